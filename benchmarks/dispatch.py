@@ -43,8 +43,9 @@ from moebius.data_pipeline.loader import Batch
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
 from moebius.distributed.dispatch.setup import build_node_groups
-from moebius.distributed.dispatch.table import DISPATCHERS, needs_nodes
+from moebius.distributed.dispatch.table import DISPATCHERS, needs_nodes, needs_outbox
 from moebius.distributed.process.process import Process, start_process
+from moebius.distributed.symmetric.outbox import Outbox, open_outbox
 from moebius.model.moe import Dispatched, LocalDispatcher
 from moebius.model.routing import Routes, token_routes
 from moebius.train.config import resolve
@@ -195,6 +196,13 @@ class Spent:
         return result
 
 
+def _outbox(group: dist.ProcessGroup) -> Outbox:
+    found = open_outbox(group, timeout_s=120)
+    if isinstance(found, str):
+        raise SystemExit(f"symmetric cannot be had here: {found}")
+    return found
+
+
 def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]:
     group, device = dist.group.WORLD, process.device
     assert group is not None
@@ -205,6 +213,7 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
         point.dispatcher,
         group,
         nodes=nodes,
+        outbox=_outbox(group) if needs_outbox(point.dispatcher) else None,
         ranks_per_node=PER_NODE,
         overlap_chunks=point.overlap_chunks,
     )

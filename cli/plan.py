@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed.dispatch.table import DISPATCHERS
+from ..distributed.dispatch.table import by_collectives
 from .arguments import Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
     parser.add_argument(
         "--dispatcher",
-        choices=list(DISPATCHERS),
+        choices=by_collectives(),
         help="only this one",
     )
     parser.add_argument(

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed.dispatch.table import DISPATCHERS, LOCAL
+from ..distributed.dispatch.table import LOCAL, by_collectives
 from .arguments import Commands, add_command, add_overrides
 from .messages import print_message
 
@@ -72,9 +72,9 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--dispatcher",
         nargs="+",
         metavar="NAME",
-        choices=[LOCAL, *DISPATCHERS],
+        choices=[LOCAL, *by_collectives()],
         default=[None],
-        help=f"one, or several to compare: {', '.join(DISPATCHERS)}; default: the mesh's",
+        help=f"one, or several to compare: {', '.join(by_collectives())}; default: the mesh's",
     )
     parser.add_argument(
         "--overlap-chunks", type=int, metavar="N", help="parts in which rows travel"

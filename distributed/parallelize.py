@@ -20,6 +20,7 @@ from ..model.moe import SparseLayer
 from ..model.precision import store_in
 from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
+from .dispatch.measure import choose_dispatcher
 from .dispatch.setup import ExpertParallelDispatcher, build_node_groups
 from .dispatch.table import needs_nodes
 from .layout import local_experts
@@ -49,8 +50,8 @@ def build_model(
 
     On the meta device it has no values.
 
-    Collective for a dispatcher that needs groups between and inside nodes: they are made here, with
-    that timeout.
+    Collective for a dispatcher that needs groups between and inside nodes, or memory that ranks
+    share, and for "auto", which tries some: they are made here, with that timeout.
     `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
     sharded weights only: they are cast when they are gathered. `stored`: of all parameters and
     buffers; bfloat16 is for train.precision="bfloat16_only".
@@ -65,6 +66,7 @@ def build_model(
         model,
         mesh,
         dispatcher=dispatcher,
+        device=device,
         overlap_chunks=overlap_chunks,
         check_every=check_every,
         ranks_per_node=ranks_per_node,
@@ -90,6 +92,7 @@ def connect(
     mesh: Mesh,
     *,
     dispatcher: str,
+    device: torch.device,
     overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
@@ -100,15 +103,22 @@ def connect(
     Arguments as of `build_model`, and collective for the same dispatchers. Again for a model whose
     ranks have met anew: experts stay where they are, and counters begin at zero on every rank.
     """
+    choice = choose_dispatcher(
+        dispatcher,
+        mesh.ep_group,
+        device=device,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+    )
     nodes = None
-    if needs_nodes(dispatcher):
+    if needs_nodes(choice.name):
         nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
     for layer in model.modules():
         if not isinstance(layer, SparseLayer):
             continue
         before = layer.dispatcher
         layer.dispatcher = make_dispatcher(
-            dispatcher,
+            choice.name,
             mesh.ep_group,
             overlap_chunks=overlap_chunks,
             check_every=check_every,
@@ -117,6 +127,8 @@ def connect(
             if isinstance(before, ExpertParallelDispatcher)
             else None,
             nodes=nodes,
+            outbox=choice.outbox,
+            why=choice.why,
         )
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))

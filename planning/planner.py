@@ -15,7 +15,7 @@ About 0.5 ms per layout.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..distributed.dispatch.table import DISPATCHERS, LOCAL
+from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes
 from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
@@ -172,7 +172,7 @@ def _dispatchers(
         return [constraints.dispatcher]
     per_node = scenario.hardware.ranks_per_node
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
-    return [name for name, entry in DISPATCHERS.items() if not (one_node and entry.needs_nodes)]
+    return [name for name in by_collectives() if not (one_node and needs_nodes(name))]
 
 
 def _divisors(number: int) -> list[int]:

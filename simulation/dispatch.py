@@ -35,7 +35,7 @@ from ..distributed.dispatch.choose import make_dispatcher
 from ..distributed.dispatch.exchange import ExchangeMismatch
 from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from ..distributed.dispatch.setup import build_node_groups, nodes_of
-from ..distributed.dispatch.table import is_exact, needs_nodes, resolved_dispatcher
+from ..distributed.dispatch.table import is_exact, needs_nodes, resolved_dispatcher, same_traffic
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer
 from ..train.routing.call import CallId, RoutedCall
@@ -155,8 +155,10 @@ def between_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> np.ndarr
 
 
 def name_of(cluster: Cluster) -> str:
-    """Returns the name of the cluster's dispatcher, also where "auto" was asked for."""
-    return resolved_dispatcher(cluster.dispatcher, cluster.layout.ep)
+    """Returns the dispatcher that is simulated: also where "auto" was asked for, or one through
+    memory, whose rows are those of one by collectives.
+    """
+    return same_traffic(resolved_dispatcher(cluster.dispatcher, cluster.layout.ep))
 
 
 def simulate(
@@ -335,7 +337,7 @@ class _Worker:
         cluster = self.cluster
         if layer not in self._dispatchers:
             self._dispatchers[layer] = make_dispatcher(
-                cluster.dispatcher,
+                name_of(cluster),
                 self.group,
                 overlap_chunks=cluster.overlap_chunks,
                 ranks_per_node=cluster.ranks_per_node,

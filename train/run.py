@@ -21,6 +21,7 @@ from ..distributed.checkpoint.folder import DamagedCheckpoint
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
+from ..distributed.dispatch.choose import dispatcher_of
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
 from ..distributed.local_shard import local_shard_of
@@ -221,6 +222,7 @@ def rejoin(run: Run, process: Process) -> None:
         run.model,
         mesh,
         dispatcher=config.mesh.dispatcher,
+        device=process.device,
         overlap_chunks=config.mesh.overlap_chunks,
         check_every=config.mesh.check_every,
         ranks_per_node=process.ranks_per_node,
@@ -411,10 +413,19 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) ->
         parameters=count_global_parameters(run),
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
+        **_dispatcher_facts(run.model),
         start_s=dict(start_s),
     )
     log_set_aside(run, log)
     return log
+
+
+def _dispatcher_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the dispatcher of a model whose experts are spread, and why it was chosen."""
+    setup = dispatcher_of(model)
+    if setup is None:
+        return {}
+    return {"dispatcher": setup.name} | ({"dispatcher_why": setup.why} if setup.why else {})
 
 
 def log_set_aside(run: Run, log: MetricsLog) -> None:

@@ -6,6 +6,7 @@
 | `allgather` | every row to every rank | up to rounding | K ≥ P, few ranks; the oracle |
 | `alltoall` | one row per route | bit for bit | exact comparisons; one expert per token |
 | `dedup` | one row per (row, rank) | up to rounding | everywhere else |
+| `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node of CPUs |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
 A pass is: dispatch (plan, read the counts, start), experts chunk by chunk, combine (wait and add
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
+from ..symmetric.outbox import Outbox
 from .exchange import Counters
 from .expert_map import ExpertMap
 from .setup import ExpertParallelDispatcher, NodeGroups, Setup
@@ -35,6 +37,8 @@ def make_dispatcher(
     ranks_per_node: int | None = None,
     expert_map: ExpertMap | None = None,
     nodes: NodeGroups | None = None,
+    outbox: Outbox | None = None,
+    why: str = "",
 ) -> Dispatcher:
     """Makes the dispatcher of that name over one EP group; one for every layer, for it counts.
 
@@ -47,7 +51,17 @@ def make_dispatcher(
     chosen = resolved_dispatcher(name, dist.get_world_size(group))
     if chosen == LOCAL:
         return LocalDispatcher()
-    setup = Setup(group, overlap_chunks, check_every, ranks_per_node, expert_map, nodes)
+    setup = Setup(
+        group,
+        overlap_chunks,
+        check_every,
+        ranks_per_node,
+        expert_map,
+        nodes,
+        outbox,
+        name=chosen,
+        why=why,
+    )
     return _class_of(DISPATCHERS[chosen])(setup)
 
 
@@ -58,6 +72,16 @@ def _class_of(entry: DispatcherEntry) -> type[ExpertParallelDispatcher]:
         found = getattr(import_module(f"{__package__}.{module}"), name)
     assert issubclass(found, ExpertParallelDispatcher), f"{found} is no ExpertParallelDispatcher"
     return found
+
+
+def dispatcher_of(model: nn.Module) -> Setup | None:
+    """Returns the setup of the model's dispatchers, with their name; None where nothing travels."""
+    for layer in model.modules():
+        if isinstance(layer, SparseLayer) and isinstance(
+            layer.dispatcher, ExpertParallelDispatcher
+        ):
+            return layer.dispatcher.setup
+    return None
 
 
 def counters_of(model: nn.Module) -> dict[str, Counters]:

@@ -17,6 +17,7 @@ from ...model.moe import Dispatched
 from ...model.recompute import recomputing
 from ...model.routing import Routes
 from ..process.connections import noting_connections
+from ..symmetric.outbox import Outbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
 
@@ -45,7 +46,10 @@ class Setup:
     ranks_per_node: int | None = None
     expert_map: ExpertMap | None = None
     nodes: NodeGroups | None = None
+    outbox: Outbox | None = None  # of this rank, for dispatchers that exchange through memory
     counters: Counters = field(default_factory=Counters)
+    name: str = ""  # of the dispatcher
+    why: str = ""  # it was chosen
 
     def __post_init__(self) -> None:
         if self.overlap_chunks < 1 or self.check_every < 0:
@@ -92,9 +96,14 @@ class Setup:
         A token is a block of source rows and the block of target rows that belongs to it: as many
         as divide both numbers. So no row travels in two chunks.
         """
-        num_tokens = max(1, math.gcd(num_sources, routes.num_targets))
-        token_N = routes.source_N // max(1, num_sources // num_tokens)
-        return token_N * self.overlap_chunks // num_tokens
+        rows_per_token = self.rows_per_token(routes, num_sources)
+        token_N, num_tokens = routes.source_N // rows_per_token, num_sources // rows_per_token
+        return token_N * self.overlap_chunks // max(1, num_tokens)
+
+    @staticmethod
+    def rows_per_token(routes: Routes, num_sources: int) -> int:
+        """Returns how many neighbouring source rows are one token's, which no chunks part."""
+        return max(1, num_sources // max(1, math.gcd(num_sources, routes.num_targets)))
 
 
 class ExpertParallelDispatcher(ABC):

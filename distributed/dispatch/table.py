@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 LOCAL = "local"  # every expert is on this rank: nothing travels, and there is nothing to configure
-DEFAULT = "dedup"  # what "auto" means where the experts are spread
+DEFAULT = "dedup"  # what "auto" means where the experts are spread,
+SHARED_MEMORY = "symmetric"  # or this where it can be had and is faster (measure.py)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class DispatcherEntry:
     pattern: SendingPattern
     is_exact: bool = False  # equals one rank bit for bit; the others up to rounding
     needs_nodes: bool = False  # the groups between and inside nodes (`build_node_groups`)
+    needs_outbox: bool = False  # memory that all ranks of the group reach (`open_outbox`)
 
 
 DISPATCHERS: dict[str, DispatcherEntry] = {
@@ -54,6 +56,12 @@ DISPATCHERS: dict[str, DispatcherEntry] = {
         "one row per (row, node), then per rank",
         SendingPattern(node_first=True),
         needs_nodes=True,
+    ),
+    SHARED_MEMORY: DispatcherEntry(
+        "symmetric.SymmetricDispatcher",
+        "one row per (row, rank), through the node's memory",
+        SendingPattern(),
+        needs_outbox=True,
     ),
 }
 
@@ -77,6 +85,8 @@ def known_dispatcher(name: str) -> str:
 def resolved_dispatcher(name: str, ep: int) -> str:
     """Returns the dispatcher that `name` means on `ep` ranks, also where it is "auto".
 
+    In a run "auto" may become `symmetric` yet, which sends the same rows.
+
     Raises:
         ValueError: there is no such dispatcher, or it is `local` although the experts are spread.
     """
@@ -98,3 +108,18 @@ def is_exact(name: str) -> bool:
 def needs_nodes(name: str) -> bool:
     """Whether a dispatcher wants the groups between and inside nodes."""
     return name in DISPATCHERS and DISPATCHERS[name].needs_nodes
+
+
+def by_collectives() -> list[str]:
+    """Returns the dispatchers whose rows travel by collectives: what is planned and simulated."""
+    return [name for name, entry in DISPATCHERS.items() if not entry.needs_outbox]
+
+
+def same_traffic(name: str) -> str:
+    """Returns the dispatcher by collectives that sends the same rows: itself, if it is one."""
+    return DEFAULT if needs_outbox(name) else name
+
+
+def needs_outbox(name: str) -> bool:
+    """Whether a dispatcher wants memory that all ranks of the group reach."""
+    return name in DISPATCHERS and DISPATCHERS[name].needs_outbox

@@ -15,11 +15,29 @@ import contextlib
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 _OPEN_FILES = Path("/proc/self/fd")
 _noted: set[tuple[int, str]] = set()  # number and identity: numbers are given out again
+
+
+class Breakable(Protocol):
+    """What ranks wait for each other in without a connection: shared memory."""
+
+    def break_off(self) -> None:
+        """Lets whoever waits, now or later, raise. From any thread."""
+        ...
+
+
+_waited_in: "weakref.WeakSet[Breakable]" = weakref.WeakSet()
+
+
+def note_wait(place: Breakable) -> None:
+    """Notes what `break_off` has to break as well, as long as it exists."""
+    _waited_in.add(place)
 
 
 @contextlib.contextmanager
@@ -41,12 +59,15 @@ def break_off() -> int:
     open_now = _sockets()
     broken = sum(_shut_down(number) for number, identity in _noted & open_now)
     _noted.clear()
+    for place in list(_waited_in):
+        place.break_off()
     return broken
 
 
 def forget_connections() -> None:
     """Forgets what was noted: the groups are left."""
     _noted.clear()
+    _waited_in.clear()
 
 
 def _sockets() -> set[tuple[int, str]]:

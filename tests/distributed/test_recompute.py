@@ -5,7 +5,7 @@ counted once.
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
 from moebius.distributed.dispatch.choose import counters_of
+from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
+from moebius.distributed.symmetric.outbox import Outbox
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute
 from moebius.planning.hardware import HARDWARE
@@ -72,6 +74,8 @@ CASES = [
             Way("dedup", 2),
             Way("hierarchical"),
             Way("hierarchical", 2),
+            Way("symmetric"),
+            Way("symmetric", 2, 1),
             Way("alltoall", 1, 2),
             Way("dedup", 2, 1),
             Way("dedup", 2, backend="reference"),
@@ -90,11 +94,29 @@ CASES = [
 
 
 class Exchanges(TorchDispatchMode):
-    """The kinds of collectives, in their order."""
+    """The kinds of collectives and of posted messages, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._post = {name: getattr(Outbox, name) for name in ("_post_out", "_post_back")}
+        for name, post in self._post.items():
+            setattr(Outbox, name, self._counted(post))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for name, post in self._post.items():
+            setattr(Outbox, name, post)
+        super().__exit__(*error)
+
+    def _counted(self, post: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.names.append("rows")
+            return post(*args, **kwargs)
+
+        return counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -124,7 +146,7 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
         device=torch.device("cpu"),
         overlap_chunks=way.overlap_chunks,
         check_every=way.check_every,
-        ranks_per_node=2,
+        ranks_per_node=RANKS if needs_outbox(way.dispatcher) else 2,  # it stays inside a node
     )
     make_uneven(model).recompute_layers(mode)
     model.before_step(0)

@@ -38,7 +38,7 @@ def events_of_a_pass() -> tuple[list[str], int]:
     with start_process("cpu", timeout_s=30) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
         model = build_model(
-            MODEL, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+            MODEL, mesh, dispatcher="dedup", backend="auto", seed=0, device=process.device
         )
         log: list[str] = []
         start, wait, read = AllToAll.start, Counters.wait, Counters.read

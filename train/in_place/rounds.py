@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...distributed.process.connections import break_off
-from ...distributed.process.diagnosis import is_of_a_collective
+from ...distributed.process.diagnosis import CollectiveError, is_of_a_collective
 from ..heartbeat import FOLDER
 from ..mistakes import no_restart_mends
 from .orders import (
@@ -126,7 +126,8 @@ def tells_of_a_lost_rank(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, is of a collective or of the store."""
     step: BaseException | None = error
     while step is not None:
-        if isinstance(step, dist.DistError) or is_of_a_collective(str(step)):
+        lost = isinstance(step, (dist.DistError, CollectiveError))
+        if lost or is_of_a_collective(str(step)):
             return True
         step = step.__cause__
     return False

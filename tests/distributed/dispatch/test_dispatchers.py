@@ -6,8 +6,7 @@ One world serves many cases, for starting it costs more than they do.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
@@ -16,7 +15,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose, run_pass
+from dispatch_cases import (
+    KINDS,
+    PER_NODE,
+    Case,
+    case,
+    dispatcher_of,
+    local_results,
+    outbox_for,
+    own_layer,
+    run_layer,
+    scene_case,
+    shuffled,
+    world,
+    worst,
+)
+from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import every_pair, slow_but
@@ -37,163 +51,22 @@ from moebius.distributed.dispatch.exchange import (
 )
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
-from moebius.distributed.dispatch.table import DISPATCHERS
-from moebius.distributed.process.process import Process, start_process
+from moebius.distributed.dispatch.table import DISPATCHERS, needs_outbox
+from moebius.distributed.process.process import Process
 from moebius.kernels.functional import routed_mlp
 from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import (
     Routes,
-    head_to_token_routes,
-    slot_routes,
     token_routes,
-    token_to_head_routes,
 )
-
-HEADS = 2
-PER_NODE = 2  # pretended: ranks 0 and 1 on one node, 2 and 3 on the next
-
-
-@dataclass(frozen=True)
-class Case:
-    """One rank's rows, routes and gradient of the answers."""
-
-    x: Tensor
-    routes: Routes
-    grad: Tensor
-
-
-def case(kind: str, experts: Tensor, seed: int, dtype: torch.dtype = torch.float32) -> Case:
-    """The routes of that kind for tokens that choose `experts` (T, K)."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = len(experts)
-    weights = torch.rand(experts.shape, generator=generator)
-    if kind == "head to token" or kind == "token to head":
-        make = head_to_token_routes if kind == "head to token" else token_to_head_routes
-        by_head = torch.stack((experts, (experts + 3) % EXPERTS), 1)
-        routes = make(by_head, torch.rand(by_head.shape, generator=generator), num_experts=EXPERTS)
-    elif kind == "expert choice":
-        per_expert = 2
-        rows = tokens + 3  # equally many routes on every rank, of any number of rows
-        chosen = (
-            torch.rand(EXPERTS, rows, generator=generator).argsort(-1)[:, :per_expert].flatten()
-        )
-        slots = slot_routes(EXPERTS * per_expert, num_experts=EXPERTS, device=torch.device("cpu"))
-        weights = torch.rand(len(chosen), generator=generator)
-        routes = replace(
-            slots,
-            source_N=chosen,
-            target_N=chosen,
-            weight_N=weights,
-            num_targets=rows,
-            per_source=0,
-            per_target=0,
-        )
-    else:
-        routes = token_routes(experts, weights, num_experts=EXPERTS)
-    if kind in ("dropped", "irregular"):
-        keep = torch.rand(len(routes.expert_N), generator=generator) < (
-            0.6 if kind == "dropped" else 2
-        )
-        routes = routes.kept(keep)
-    if kind == "irregular":
-        routes = shuffled(routes, generator)
-    num_sources = {"head to token": tokens * HEADS, "expert choice": tokens + 3}.get(kind, tokens)
-    x = torch.randn(num_sources, WIDTH, generator=generator).to(dtype)
-    grad = torch.randn(routes.num_targets, WIDTH, generator=generator).to(dtype)
-    return Case(x, routes, grad)
-
-
-def shuffled(routes: Routes, generator: torch.Generator) -> Routes:
-    """In another order, and to other targets: neither belongs to the other's token."""
-    order = torch.randperm(len(routes.expert_N), generator=generator)
-    target = torch.randint(max(1, routes.num_targets), (len(order),), generator=generator)
-    return replace(
-        routes,
-        source_N=routes.source_N[order],
-        expert_N=routes.expert_N[order],
-        weight_N=routes.weight_N[order],
-        target_N=target,
-    )
-
-
-KINDS = ("token", "token to head", "head to token", "dropped", "irregular", "expert choice")
-
-
-def scene_case(name: str, kind: str, rank: int, dtype: torch.dtype = torch.float32) -> Case:
-    scene = SCENES[name]
-    generator = torch.Generator().manual_seed(11 + rank)
-    return case(kind, choose(scene, scene.tokens[rank], 4, generator), 100 + rank, dtype)
-
-
-def run_layer(layer: SparseLayer, given: Case) -> dict[str, Tensor]:
-    """The output and all gradients."""
-    layer.zero_grad(set_to_none=True)
-    x, weights = given.x.clone().requires_grad_(), given.routes.weight_N.clone().requires_grad_()
-    y = layer(x, given.routes.with_weights(weights))
-    y.backward(given.grad)
-    assert x.grad is not None and weights.grad is not None  # noqa: PT018 - one fact: there is a graph
-    grads = {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, **grads}  # pyright: ignore[reportReturnType]
-
-
-def local_results(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-    """Of every rank's case on one rank; the experts' gradients summed over them, the same for all."""
-    results = [run_layer(SparseLayer(bank(dtype)), given) for given in cases]  # pyright: ignore[reportArgumentType]
-    for name in ("w_up", "w_down"):
-        total = torch.stack([result[name] for result in results]).sum(0)
-        for result in results:
-            result[name] = total
-    return results
-
-
-@contextmanager
-def world(timeout_s: float = 20) -> Iterator[tuple[Process, dist.ProcessGroup, NodeGroups]]:
-    with start_process("cpu", timeout_s=timeout_s) as process:
-        size = process.world_size
-        assert dist.group.WORLD is not None
-        nodes = build_node_groups(
-            dist.group.WORLD, PER_NODE if size == 4 else 1, timeout_s=timeout_s
-        )
-        yield process, dist.group.WORLD, nodes
-
-
-def dispatcher_of(
-    name: str, group: dist.ProcessGroup, nodes: NodeGroups, **options: Any
-) -> Dispatcher:
-    return make_dispatcher(
-        name,
-        group,
-        nodes=nodes if name == "hierarchical" else None,
-        ranks_per_node=PER_NODE,
-        **options,
-    )
-
-
-def own_layer(
-    process: Process, dispatcher: Dispatcher, dtype: torch.dtype = torch.float32
-) -> SparseLayer:
-    share = EXPERTS // process.world_size
-    layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
-    layer.dispatcher = dispatcher
-    return layer
-
-
-def worst(result: dict[str, Tensor], expected: dict[str, Tensor], rank: int, size: int) -> float:
-    """The largest difference of a tensor, relative to the largest value of the whole."""
-    share = EXPERTS // size
-    found = 0.0
-    for name, value in result.items():
-        whole = expected[name]
-        theirs = whole[rank * share : (rank + 1) * share] if name.startswith("w_") else whole
-        assert value.shape == theirs.shape, (name, value.shape, theirs.shape)
-        if value.numel():
-            found = max(found, ((value - theirs).abs().max() / (whole.abs().max() + 1e-30)).item())
-    return found
-
 
 VARIANTS = [
     ("allgather", 1),
-    *((name, chunks) for name in ("alltoall", "dedup", "hierarchical") for chunks in (1, 2, 3)),
+    *(
+        (name, chunks)
+        for name in ("alltoall", "dedup", "hierarchical", "symmetric")
+        for chunks in (1, 2, 3)
+    ),
 ]
 # In `make test` a dispatcher is asked in one chunk or in two.
 CHUNKED = [
@@ -520,7 +393,7 @@ def count_reads() -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "chunks"),
     slow_but(
-        [variant for variant in VARIANTS if variant[1] < 3],
+        [(name, chunks) for name, chunks in VARIANTS if chunks < 3 and name != "symmetric"],
         *(("allgather", 1), ("alltoall", 2), ("dedup", 1), ("dedup", 2), ("hierarchical", 2)),
         names=2,
     ),
@@ -582,6 +455,8 @@ def reads_of_known_counts() -> dict[str, int]:
         given, out = scene_case("uneven", "expert choice", process.rank), {}
         reads = count_reads()
         for name in DISPATCHERS:
+            if needs_outbox(name):
+                continue  # it is for CPUs, where a read waits for nothing
             dispatcher = dispatcher_of(name, group, nodes)
             before = reads["reads"]
             run_pass(dispatcher, given.x, given.routes, lambda x_UD, _: x_UD)
@@ -761,7 +636,12 @@ def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
             for name, chunks in VARIANTS:
                 nodes = node_groups if name == "hierarchical" else None
                 dispatcher: Any = make_dispatcher(
-                    name, group, nodes=nodes, overlap_chunks=chunks, check_every=1
+                    name,
+                    group,
+                    nodes=nodes,
+                    overlap_chunks=chunks,
+                    check_every=1,
+                    outbox=outbox_for(name, group),
                 )
                 experts = partial(scaled, first_expert=process.rank * drawn.share)
                 y = run_pass(dispatcher, given.x, given.routes, experts)
@@ -907,7 +787,11 @@ def gradients_by_differences(variants: Sequence[tuple[str, int]]) -> dict[str, b
 
         for name, chunks in variants:
             dispatcher = make_dispatcher(
-                name, group, nodes=nodes if name == "hierarchical" else None, overlap_chunks=chunks
+                name,
+                group,
+                nodes=nodes if name == "hierarchical" else None,
+                overlap_chunks=chunks,
+                outbox=outbox_for(name, group),
             )
 
             def layer(x: Tensor, weights: Tensor, dispatcher=dispatcher) -> Tensor:

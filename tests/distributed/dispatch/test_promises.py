@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatch_cases import outbox_for
 from dispatch_scenes import (
     EXPERTS,
     SCENES,
@@ -25,6 +26,7 @@ from world import run_ranks
 
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import Routes, token_routes
@@ -32,7 +34,11 @@ from moebius.model.routing import Routes, token_routes
 PER_NODE = 2  # pretended
 VARIANTS = [
     ("allgather", 1),
-    *((name, chunks) for name in ("alltoall", "dedup", "hierarchical") for chunks in (1, 2)),
+    *(
+        (name, chunks)
+        for name in ("alltoall", "dedup", "hierarchical", "symmetric")
+        for chunks in (1, 2)
+    ),
 ]
 
 
@@ -44,7 +50,11 @@ def dispatchers(
     nodes = build_node_groups(group, PER_NODE if process.world_size == 4 else 1, timeout_s=20)
     return {
         (name, chunks): make_dispatcher(
-            name, group, overlap_chunks=chunks, nodes=nodes if name == "hierarchical" else None
+            name,
+            group,
+            overlap_chunks=chunks,
+            nodes=nodes if name == "hierarchical" else None,
+            outbox=outbox_for(name, group),
         )
         for name, chunks in variants
     }
@@ -140,7 +150,8 @@ def collectives() -> dict[tuple, int]:
     with start_process("cpu", timeout_s=20) as process:
         share, group = EXPERTS // process.world_size, dist.group.WORLD
         assert group is not None
-        for variant, dispatcher in dispatchers(process).items():
+        by_collectives = [(name, chunks) for name, chunks in VARIANTS if not needs_outbox(name)]
+        for variant, dispatcher in dispatchers(process, by_collectives).items():
             layer = SparseLayer(bank(torch.float32, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = dispatcher
             for name in ("one token in all", "no token at all", "a rank without tokens"):
@@ -165,7 +176,8 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
             share = EXPERTS // process.world_size
             mine = [experts // share == process.rank for _, experts, _, _ in drawn]
             x, experts, weights, _ = drawn[process.rank]
-            for kind, must in (("dedup", [here.any(1) for here in mine]), ("alltoall", mine)):
+            distinct = [here.any(1) for here in mine]
+            for kind, must in (("dedup", distinct), ("symmetric", distinct), ("alltoall", mine)):
                 [dispatcher] = dispatchers(process, [(kind, 1)]).values()
                 routes = token_routes(experts, weights, num_experts=EXPERTS)
                 held_by_chunk: list[int] = []
@@ -188,7 +200,7 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
 
 def test_a_rank_holds_the_rows_for_its_experts_and_no_more() -> None:
     for found in run_ranks(rows_held, 4):
-        assert len(found) == 2 * len(SCENES)
+        assert len(found) == 3 * len(SCENES)
         for name, (held, wanted, routes_too_many) in found.items():
             assert (held, routes_too_many) == (wanted, 0), name
 
@@ -204,7 +216,8 @@ def growth() -> dict[str, float]:
         experts = torch.rand(64, EXPERTS, generator=generator).topk(3).indices
         x = torch.randn(64, WIDE, generator=generator, requires_grad=True)
         routes = token_routes(experts, torch.rand(64, 3, generator=generator), num_experts=EXPERTS)
-        for variant, dispatcher in dispatchers(process, [("alltoall", 1), ("dedup", 1)]).items():
+        variants = [("alltoall", 1), ("dedup", 1), ("symmetric", 1)]
+        for variant, dispatcher in dispatchers(process, variants).items():
             for passes in (40, PASSES):
                 before = resident_bytes()
                 for _ in range(passes):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from dispatch_cases import outbox_for
 from dispatch_scenes import EXPERTS, SCENES, bank, forward_backward, parts
 from torch import Tensor, nn
 from world import run_ranks
@@ -149,13 +150,16 @@ def answers(
         nodes = (
             build_node_groups(mesh.ep_group, 2, timeout_s=20) if name == "hierarchical" else None
         )
+        outbox = outbox_for(name, mesh.ep_group)
         labels, found = torch.tensor(order or list(range(EXPERTS))), []
         for expert_map, scene in cases:
             layer, seen = (
                 placed_layer(expert_map, mesh.rank),
                 relabelled(expert_map, order) if order else expert_map,
             )
-            layer.dispatcher = make_dispatcher(name, mesh.ep_group, expert_map=seen, nodes=nodes)
+            layer.dispatcher = make_dispatcher(
+                name, mesh.ep_group, expert_map=seen, nodes=nodes, outbox=outbox
+            )
             x, experts, weights, grad = parts(SCENES[scene], torch.float32)[mesh.rank]
             result = forward_backward(layer, x, labels[experts], weights, grad)
             parameters = dict(layer.experts.named_parameters())
@@ -201,7 +205,7 @@ def served_by(expert_map: ExpertMap, scene: str) -> list[int]:
     return served
 
 
-@pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical"])
+@pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical", "symmetric"])
 def test_copies_answer_as_the_one_expert_would(name: str) -> None:
     cases = [
         (expert_map, scene)

@@ -1,0 +1,321 @@
+"""One-sided: rows, routes and answers are written where their readers find them, without a
+collective.
+
+For ranks of one machine (distributed/symmetric). A sparse layer's pass is four messages of each
+rank, sizes among them:
+  1. forward: every distinct row once, and for each rank which of them it needs and the routes that
+     read them (slot, row, target, gate weight);
+  2. its experts' answers, weighed and summed for every (source rank, target row): their source adds
+     those of different ranks up in the order of ranks;
+  3. backward: the gradients of these sums, each once;
+  4. the gradients of the rows, added up likewise, and of the gate weights.
+
+What travels and how it is summed is `dedup`'s, bit for bit; but nobody sends counts ahead, nobody
+waits for all, and a row that several ranks need is written once. Where the routes go is written
+down by one function in C++ instead of some thirty launches.
+
+Chunks are ranges of tokens, as in dedup.py. Routes with `per_expert` go one row per route, in one
+chunk, and are added up at home in the order of routes: as by alltoall.py, to which dedup.py gives
+them.
+
+Legend: U source rows, T target rows, N routes, P ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels.operands import check_counts
+from ...kernels.permute import gather_rows, sum_rows
+from ...model.moe import Dispatched, PendingRows
+from ...model.recompute import save_combine, save_dispatch, skip_combine
+from ...model.routing import Routes
+from ..symmetric.outbox import Outbox, Plan
+from .exchange import Counters
+from .expert_map import ExpertMap
+from .setup import ExpertParallelDispatcher, Setup
+
+_PLACE_BYTES = 12  # of a route: slot, row and target
+
+
+@dataclass
+class _Pass:
+    """One pass of one layer: its plan, and the numbers of the messages under way.
+
+    A chunk's number is None where a recomputed pass posts nothing.
+    """
+
+    outbox: Outbox
+    plan: Plan
+    counters: Counters
+    rows: Tensor  # shape and dtype of the rows, (0, D)
+    weight_dtype: torch.dtype
+    sent: list[int | None] = field(default_factory=list)
+    answered: dict[int, int] = field(default_factory=dict)
+    # of the backward pass
+    grads_sent: list[int] = field(default_factory=list)
+    grads_answered: dict[int, int] = field(default_factory=dict)
+
+    @contextmanager
+    def counting(self) -> Iterator[Outbox]:
+        """Counts how long this rank waits meanwhile."""
+        before = self.outbox.waited_s
+        yield self.outbox
+        self.counters.waited_s += self.outbox.waited_s - before
+
+    def answers_like(self, x: Tensor) -> Tensor:
+        """Returns zeros without memory in place of the sums, for a recomputed pass."""
+        return x.new_zeros(()).expand(self.plan.num_targets, x.shape[1])
+
+
+class _PostRows(torch.autograd.Function):
+    """Posts all chunks; its backward adds up the gradients of rows that the ranks send back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_UD: Tensor, weight_N: Tensor, run: _Pass) -> tuple[Tensor, ...]:
+        ctx.run = run
+        x_UD, weight_N = x_UD.detach().contiguous(), weight_N.detach().contiguous()
+        for chunk in range(run.plan.num_chunks):
+            run.sent.append(None)
+            save_dispatch(lambda chunk=chunk: _post_chunk(run, chunk, x_UD, weight_N))
+        return tuple(x_UD.new_empty(0) for _ in range(run.plan.num_chunks))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run: _Pass = ctx.run
+        grad_N = torch.empty(run.plan.num_routes, dtype=run.weight_dtype)
+        numbers = [run.grads_answered.pop(chunk) for chunk in range(run.plan.num_chunks)]
+        with run.counting() as outbox:
+            grad_UD = outbox.sum_gradients(run.plan, numbers, run.rows, grad_N)
+        return grad_UD, grad_N, None
+
+
+def _post_chunk(run: _Pass, chunk: int, x_UD: Tensor, weight_N: Tensor) -> Tensor:
+    run.sent[chunk] = run.outbox.post_rows(run.plan, chunk, x_UD, weight_N)
+    return x_UD.new_empty(0)
+
+
+class _TakeRows(torch.autograd.Function):
+    """Waits for a chunk; its backward posts the gradients of its rows and weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, posted: Tensor, run: _Pass, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        taken: list[Any] = [None]
+
+        def take(part: int) -> Tensor:
+            if taken[0] is None:
+                number = run.sent[chunk]
+                assert number is not None, "a pass that posts nothing has everything saved"
+                with run.counting() as outbox:
+                    taken[0] = outbox.take_rows(number, run.rows, run.weight_dtype)
+            found = taken[0]
+            return (found.rows_MD, found.weight_N, found.places_3N, found.starts_3P1)[part]
+
+        rows, weights, places, starts = (save_dispatch(lambda i=i: take(i)) for i in range(4))
+        ctx.run, ctx.chunk, ctx.starts_3P1 = run, chunk, starts
+        ctx.mark_non_differentiable(places, starts)
+        return rows, weights, places, starts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run: _Pass = ctx.run
+        run.grads_answered[ctx.chunk] = run.outbox.post_row_gradients(
+            grads[0].contiguous(), grads[1].contiguous(), ctx.starts_3P1
+        )
+        return run.rows.new_empty(0), None, None
+
+
+class _PostAnswers(torch.autograd.Function):
+    """Posts a chunk's answers; its backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, run: _Pass, chunk: int, starts_3P1: Tensor) -> Tensor:
+        ctx.run, ctx.chunk, ctx.like, ctx.num_rows = run, chunk, y_TD.new_empty(0, 0), len(y_TD)
+        ctx.width = y_TD.shape[1]
+
+        def post() -> Tensor:
+            run.answered[chunk] = run.outbox.post_answers(y_TD.detach().contiguous(), starts_3P1)
+            return y_TD.new_empty(0, ctx.width)
+
+        return skip_combine(post)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run: _Pass = ctx.run
+        number, like = run.grads_sent[ctx.chunk], ctx.like.new_empty(0, ctx.width)
+        with run.counting() as outbox:
+            return outbox.take_gradients(number, ctx.num_rows, like), None, None, None
+
+
+class _SumAnswers(torch.autograd.Function):
+    """Waits for the answers to all chunks; its backward posts the gradients of their sums."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Pass, *posted: Tensor) -> Tensor:
+        ctx.run, ctx.num_chunks = run, len(posted)
+        if not run.answered:  # a recomputed pass, whose sums were saved
+            return run.answers_like(posted[0])
+        numbers = [run.answered.pop(chunk) for chunk in range(len(posted))]
+        with run.counting() as outbox:
+            return outbox.sum_answers(run.plan, numbers, posted[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run: _Pass = ctx.run
+        grad_TD = grads[0].contiguous()
+        run.grads_sent = [
+            run.outbox.post_gradients(run.plan, chunk, grad_TD) for chunk in range(ctx.num_chunks)
+        ]
+        return None, *(grad_TD.new_empty(0, grad_TD.shape[1]) for _ in range(ctx.num_chunks))
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Answers under way: what `combine` needs to wait for them."""
+
+    posted: Tensor
+
+    def wait(self) -> Tensor:
+        """Returns what stands for them until they are summed."""
+        return self.posted
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One chunk under way: what the experts of this rank must serve."""
+
+    run: _Pass
+    number: int
+    posted: Tensor
+    num_slots: int
+
+    @cached_property
+    def _received(self) -> tuple[Tensor, Routes, Tensor]:
+        rows, weights, places, starts = _TakeRows.apply(self.posted, self.run, self.number)  # pyright: ignore[reportGeneralTypeIssues]
+        run, own = self.run, self.run.outbox.rank
+        _, num_routes, num_targets = starts[:, -1].tolist()
+        own_targets = int(starts[2, own + 1] - starts[2, own])
+        run.counters.add(
+            routes_served=num_routes,
+            bytes_intra_node=(num_targets - own_targets) * rows.shape[1] * rows.element_size(),
+        )
+        routes = Routes(
+            places[0],
+            places[1],
+            weights,
+            places[2],
+            self.num_slots,
+            num_targets=num_targets,
+            per_source=0,
+            per_target=0,
+        )
+        return rows, routes, starts
+
+    @property
+    def x_UD(self) -> Tensor:
+        """Waits for the distinct rows."""
+        return self._received[0]
+
+    @property
+    def routes(self) -> Routes:
+        """Waits for the routes that read them."""
+        return self._received[1]
+
+    def send_back(self, y_TD: Tensor) -> _Answers:
+        """Posts one row of answers for every target that came."""
+        return _Answers(_PostAnswers.apply(y_TD, self.run, self.number, self._received[2]))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """A pass under way."""
+
+    run: _Pass
+    chunks: Sequence[_Chunk]
+    one_per_route: Routes | None = None  # where every route has a row of its own
+
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Adds up what the ranks answer, in their order, (num_targets, D)."""
+        answers: Tensor = _SumAnswers.apply(self.run, *(each.wait() for each in outputs))  # pyright: ignore[reportAssignmentType]
+        routes = self.one_per_route
+        if routes is not None:
+            target_N, num_rows = routes.target_N, routes.num_targets
+            answers = sum_rows(
+                answers, None, target_N, num_rows=num_rows, per_row=routes.per_target
+            )
+        return save_combine(answers)
+
+
+class SymmetricDispatcher(ExpertParallelDispatcher):
+    """Writes every row once for all ranks of the node; equal to `dedup` bit for bit."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        if setup.outbox is None:
+            raise ValueError("the symmetric dispatcher wants an outbox of its group (open_outbox)")
+        self.outbox = setup.outbox
+
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+        """Posts the distinct rows, and the routes that read them.
+
+        Raises:
+            ValueError: a route is out of range, or the ranks cannot share their experts.
+        """
+        check_counts(routes, routes.num_experts)
+        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
+        self.outbox.check(self.communicator.checking)
+        if not routes.per_expert:
+            return self._dispatch(x_UD, routes, expert_map, self.setup.overlap_chunks)
+        rows_ND = gather_rows(x_UD, None, routes.source_N, per_row=routes.per_source)
+        own_N = torch.arange(len(rows_ND))
+        own = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(rows_ND))
+        return replace(self._dispatch(rows_ND, own, expert_map, 1), one_per_route=routes)
+
+    def _dispatch(
+        self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap, num_chunks: int
+    ) -> _Dispatched:
+        rank_E, slot_E = _places(expert_map)
+        plan = self.outbox.plan(
+            routes,
+            len(x_UD),
+            rank_E=rank_E,
+            slot_E=slot_E,
+            num_chunks=num_chunks,
+            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
+        )
+        run = _Pass(
+            self.outbox, plan, self.setup.counters, x_UD.detach()[:0], routes.weight_N.dtype
+        )
+        posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
+        self._count(plan, x_UD.shape[1] * x_UD.element_size(), routes.weight_N.element_size())
+        num_slots = expert_map.slots_P[self.communicator.rank]
+        return _Dispatched(run, [_Chunk(run, i, each, num_slots) for i, each in enumerate(posted)])
+
+    def _count(self, plan: Plan, row_bytes: int, weight_bytes: int) -> None:
+        rows, routes, _ = self.outbox.sent(plan)
+        own = self.communicator.rank
+        self.setup.counters.add(
+            rows_sent=sum(rows),
+            bytes_intra_node=(sum(rows) - rows[own]) * row_bytes
+            + (sum(routes) - routes[own]) * (_PLACE_BYTES + weight_bytes),
+        )
+
+
+@lru_cache(maxsize=256)
+def _places(expert_map: ExpertMap) -> tuple[Tensor, Tensor]:
+    """Returns every expert's rank and its slot there, int32."""
+    tables = expert_map.tables(torch.device("cpu"))
+    slot_E = torch.arange(expert_map.num_slots) if tables.slot_E is None else tables.slot_E
+    return tables.rank_S[slot_E].int(), tables.local_S[slot_E].int()

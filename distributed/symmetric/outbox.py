@@ -1,0 +1,383 @@
+"""The ranks of a group on one machine, each with memory that the others read: who they are, and
+what goes from one to the other.
+
+`open_outbox` is collective and answers alike on all ranks: an outbox, or the reason why these ranks
+cannot have one (another machine or container, another user, no compiler). What an `Outbox` posts
+and takes is said in exchange.cpp, which does it; here are the waiting, the errors, and the tensors.
+
+Legend: P ranks, C chunks, V = C · P destinations, U source rows, T target rows, N routes, M rows
+that came, D width.
+"""
+
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_int, c_int64, c_uint32
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...model.routing import Routes
+from ..dispatch.exchange import gathered
+from ..layout import spell_ranks
+from ..process.connections import note_wait
+from ..process.diagnosis import CollectiveError
+from .build import load_library, reason_against
+
+_AGAIN, _DIED, _LEFT, _MISMATCH, _TOO_MANY, _NO_MEMORY, _OUT_OF_RANGE = range(1, 8)
+_SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+class OutboxError(RuntimeError):
+    """Two ranks disagree about what they exchange, or the machine has no memory for it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every route of one pass goes, as exchange.cpp has written it down."""
+
+    table: Tensor  # int64; laid out by exchange.cpp's own `Plan`
+    num_chunks: int
+    num_sources: int
+    num_targets: int
+    num_routes: int
+
+    @property
+    def address(self) -> int:
+        """Returns where the table lies."""
+        return self.table.data_ptr()
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """Rows that came, in the order of ranks, and the routes that read them."""
+
+    rows_MD: Tensor
+    weight_N: Tensor
+    places_3N: Tensor  # int64: source row, slot, target row
+    starts_3P1: Tensor  # int64: where rows, routes and targets of every rank begin, and end
+
+
+class Outbox:
+    """One rank's memory for the ranks of a group, and theirs for it."""
+
+    def __init__(self, handle: int, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        self._library, self._handle = load_library(), handle
+        self.ranks, self.rank, self.num_ranks = tuple(ranks), rank, len(ranks)
+        self._timeout_s = timeout_s
+        self.waited_s = 0.0  # for messages that were not there yet
+        self._broken = False
+        note_wait(self)
+        self.close = weakref.finalize(self, self._library.moebius_exchange_close, handle)
+
+    def break_off(self) -> None:
+        """Lets whoever waits here, now or later, raise. From any thread."""
+        self._broken = True
+
+    def check(self, checking: bool) -> None:
+        """Gives the messages that this rank posts from now on checksums, or none."""
+        self._library.moebius_exchange_check(self._handle, checking)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns how much memory this rank's messages have taken so far."""
+        return self._library.moebius_exchange_bytes(self._handle)
+
+    def plan(
+        self,
+        routes: Routes,
+        num_sources: int,
+        *,
+        rank_E: Tensor,
+        slot_E: Tensor,
+        num_chunks: int,
+        rows_per_token: int,
+    ) -> Plan:
+        """Writes down where every route goes.
+
+        Args:
+            rank_E, slot_E: int32, where every expert is.
+            rows_per_token: neighbouring source rows that travel in one chunk.
+
+        Raises:
+            ValueError: a route is out of range.
+        """
+        source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
+        expert_N, num_routes = routes.expert_N.contiguous(), len(routes.source_N)
+        same = routes.target_N is routes.source_N and routes.num_targets == num_sources
+        sizes = num_chunks, num_sources, routes.num_targets, num_routes
+        words = self._library.moebius_exchange_plan_words(self._handle, *sizes, same)
+        plan = Plan(torch.empty(words, dtype=torch.int64), *sizes)
+        self._checked(
+            self._library.moebius_exchange_plan(
+                self._handle,
+                plan.address,
+                *(*sizes, len(rank_E), same),
+                *(source_N.data_ptr(), target_N.data_ptr(), expert_N.data_ptr()),
+                *(rank_E.data_ptr(), slot_E.data_ptr(), rows_per_token),
+            )
+        )
+        return plan
+
+    def sent(self, plan: Plan) -> list[list[int]]:
+        """Counts the rows, routes and targets of a pass by the rank that they go to, (3, P)."""
+        counts = (c_int64 * (3 * self.num_ranks))()
+        self._library.moebius_exchange_sent(self._handle, plan.address, counts)
+        return [list(counts[i * self.num_ranks : (i + 1) * self.num_ranks]) for i in range(3)]
+
+    def post_rows(self, plan: Plan, chunk: int, x_UD: Tensor, weight_N: Tensor) -> int:
+        """Posts one chunk of rows and the routes that read them; returns the message's number."""
+        return self._post_out(
+            plan, chunk, x_UD, weight_N.data_ptr(), weight_bytes=weight_N.element_size()
+        )
+
+    def post_gradients(self, plan: Plan, chunk: int, grad_TD: Tensor) -> int:
+        """Posts the gradients of one chunk's answers; returns the message's number."""
+        return self._post_out(plan, chunk, grad_TD, None, weight_bytes=0)
+
+    def take_rows(self, number: int, like: Tensor, weight_dtype: torch.dtype) -> ReceivedRows:
+        """Waits for a message of every rank, and copies what is for this one.
+
+        Raises:
+            CollectiveError: a rank died, left, or did not come in time.
+            OutboxError: a rank posted something else.
+        """
+        row_bytes, weight_bytes = _row_bytes(like), weight_dtype.itemsize
+        self._wait(number)
+        starts_3P1 = torch.empty((3, self.num_ranks + 1), dtype=torch.int64)
+        self._checked(
+            self._library.moebius_exchange_sizes(
+                self._handle, number, row_bytes, weight_bytes, starts_3P1.data_ptr()
+            )
+        )
+        num_rows, num_routes, _ = starts_3P1[:, -1].tolist()
+        received = ReceivedRows(
+            like.new_empty(num_rows, like.shape[1]),
+            torch.empty(num_routes, dtype=weight_dtype),
+            torch.empty((3, num_routes), dtype=torch.int64),
+            starts_3P1,
+        )
+        source = received.places_3N.data_ptr()
+        places = [source + 8 * num_routes * i for i in range(3)] if num_routes else [None] * 3
+        self._checked(
+            self._library.moebius_exchange_take_out(
+                *(self._handle, number, row_bytes, weight_bytes, received.rows_MD.data_ptr()),
+                *(*places, received.weight_N.data_ptr()),
+            )
+        )
+        return received
+
+    def take_gradients(self, number: int, num_rows: int, like: Tensor) -> Tensor:
+        """Waits for the gradients of answers of every rank, in the order of ranks.
+
+        Raises:
+            CollectiveError, OutboxError: as `take_rows`.
+        """
+        self._wait(number)
+        rows = like.new_empty(num_rows, like.shape[1])
+        self._checked(
+            self._library.moebius_exchange_take_out(
+                *(self._handle, number, _row_bytes(like), 0, rows.data_ptr()),
+                *(None, None, None, None),
+            )
+        )
+        return rows
+
+    def post_answers(self, rows: Tensor, starts_3P1: Tensor) -> int:
+        """Posts one row for every target that came; returns the message's number."""
+        starts = starts_3P1.data_ptr() + 16 * (self.num_ranks + 1)
+        return self._post_back(rows, starts, None, None, weight_bytes=0)
+
+    def post_row_gradients(self, rows: Tensor, weight_N: Tensor, starts_3P1: Tensor) -> int:
+        """Posts the gradients of rows and weights that came; returns the message's number."""
+        starts = starts_3P1.data_ptr()
+        return self._post_back(
+            rows,
+            starts,
+            weight_N.data_ptr(),
+            starts + 8 * (self.num_ranks + 1),
+            weight_bytes=weight_N.element_size(),
+        )
+
+    def sum_answers(self, plan: Plan, numbers: Sequence[int], like: Tensor) -> Tensor:
+        """Waits for the answers to all chunks and adds them up, (T, D), in the order of ranks.
+
+        Raises:
+            CollectiveError, OutboxError: as `take_rows`.
+        """
+        sums = like.new_empty(plan.num_targets, like.shape[1])
+        return self._sum_back(plan, numbers, sums, None, weight_bytes=0)
+
+    def sum_gradients(
+        self, plan: Plan, numbers: Sequence[int], like: Tensor, grad_weight_N: Tensor
+    ) -> Tensor:
+        """Waits for the gradients of all chunks' rows and adds them up, (U, D).
+
+        The weights' gradients are written into `grad_weight_N`.
+
+        Raises:
+            CollectiveError, OutboxError: as `take_rows`.
+        """
+        return self._sum_back(
+            plan,
+            numbers,
+            like.new_empty(plan.num_sources, like.shape[1]),
+            grad_weight_N.data_ptr(),
+            weight_bytes=grad_weight_N.element_size(),
+        )
+
+    def _post_out(
+        self, plan: Plan, chunk: int, rows: Tensor, weights: int | None, *, weight_bytes: int
+    ) -> int:
+        number = c_uint32()
+        self._checked(
+            self._library.moebius_exchange_post_out(
+                *(self._handle, plan.address, chunk, rows.data_ptr(), _row_bytes(rows)),
+                *(weights, weight_bytes, byref(number)),
+            )
+        )
+        return number.value
+
+    def _post_back(
+        self,
+        rows: Tensor,
+        starts: int,
+        weights: int | None,
+        route_starts: int | None,
+        *,
+        weight_bytes: int,
+    ) -> int:
+        number = c_uint32()
+        self._checked(
+            self._library.moebius_exchange_post_back(
+                *(self._handle, rows.data_ptr(), _row_bytes(rows), starts),
+                *(weights, route_starts, weight_bytes, byref(number)),
+            )
+        )
+        return number.value
+
+    def _sum_back(
+        self,
+        plan: Plan,
+        numbers: Sequence[int],
+        sums: Tensor,
+        weights: int | None,
+        *,
+        weight_bytes: int,
+    ) -> Tensor:
+        for number in numbers:
+            self._wait(number)
+        self._checked(
+            self._library.moebius_exchange_sum_back(
+                *(self._handle, plan.address, (c_uint32 * len(numbers))(*numbers)),
+                *(_row_bytes(sums), weight_bytes, _SUMMED[sums.dtype]),
+                *(sums.data_ptr(), weights),
+            )
+        )
+        return sums
+
+    def _wait(self, number: int) -> None:
+        """Waits until every rank has posted a message, and looks after them meanwhile."""
+        who, began = c_int(), time.monotonic()
+        if self._broken:
+            raise CollectiveError(f"exchange no. {number} comes after all were broken off")
+        while status := self._library.moebius_exchange_wait(self._handle, number, byref(who)):
+            rank = self.ranks[who.value]
+            what = f"exchange no. {number} of the ranks {spell_ranks(self.ranks)}"
+            if status == _DIED:
+                raise CollectiveError(f"rank {rank} has died; {what} waited for it")
+            if status == _LEFT:
+                raise CollectiveError(f"rank {rank} has ended its run; {what} waited for it")
+            if self._broken:
+                raise CollectiveError(f"{what} was broken off while it waited for rank {rank}")
+            if time.monotonic() > began + self._timeout_s:
+                raise CollectiveError(
+                    f"{what} does not end: rank {rank} did not come within {self._timeout_s:g} s"
+                )
+        self.waited_s += time.monotonic() - began
+
+    def _checked(self, status: int) -> None:
+        if status == 0:
+            return
+        if status == _TOO_MANY:
+            raise OutboxError("1,024 exchanges are under way: their rows were never waited for")
+        if status == _NO_MEMORY:
+            raise OutboxError(
+                f"no shared memory for another message: this rank has {self.num_bytes} bytes of it"
+            )
+        said = self._library.moebius_exchange_fault(self._handle).decode()
+        raise (ValueError if status == _OUT_OF_RANGE else OutboxError)(said)
+
+
+def open_outbox(group: dist.ProcessGroup, *, timeout_s: float) -> Outbox | str:
+    """Opens the outboxes of a group's ranks. Collective.
+
+    Returns:
+        This rank's; or why there is none, the same words on every rank.
+    """
+    reason = reason_against()
+    handle, nonce = 0, secrets.randbits(63)
+    if reason is None:
+        handle = load_library().moebius_exchange_create(nonce, group.rank(), group.size()) or 0
+        if not handle:
+            reason = "the system gives no anonymous memory (memfd_create)"
+    mine = [int(reason is None), os.getpid(), nonce, _machine(), os.getuid()]
+    if handle:
+        mine.append(load_library().moebius_exchange_file(handle))
+    others = gathered(torch.tensor([*mine, *[0] * (6 - len(mine))]), group).tolist()
+    if reason is None:
+        reason = _connect(handle, group.rank(), others)
+    return _agreed(group, reason, handle, timeout_s)
+
+
+def _connect(handle: int, rank: int, others: Sequence[Sequence[int]]) -> str | None:
+    """Maps the others' memory; says why that cannot be done."""
+    for who, (is_ready, pid, nonce, machine, user, file) in enumerate(others):
+        if not is_ready:
+            return None  # it says itself why
+        if machine != others[rank][3]:
+            return "the ranks are on several machines"
+        if user != others[rank][4]:
+            return f"the ranks belong to several users ({others[rank][4]} and {user})"
+        status = load_library().moebius_exchange_connect(handle, who, pid, file, nonce)
+        if status > 0:
+            return (
+                f"the memory of process {pid} cannot be opened ({os.strerror(status)}): "
+                "the ranks are in several containers, or may not look into each other's /proc"
+            )
+        if status < 0:
+            return f"process {pid} is not the rank that it should be: several containers?"
+    return None
+
+
+def _agreed(
+    group: dist.ProcessGroup, reason: str | None, handle: int, timeout_s: float
+) -> Outbox | str:
+    """Lets every rank have an outbox or none. Collective."""
+    words = torch.zeros(256, dtype=torch.uint8)
+    if reason is not None:
+        encoded = reason.encode()[:256]
+        words[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    ranks = dist.get_process_group_ranks(group)
+    said = [bytes(row).rstrip(b"\0").decode() for row in gathered(words, group).tolist()]
+    refusals = [f"rank {rank}: {word}" for rank, word in zip(ranks, said, strict=True) if word]
+    if not refusals:
+        return Outbox(handle, ranks, group.rank(), timeout_s)
+    if handle:
+        load_library().moebius_exchange_close(handle)
+    return refusals[0]
+
+
+def _machine() -> int:
+    """Returns a number that two machines do not share: of the boot of this kernel."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return int(boot.replace("-", "")[:15], 16)
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
