@@ -60,6 +60,7 @@ PARTS = {
     "distributed/gradients.py": "sum of gradients",
     "distributed/gradients.py:clip_gradients": "norm and clipping",
     "distributed/gradients.py:global_grad_norm": "norm and clipping",
+    "distributed/gradients.py:_norms": "norm and clipping",
     "distributed/gradients.py:_square_sum": "norm and clipping",
     "kernels": "expert kernels",
     "kernels/permute.py:_sort_routes": "sorting of routes",

@@ -40,11 +40,16 @@ class _Bucket:
 
     def pack(self) -> None:
         """Copies the gradients into the flat tensor; a missing one counts as zeros."""
+        views: list[Tensor] = []
+        gradients: list[Tensor] = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:
-                view.copy_(parameter.grad)
+                views.append(view)
+                gradients.append(parameter.grad)
+        if views:
+            torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
 
     def unpack(self) -> None:
         """Makes the sums in the flat tensor the parameters' gradients."""
@@ -112,10 +117,10 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 
 def global_grad_norm(
     parameters: Sequence[Parameter], mesh: Mesh, *, numbers: Sequence[Tensor | float] = ()
-) -> tuple[Tensor, tuple[float, ...]]:
+) -> tuple[float, tuple[float, ...]]:
     """Returns the 2-norm of the whole model's reduced gradient, and the numbers' sums over ranks.
 
-    The norm is a float64 tensor without dimensions.
+    All are read from the device at once: the step's one wait for it.
 
     A collective call, with as many numbers on every rank; its results have the same bits on all of
     them. Every element is counted once, by the first copy of its tensor, so a non-finite gradient
@@ -129,7 +134,9 @@ def global_grad_norm(
         sums[place] = number
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
-    return sums[0].sqrt(), tuple(sums[1:].tolist())
+    sums[0].sqrt_()
+    norm, *rest = sums.tolist()
+    return norm, tuple(rest)
 
 
 def clip_gradients(
@@ -138,7 +145,7 @@ def clip_gradients(
     *,
     max_norm: float,
     numbers: Sequence[Tensor | float] = (),
-) -> tuple[Tensor, tuple[float, ...]]:
+) -> tuple[float, tuple[float, ...]]:
     """Scales all gradients by min(1, max_norm / norm).
 
     Returns the norm before that and the numbers' sums, as `global_grad_norm` does.
@@ -150,8 +157,8 @@ def clip_gradients(
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
-    if gradients:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = max_norm * (1 / (norm + 1e-6))
+    if gradients and not scale >= 1:  # NaN is not
         torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
     return norm, sums
 
@@ -200,11 +207,18 @@ def _sum_dtype(parameter: Parameter) -> torch.dtype:
 def _square_sum(gradients: Sequence[Tensor]) -> Tensor | float:
     if not gradients:
         return 0.0
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     norms = [
-        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for grad in gradients
+        torch.stack(_norms(same, torch.promote_types(dtype, torch.float32))).double()
+        for dtype, same in by_dtype.items()
     ]
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return (norms[0] if len(norms) == 1 else torch.cat(norms)).square().sum()
+
+
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return torch._foreach_norm(gradients, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _device(parameters: Sequence[Parameter]) -> torch.device:

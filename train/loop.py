@@ -204,13 +204,13 @@ def step(
         max_norm=run.config.optim.clip_norm,
         numbers=(asked, not data_ready(), *([meter.loss] if run.spikes else [])),
     )
-    skipped, spike = judge(run, norm.item(), counted, loss)
+    skipped, spike = judge(run, norm, counted, loss)
     update_weights(run, meter, batch, rate=rate, skipped=skipped)
     on_host = run.process.device.type == "cpu"  # a GPU's work is not seen by this clock
     return StepResult(
         meter,
         rate,
-        norm.item(),
+        norm,
         stops > 0,
         counted,
         waiting > 0,
