@@ -85,6 +85,10 @@ def count_routes(routes: Routes, batch_size: int) -> Tensor:
 
     Targets are sequence-major.
     """
+    if (
+        len(routes.expert_N) == routes.num_targets * routes.per_target
+    ):  # a sequence's stand together
+        return count_per_sequence(routes.expert_N, batch_size, routes.num_experts)
     sequence_N = routes.target_N // (routes.num_targets // batch_size)
     index_N = sequence_N * routes.num_experts + routes.expert_N
     counts = torch.zeros(batch_size * routes.num_experts, dtype=torch.int64, device=index_N.device)
@@ -224,10 +228,11 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
         return _mean_over_documents(sums, form, running)
     p_BHA = sums["probability"] / sums["rows"].clamp_min(1)[:, None, None]
     if form == "entropy":
-        rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
-        mean_HA = _in_scope(sums["probability"], "probability", scope, running) / rows.view(
-            -1, 1, 1
-        )
+        mean_HA = p_BHA.detach()
+        if scope != "sequence":
+            rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
+            mean_HA = _in_scope(sums["probability"], "probability", scope, running)
+            mean_HA = mean_HA / rows.view(-1, 1, 1)
         tiny = torch.finfo(
             p_BHA.dtype
         ).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
@@ -288,7 +293,7 @@ class RouterReport:
 
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
     load_N: Tensor  # int64: routes per expert that were served
-    wanted: Tensor  # int64 scalar: routes that were asked for
+    wanted: int | None  # routes that were asked for; None: those that were served
     # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
     gate_sum: Tensor
 
@@ -300,21 +305,20 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         groups, _, slots = routing.plan.merge_GMP.shape
         served = groups * slots // routing.plan.num_experts
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
-        return RouterReport(
-            sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().amax(1).sum()
-        )
-    routes = routing.plan
-    load_N = routes.counts()
-    if routing.wanted_TK is None:
-        wanted = load_N.sum()
-    else:
+        return RouterReport(sums, load_N, None, routing.plan.merge_GMP.detach().amax(1).sum())
+    routes, wanted = routing.plan, None
+    if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
-        wanted = torch.tensor(num_rows * routing.wanted_TK[0].numel(), device=device)
-    return RouterReport(sums, load_N, wanted, routes.weight_N.detach().sum())
+        wanted = num_rows * routing.wanted_TK[0].numel()
+    return RouterReport(sums, routes.counts(), wanted, routes.weight_N.detach().sum())
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Adds up the statistics of one router over the depth steps that it served."""
+    if len(repeats) == 1:
+        return repeats[0]
+    if len(repeats) == 2:
+        return {name: first + repeats[1][name] for name, first in repeats[0].items()}
     return {name: torch.stack([sums[name] for sums in repeats]).sum(0) for name in repeats[0]}
 
 
@@ -334,11 +338,13 @@ def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLo
     """
     kinds = {kind: None for step in steps for kind in step}
     found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}
-    return {
-        kind: DepthLoad(
-            torch.stack([report.load_N for report in reports]),
-            torch.stack([report.wanted for report in reports]),
-            torch.stack([report.gate_sum for report in reports]),
-        )
-        for kind, reports in found.items()
-    }
+    return {kind: _depth_load(reports) for kind, reports in found.items()}
+
+
+def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
+    load_LN = torch.stack([report.load_N for report in reports])
+    gate_sum_L = torch.stack([report.gate_sum for report in reports])
+    asked = [report.wanted for report in reports if report.wanted is not None]
+    if len(asked) < len(reports):  # a router says it in every depth step, or never
+        return DepthLoad(load_LN, load_LN.sum(1), gate_sum_L)
+    return DepthLoad(load_LN, load_LN.new_tensor(asked), gate_sum_L)

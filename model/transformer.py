@@ -400,7 +400,9 @@ class Transformer(nn.Module):
                 share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
                 regularisation_B = regularisation_B + loss.coefficient * share * loss.value_B
                 label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
-                auxiliary[label] = auxiliary.get(label, 0) + share * loss.value_B.detach()
+                value_B = loss.value_B.detach()
+                value_B = value_B if share == 1 else share * value_B
+                auxiliary[label] = auxiliary[label] + value_B if label in auxiliary else value_B
         if self.halting is not None and halted is not None:
             regularisation_B = regularisation_B + self.halting.config.loss * halted.loss_B
             auxiliary |= {"halting": halted.loss_B.detach(), "depth": halted.depth_B}

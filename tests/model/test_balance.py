@@ -3,12 +3,20 @@ their limits.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from moebius.model.balance import RunningSum, add_sums, balance_value, choice_sums, report_routing
+from moebius.model.balance import (
+    RunningSum,
+    add_sums,
+    balance_value,
+    choice_sums,
+    collect_loads,
+    report_routing,
+)
 from moebius.model.routing import Routing, token_routes
 
 E = 7
@@ -129,7 +137,12 @@ def test_rows_may_have_any_number_of_routes() -> None:
 def test_loads_count_routes_and_gates() -> None:
     found = routing(random_logits(10, 1))
     report = report_routing(found, choice_sums(found, 2))
-    assert report.load_N.sum().item() == report.wanted.item() == 20
+    assert report.load_N.sum().item() == 20
+    asked_more = replace(report, wanted=23)  # as where a capacity refused three
+    for one, wanted in ((report, 20), (asked_more, 23)):
+        load = collect_loads([{"feed_forward": one}, {}, {"feed_forward": one}])["feed_forward"]
+        assert load.load_LN.shape == (2, E)
+        assert load.wanted_L.tolist() == [wanted, wanted]
     assert report.gate_sum.item() == 5.0
     torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
     assert report.sums["load"].sum(1).tolist() == [10, 10]
