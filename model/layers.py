@@ -164,11 +164,12 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin), None, None
+        return _turned(grads[0], cos, sin, back=True), None, None
 
 
-def _turned(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x_BHSC: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     width = cos.shape[-1]
     turned = x_BHSC[..., :width].to(cos.dtype)
-    turned = turned * cos + turned.roll(width // 2, -1) * sin
+    partner = turned.roll(width // 2, -1) * sin
+    turned = turned * cos - partner if back else turned * cos + partner
     return torch.cat((turned.to(x_BHSC.dtype), x_BHSC[..., width:]), dim=-1)

@@ -71,8 +71,10 @@ class SigmoidRouter(ChoiceRouter):
         per_head = self.num_experts // self.num_heads
         logits_THA = router_logits(x_TD, self.weight).unflatten(1, (self.num_heads, per_head))
         values_THK, chosen_THK = save_topk(self._eligible(logits_THA), self.config.top_k)
-        first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
-        return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
+        if self.num_heads > 1:
+            first_H = torch.arange(0, self.num_experts, per_head, device=x_TD.device)
+            chosen_THK = chosen_THK + first_H[:, None]
+        return chosen_THK, torch.sigmoid(values_THK), logits_THA
 
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses for the feed-forward, which has one head."""
