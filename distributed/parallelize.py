@@ -7,6 +7,7 @@ of ranks: a rank never holds more than one whole tensor.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from ..model.moe import SparseLayer
 from ..model.precision import store_in
 from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
-from .dispatch.measure import choose_dispatcher
+from .dispatch.measure import choose_dispatcher, memory_inside
 from .dispatch.setup import ExpertParallelDispatcher, build_node_groups
 from .dispatch.table import needs_nodes
 from .layout import local_experts
@@ -113,6 +114,8 @@ def connect(
     nodes = None
     if needs_nodes(choice.name):
         nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
+        outbox, why = memory_inside(nodes, device=device, timeout_s=timeout_s)
+        choice = replace(choice, outbox=outbox, why=why)
     for layer in model.modules():
         if not isinstance(layer, SparseLayer):
             continue

@@ -1,5 +1,6 @@
 """Two exchanges: one row per node, then inside the node one row per rank; outputs are summed inside
-the node before they go back.
+the node before they go back. Where a node's ranks share memory, the second goes through that
+(symmetric.py), with the same bits.
 
 Rank i of a node speaks to rank i of the others (the inter exchange), and what comes in is spread
 among the ranks of the own node (the intra exchange), both as in dedup.py. So between nodes exactly
@@ -16,15 +17,16 @@ that between the nodes.
 Legend: P ranks = M nodes · G ranks of a node, c chunks, U source rows, T target rows, N routes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...model.moe import Dispatched, PendingRows
+from ...model.moe import Dispatched, DispatchedChunk, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
+from ..symmetric.outbox import Outbox
 from .alltoall import AllToAllDispatcher
 from .dedup import read_sizes
 from .dedup_hop import (
@@ -37,9 +39,10 @@ from .dedup_hop import (
     count_of,
     mask_of,
 )
-from .exchange import AllGather, AsyncCollective, Communicator, Pending
+from .exchange import AllGather, Communicator, Pending
 from .expert_map import ExpertMap
 from .setup import ExpertParallelDispatcher, Setup
+from .symmetric import start_exchange
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,23 @@ class _BothExchanges:
     intra: Communicator
     intra_sizes: list[ExchangeSizes]  # of every chunk
     num_slots: int  # of this rank
-    started: dict[int, DedupChunk]  # by chunk
+    started: dict[int, "_IntraChunk"]  # by chunk
+    outbox: Outbox | None
 
-    def intra_chunk(self, number: int) -> DedupChunk:
+    def intra_chunk(self, number: int) -> "_IntraChunk":
         """Returns a chunk of its intra exchange; the first call waits for its rows from other nodes
         and starts it.
         """
         if number not in self.started:
-            x_UD, plan = self._received(number)
-            exchange = DedupAllToAll(self.intra, plan, num_slots=self.num_slots)
-            [self.started[number]] = exchange.dispatch(x_UD, self.intra_sizes[number])
+            by_memory = self.outbox is not None
+            start = self._start_by_memory if by_memory else self._start_by_collectives
+            self.started[number] = start(number)
         return self.started[number]
 
-    def _received(self, number: int) -> tuple[Tensor, SendPlan]:
-        """Waits for a chunk's rows from other nodes, and plans where in this node they go."""
+    def _start_by_collectives(self, number: int) -> "_IntraChunk":
         x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
         tables = self.expert_map.tables(x_UD.device)
-        return x_UD, SendPlan(
+        plan = SendPlan(
             routes.source_N,
             routes.target_N,
             destination_N=tables.rank_S[routes.expert_N] % self.intra.num_ranks,
@@ -77,6 +80,32 @@ class _BothExchanges:
             num_sources=len(x_UD),
             num_targets=routes.num_targets,
         )
+        exchange = DedupAllToAll(self.intra, plan, num_slots=self.num_slots)
+        [chunk] = exchange.dispatch(x_UD, self.intra_sizes[number])
+        return _IntraChunk(chunk, exchange.combine)
+
+    def _start_by_memory(self, number: int) -> "_IntraChunk":
+        assert self.outbox is not None
+        x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
+        tables = self.expert_map.tables(x_UD.device)
+        exchange = start_exchange(
+            self.outbox,
+            self.intra.counters,
+            x_UD,
+            routes,
+            rank_E=(tables.rank_S % self.intra.num_ranks).int(),
+            slot_E=tables.local_S.int(),
+            num_slots=self.num_slots,
+        )
+        return _IntraChunk(exchange.chunks[0], exchange.combine)
+
+
+@dataclass(frozen=True)
+class _IntraChunk:
+    """A chunk inside the node, and what adds up the outputs of its experts."""
+
+    chunk: DispatchedChunk
+    combine: Callable[[Sequence[PendingRows]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,18 +118,18 @@ class _Chunk:
     @property
     def x_UD(self) -> Tensor:
         """Waits for the distinct rows."""
-        return self._started().x_UD
+        return self._started().chunk.x_UD
 
     @property
     def routes(self) -> Routes:
         """Waits for the routes that read them."""
-        return self._started().routes
+        return self._started().chunk.routes
 
-    def send_back(self, y_TD: Tensor) -> AsyncCollective:
+    def send_back(self, y_TD: Tensor) -> PendingRows:
         """Starts to send the outputs back inside the node."""
-        return self._started().send_back(y_TD)
+        return self._started().chunk.send_back(y_TD)
 
-    def _started(self) -> DedupChunk:
+    def _started(self) -> _IntraChunk:
         chunk = self.exchanges.intra_chunk(self.number)
         if self.number + 1 < len(self.exchanges.inter_chunks):
             self.exchanges.intra_chunk(self.number + 1)
@@ -120,7 +149,7 @@ class _Dispatched:
         """
         between_nodes = []
         for number, pending in enumerate(outputs):
-            sums_TD = self.exchanges.intra_chunk(number).exchange.combine([pending])
+            sums_TD = self.exchanges.intra_chunk(number).combine([pending])
             between_nodes.append(self.exchanges.inter_chunks[number].send_back(sums_TD))
         return save_combine(self.exchanges.inter.combine(between_nodes))
 
@@ -140,6 +169,7 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
         self._one_per_route = AllToAllDispatcher(setup)
         self.inter = setup.communicator(setup.nodes.inter)
         self.intra = setup.communicator(setup.nodes.intra)
+        self.outbox = setup.outbox
         if self.inter.num_ranks * self.intra.num_ranks != self.communicator.num_ranks:
             raise ValueError(
                 f"{self.inter.num_ranks} nodes × {self.intra.num_ranks} ranks are not the EP "
@@ -176,7 +206,11 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
         chunks = inter.dispatch(x_UD, sizes)
         self._count(sizes, intra_sizes)
         own = expert_map.slots_P[self.communicator.rank]
-        exchanges = _BothExchanges(expert_map, inter, chunks, self.intra, intra_sizes, own, {})
+        if self.outbox is not None:
+            self.outbox.check(self.intra.checking)
+        exchanges = _BothExchanges(
+            expert_map, inter, chunks, self.intra, intra_sizes, own, {}, self.outbox
+        )
         return _Dispatched([_Chunk(exchanges, number) for number in range(num_chunks)], exchanges)
 
     def _count(self, sizes: ExchangeSizes, intra_sizes: Sequence[ExchangeSizes]) -> None:

@@ -18,7 +18,7 @@ from ...model.routing import Routes, token_routes
 from ..symmetric.outbox import Outbox, open_outbox
 from .choose import make_dispatcher
 from .exchange import gathered
-from .setup import nodes_of
+from .setup import NodeGroups, nodes_of
 from .table import AUTO, DEFAULT, SHARED_MEMORY, needs_outbox, resolved_dispatcher
 
 _TOKENS, _TOP_K, _WIDTH = 256, 4, 128  # 128 KiB of float32 rows
@@ -62,6 +62,20 @@ def choose_dispatcher(
     if isinstance(outbox, str):
         return Choice(DEFAULT, why=f"no memory is shared: {outbox}")
     return _faster(group, outbox)
+
+
+def memory_inside(
+    nodes: NodeGroups, *, device: torch.device, timeout_s: float
+) -> tuple[Outbox | None, str]:
+    """Opens memory for the ranks of this node, where a dispatcher has a way of its own inside nodes;
+    and says why there is none. Collective.
+    """
+    if nodes.intra.size() == 1:
+        return None, ""
+    found = _outbox_of(nodes.intra, device, None, timeout_s)
+    if isinstance(found, str):
+        return None, f"collectives inside nodes: {found}"
+    return found, "shared memory inside nodes"
 
 
 def _outbox_of(

@@ -56,6 +56,7 @@ class _Pass:
     counters: Counters
     rows: Tensor  # shape and dtype of the rows, (0, D)
     weight_dtype: torch.dtype
+    counts_routes: bool  # that came
     sent: list[int | None] = field(default_factory=list)
     answered: dict[int, int] = field(default_factory=dict)
     # of the backward pass
@@ -208,7 +209,7 @@ class _Chunk:
         _, num_routes, num_targets = starts[:, -1].tolist()
         own_targets = int(starts[2, own + 1] - starts[2, own])
         run.counters.add(
-            routes_served=num_routes,
+            routes_served=num_routes if run.counts_routes else 0,
             bytes_intra_node=(num_targets - own_targets) * rows.shape[1] * rows.element_size(),
         )
         routes = Routes(
@@ -239,17 +240,79 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way."""
+class SymmetricExchange:
+    """An exchange under way."""
 
     run: _Pass
     chunks: Sequence[_Chunk]
-    one_per_route: Routes | None = None  # where every route has a row of its own
 
     def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
         """Adds up what the ranks answer, in their order, (num_targets, D)."""
-        answers: Tensor = _SumAnswers.apply(self.run, *(each.wait() for each in outputs))  # pyright: ignore[reportAssignmentType]
-        routes = self.one_per_route
+        return _SumAnswers.apply(self.run, *(each.wait() for each in outputs))  # pyright: ignore[reportReturnType]
+
+    @property
+    def rows_sent(self) -> int:
+        """Counts the rows that set out."""
+        return sum(self.run.outbox.sent(self.run.plan)[0])
+
+
+def start_exchange(
+    outbox: Outbox,
+    counters: Counters,
+    x_UD: Tensor,
+    routes: Routes,
+    *,
+    rank_E: Tensor,
+    slot_E: Tensor,
+    num_slots: int,
+    num_chunks: int = 1,
+    counts_routes: bool = False,
+) -> SymmetricExchange:
+    """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the routes
+    that come.
+
+    Args:
+        rank_E, slot_E: int32, where every expert is.
+        num_slots: of this rank.
+
+    Raises:
+        ValueError: a route is out of range.
+    """
+    plan = outbox.plan(
+        routes,
+        len(x_UD),
+        rank_E=rank_E,
+        slot_E=slot_E,
+        num_chunks=num_chunks,
+        rows_per_token=Setup.rows_per_token(routes, len(x_UD)),
+    )
+    weight_dtype = routes.weight_N.dtype
+    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_routes)
+    posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
+    rows, metadata, _ = outbox.sent(plan)
+    counters.add(
+        bytes_intra_node=(sum(rows) - rows[outbox.rank]) * x_UD.shape[1] * x_UD.element_size()
+        + (sum(metadata) - metadata[outbox.rank]) * (_PLACE_BYTES + weight_dtype.itemsize)
+    )
+    chunks = [_Chunk(run, number, each, num_slots) for number, each in enumerate(posted)]
+    return SymmetricExchange(run, chunks)
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """A pass under way."""
+
+    exchange: SymmetricExchange
+    one_per_route: Routes | None = None  # where every route has a row of its own
+
+    @property
+    def chunks(self) -> Sequence[_Chunk]:
+        """Returns what the experts of this rank must serve."""
+        return self.exchange.chunks
+
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Adds up what the ranks answer, in their order, (num_targets, D)."""
+        answers, routes = self.exchange.combine(outputs), self.one_per_route
         if routes is not None:
             target_N, num_rows = routes.target_N, routes.num_targets
             answers = sum_rows(
@@ -287,30 +350,19 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
         self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap, num_chunks: int
     ) -> _Dispatched:
         rank_E, slot_E = _places(expert_map)
-        plan = self.outbox.plan(
+        exchange = start_exchange(
+            self.outbox,
+            self.setup.counters,
+            x_UD,
             routes,
-            len(x_UD),
             rank_E=rank_E,
             slot_E=slot_E,
+            num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=num_chunks,
-            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
+            counts_routes=True,
         )
-        run = _Pass(
-            self.outbox, plan, self.setup.counters, x_UD.detach()[:0], routes.weight_N.dtype
-        )
-        posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
-        self._count(plan, x_UD.shape[1] * x_UD.element_size(), routes.weight_N.element_size())
-        num_slots = expert_map.slots_P[self.communicator.rank]
-        return _Dispatched(run, [_Chunk(run, i, each, num_slots) for i, each in enumerate(posted)])
-
-    def _count(self, plan: Plan, row_bytes: int, weight_bytes: int) -> None:
-        rows, routes, _ = self.outbox.sent(plan)
-        own = self.communicator.rank
-        self.setup.counters.add(
-            rows_sent=sum(rows),
-            bytes_intra_node=(sum(rows) - rows[own]) * row_bytes
-            + (sum(routes) - routes[own]) * (_PLACE_BYTES + weight_bytes),
-        )
+        self.setup.counters.add(rows_sent=exchange.rows_sent)
+        return _Dispatched(exchange)
 
 
 @lru_cache(maxsize=256)

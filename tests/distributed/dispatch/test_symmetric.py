@@ -1,4 +1,6 @@
-"""The one-sided dispatcher equals `dedup` bit for bit, whatever the routes."""
+"""Rows through shared memory give the bits of collectives, whatever the routes: `symmetric` those of
+`dedup`, and `hierarchical` with memory inside the nodes those without.
+"""
 
 from typing import Any
 
@@ -11,35 +13,47 @@ from world import run_ranks
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
 
 
-def differences(dtype: torch.dtype) -> dict[tuple, list[str]]:
+def differences(name: str, dtype: torch.dtype) -> dict[tuple, list[str]]:
     found = {}
     with world() as (process, group, nodes):
-        outbox = open_outbox(group, timeout_s=20)
+        by_collectives = "dedup" if name == "symmetric" else name
+        outbox = open_outbox(group if name == "symmetric" else nodes.intra, timeout_s=20)
         assert isinstance(outbox, Outbox), outbox
         for scene in SCENES:
             for kind in KINDS:
                 given = scene_case(scene, kind, process.rank, dtype)
                 for chunks in (1, 2, 3):
-                    options: dict[str, Any] = {"overlap_chunks": chunks}
-                    first = run_layer(
-                        own_layer(process, dispatcher_of("dedup", group, nodes, **options), dtype),
-                        given,
-                    )
-                    layer = own_layer(
-                        process,
-                        dispatcher_of("symmetric", group, nodes, outbox=outbox, **options),
-                        dtype,
-                    )
-                    result = run_layer(layer, given)
+                    results = []
+                    for way, memory in ((by_collectives, None), (name, outbox)):
+                        options: dict[str, Any] = {"overlap_chunks": chunks, "outbox": memory}
+                        dispatcher: Any = dispatcher_of(way, group, nodes, **options)
+                        results.append(run_layer(own_layer(process, dispatcher, dtype), given))
+                        counted = dispatcher.stats()
+                        results[-1]["counted"] = torch.tensor(
+                            [counted.rows_sent, counted.routes_served]
+                        )
+                    first, result = results
                     found[scene, kind, chunks] = [
                         key for key, value in result.items() if not torch.equal(value, first[key])
                     ]
+        messages, by_now = post_once(outbox)
+        assert messages < by_now  # it was memory that they went through
         outbox.close()
     return found
 
 
+def post_once(outbox: Outbox) -> tuple[int, int]:
+    """How few messages the scenes are at least, and how many there were."""
+    rows = torch.zeros(outbox.num_ranks, 1)
+    starts_3P1 = torch.arange(outbox.num_ranks + 1).expand(3, -1).contiguous()
+    return len(SCENES) * len(KINDS) * 3, outbox.post_answers(rows, starts_3P1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_it_equals_dedup_bit_for_bit(dtype: torch.dtype) -> None:
-    for found in run_ranks(differences, 4, dtype, timeout_s=120):
+@pytest.mark.parametrize(
+    "name", ["symmetric", pytest.param("hierarchical", marks=pytest.mark.slow)]
+)
+def test_memory_gives_the_bits_of_collectives(name: str, dtype: torch.dtype) -> None:
+    for found in run_ranks(differences, 4, name, dtype, timeout_s=120):
         assert len(found) == len(SCENES) * len(KINDS) * 3
         assert {key: names for key, names in found.items() if names} == {}
