@@ -22,6 +22,11 @@ so bfloat16 is padded to multiples of 64, and so is float32 where it goes throug
 (onednn.py). MKL's float32 product gives another rounding to a thread's last 1 to 3 rows, so float32
 is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
 parallelism on CPUs bitwise equal to one rank.
+
+For the same end rows begin at multiples of 16 bytes: MKL takes other paths, which round otherwise,
+for what does not, and where a row of an odd width begins depends on its place. Rows of such widths
+(in float32 those that are no multiple of 4) are filled up in memory, at the price of some copies;
+other widths pay nothing. Half precision goes through oneDNN, which does not mind.
 (A GPU's libraries choose their kernels by shape and promise nothing of the kind.)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
@@ -29,7 +34,7 @@ activation (F or 2F), O output width.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -41,30 +46,33 @@ from .operands import MLPBank, MLPGradients, SortedRoutes
 from .permute import add_rows
 from .workspace import workspace
 
+_ALIGNMENT_BYTES = 16
 _CHUNK = 512  # rows: what is gathered stays in the second-level cache
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Implements `Backend.mlp_forward`."""
     source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
+    x_rows = _with_aligned_rows(x_UD)
     saved = x_UD.new_empty(len(gate), bank.w_up_EDW.shape[2])
     outputs = _output_rows(
         x_UD, bank.w_down_EFO.shape[2], routes.place_N, routes.per_target, len(gate)
     )
     w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
     for expert, rows, _ in _chunks(routes, x_UD):
-        g = gate[rows, None]
-        z = torch.mm(_gather("x", x_UD, source_rows[rows]), w_up[expert], out=saved[rows])
+        g, x = gate[rows, None], _gather("x", x_rows, source_rows[rows])
+        z = saved[rows] if _is_aligned(saved) else _aligned_rows("z", x_UD, len(x), saved.shape[1])
+        torch.mm(x, w_up[expert], out=z)
         if bank.b_up_EW is not None:
             z += bank.b_up_EW[expert]
-        output = torch.mm(
-            hidden_in_place(z, bank.activation) * g, w_down[expert], out=outputs[rows]
-        )
+        h = hidden_in_place(z, bank.activation)
+        if not _is_aligned(saved):
+            saved[rows] = z
+        gated = _aligned_product("gated", torch.mul, h, g, width=h.shape[1])
+        output = torch.mm(gated, w_down[expert], out=outputs[rows])
         if bank.b_down_EO is not None:
             output += g * bank.b_down_EO[expert]
-    return add_rows(
-        outputs, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
-    ), saved
+    return _sum_to_targets(outputs, routes), saved
 
 
 def mlp_backward(
@@ -83,6 +91,7 @@ def mlp_backward(
     source_rows = _padded_rows(routes.source_rows())
     target_rows = _padded_rows(routes.target_rows())
     gate = _padded_rows(routes.gates(x_UD.dtype))
+    x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
     grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
     grad_b_up, grad_b_down = (
@@ -91,9 +100,9 @@ def mlp_backward(
     w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
     grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
     for expert, rows, count in _chunks(routes, x_UD):
-        g, dy = gate[rows, None], _gather("dy", grad_TO, target_rows[rows])
+        g, dy = gate[rows, None], _gather("dy", dy_rows, target_rows[rows])
         h, pullback = hidden_and_pullback(saved[rows], bank.activation)
-        d_gated = dy @ w_down[expert].T
+        d_gated = _aligned_product("d_gated", torch.mm, dy, w_down[expert].T, width=h.shape[1])
         grad_gate[rows] = (h * d_gated).sum(-1)
         if bank.b_down_EO is not None and grad_b_down is not None:
             grad_gate[rows] += (dy * bank.b_down_EO[expert]).sum(-1)
@@ -101,12 +110,14 @@ def mlp_backward(
         d_z = pullback(d_gated.mul_(g))
         if grad_b_up is not None:
             grad_b_up[expert] += torch.sum(d_z[:count], 0)
-        gated, x = h * g, _gather("x", x_UD, source_rows[rows])
+        gated, x = h * g, _gather("x", x_rows, source_rows[rows])
         _clear_surplus(count, dy, gated, x, d_z)
-        grad_down[expert].addmm_(gated.T, dy)
-        grad_up[expert].addmm_(x.T, d_z)
+        _add_product(grad_down[expert], gated.T, dy)
+        _add_product(grad_up[expert], x.T, d_z)
+        if not _is_aligned(d_z):
+            d_z = _aligned_rows("d_z", d_z, *d_z.shape).copy_(d_z)
         torch.mm(d_z, w_up[expert].T, out=grad_rows[rows])
-    grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
+    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
 
 
@@ -114,17 +125,18 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     """Implements `Backend.linear_forward`."""
     source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
-    w = w_EDO.unbind(0)
+    x_rows, w = _with_aligned_rows(x_UD), w_EDO.unbind(0)
     if narrow_output:
-        outputs = x_UD.new_empty(len(gate), w_EDO.shape[2])
+        outputs = _new_aligned_rows(x_UD, len(gate), w_EDO.shape[2])
     else:
         outputs = _output_rows(x_UD, w_EDO.shape[2], routes.place_N, routes.per_target, len(gate))
     for expert, rows, _ in _chunks(routes, x_UD):
-        x = _gather("x", x_UD, source_rows[rows])
+        x = _gather("x", x_rows, source_rows[rows])
         torch.mm(x if narrow_output else x.mul_(gate[rows, None]), w[expert], out=outputs[rows])
     gated = outputs * gate[:, None] if narrow_output else outputs
-    y_TO = add_rows(gated, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
-    return y_TO, outputs if narrow_output else x_UD.new_empty(0)
+    return _sum_to_targets(gated, routes), (
+        outputs.contiguous() if narrow_output else x_UD.new_empty(0)
+    )
 
 
 def linear_backward(
@@ -142,12 +154,13 @@ def linear_backward(
     source_rows = _padded_rows(routes.source_rows())
     target_rows = _padded_rows(routes.target_rows())
     gate = _padded_rows(routes.gates(x_UD.dtype))
+    x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
     grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
     w, grad_w = w_EDO.unbind(0), into_EDO.unbind(0)
     for expert, rows, count in _chunks(routes, x_UD):
-        x, dy = _gather("x", x_UD, source_rows[rows]), _gather("dy", grad_TO, target_rows[rows])
+        x, dy = _gather("x", x_rows, source_rows[rows]), _gather("dy", dy_rows, target_rows[rows])
         g = gate[rows, None]
         if narrow_output:
             grad_gate[rows] = (saved[rows] * dy).sum(-1)
@@ -159,8 +172,8 @@ def linear_backward(
             d_x.mul_(g)
             x.mul_(g)
         _clear_surplus(count, x, dy)
-        grad_w[expert].addmm_(x.T, dy)
-    grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
+        _add_product(grad_w[expert], x.T, dy)
+    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes)
 
 
@@ -200,9 +213,11 @@ def _padded_rows(values_N: Tensor) -> Tensor:
 
 
 def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index], in a workspace of that name."""
-    out = workspace(name, (index.shape[0], rows_UD.shape[1]), rows_UD)
-    return torch.index_select(rows_UD, 0, index, out=out)
+    """Returns rows[index], aligned as they are, in a workspace of that name."""
+    full, width = _full_rows(rows_UD), rows_UD.shape[1]
+    out = workspace(name, (index.shape[0], full.shape[1]), full)
+    torch.index_select(full, 0, index, out=out)
+    return out if full is rows_UD else out[:, :width]
 
 
 def _output_rows(
@@ -212,12 +227,84 @@ def _output_rows(
 
     They are a workspace, except where `add_rows` may return a view of them.
     """
-    shape = (num_rows, width)
-    return (
-        like.new_empty(shape)
-        if place_N is None and per_row <= 1
-        else workspace("outputs", shape, like)
-    )
+    if place_N is None and per_row <= 1:
+        return _new_aligned_rows(like, num_rows, width)
+    return _aligned_rows("outputs", like, num_rows, width)
+
+
+def _sum_to_targets(rows_NO: Tensor, routes: SortedRoutes) -> Tensor:
+    return _sum(rows_NO, routes, routes.target_N, routes.num_targets, routes.per_target)
+
+
+def _sum_to_sources(rows_ND: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
+    return _sum(rows_ND, routes, routes.source_N, num_sources, routes.per_source)
+
+
+def _sum(
+    rows: Tensor, routes: SortedRoutes, index_N: Tensor | None, num_rows: int, per_row: int
+) -> Tensor:
+    """Adds rows up in route order, with what fills them up, for `add_rows` would copy a view."""
+    total = add_rows(_full_rows(rows), routes.place_N, index_N, num_rows, per_row)
+    return total[:, : rows.shape[1]].contiguous()
+
+
+# Aligned rows -------------------------------------------------------------------------------------
+
+
+def _stride(width: int, like: Tensor) -> int:
+    """Returns how many columns an aligned row of `width` takes in memory."""
+    if like.device.type != "cpu" or like.element_size() < 4:
+        return width
+    step = _ALIGNMENT_BYTES // like.element_size()
+    return -(-width // step) * step
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    """Tells whether each row begins at a multiple of _ALIGNMENT_BYTES, as the first one does."""
+    return _stride(rows.stride(0), rows) == rows.stride(0)
+
+
+def _new_aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
+    return like.new_empty(num_rows, _stride(width, like))[:, :width]
+
+
+def _aligned_rows(name: str, like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Returns room for aligned rows, in a workspace of that name."""
+    return workspace(name, (num_rows, _stride(width, like)), like)[:, :width]
+
+
+def _aligned_product(
+    name: str, multiply: Callable[..., Tensor], left: Tensor, right: Tensor, *, width: int
+) -> Tensor:
+    """Returns aligned rows of a product of that width, in a workspace of that name if need be."""
+    if _stride(width, left) == width:
+        return multiply(left, right)
+    return multiply(left, right, out=_aligned_rows(name, left, len(left), width))
+
+
+def _with_aligned_rows(rows: Tensor) -> Tensor:
+    """Returns contiguous rows, or an aligned copy of them if their width is an odd one."""
+    num_rows, width = rows.shape
+    if _stride(width, rows) == width:
+        return rows
+    return _new_aligned_rows(rows, num_rows, width).copy_(rows)
+
+
+def _full_rows(rows: Tensor) -> Tensor:
+    """Returns aligned rows with what fills them up, which has any value; others as they are."""
+    num_rows, width = rows.shape
+    stride = _stride(width, rows)
+    if width == stride or rows.stride(0) != stride:
+        return rows
+    return rows.as_strided((num_rows, stride), (stride, 1))
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a product to one of a bank's matrices, which may begin anywhere where they are odd."""
+    if _stride(into.numel(), into) == into.numel():
+        into.addmm_(left, right)
+    else:
+        into += left @ right
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:

@@ -104,8 +104,12 @@ MUTANTS = (
         ("tests/kernels/test_not_finite.py",),
     ),
     Mutant(
+        "rows of odd widths begin anywhere in memory", "kernels/segments.py",
+        "return -(-width // step) * step", "return width", ("tests/kernels/test_slots.py",),
+    ),
+    Mutant(
         "a repeat's weight gradient replaces the one before", "kernels/segments.py",
-        "grad_down[expert].addmm_(gated.T, dy)", "torch.mm(gated.T, dy, out=grad_down[expert])",
+        "_add_product(grad_down[expert], gated.T, dy)", "torch.mm(gated.T, dy, out=grad_down[expert])",
         ("tests/kernels/test_gradients.py",),
     ),
     Mutant(
