@@ -22,6 +22,7 @@ explained here as Gloo's are.
 import atexit
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,9 @@ _LOOK_S = 1.0
 _CONNECT_S = timedelta(seconds=30)
 _REQUESTED = "diagnosis/requested"
 _FOUND = "diagnosis/found"
+_MISMATCH = "diagnosis/mismatch"
+# what Gloo says where a message is longer than its receiver expects: the bytes of both
+_GLOO_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _RECENT = 16  # collectives of each group that a rank tells of
 # Of Gloo's errors one lacks its name: where several collectives time out together, the first closes
 # the connection and the others hear "Application timeout caused pair closure".
@@ -68,6 +72,7 @@ class CollectiveCall:
     sizes: tuple[tuple[int, ...], ...]  # of what goes in
     age_s: float = 0.0
     timeout_s: float = float("inf")
+    is_over: bool = False  # it completed or failed: the recorder does not tell one from the other
 
     def __str__(self) -> str:
         return f"{self.operation} no. {self.number} of group {self.description!r}"
@@ -106,6 +111,11 @@ class BlockedCollective:
     def is_certain(self) -> bool:
         """Tells whether this explains a failure even where the collective is not overdue."""
         return bool(self.silent or self.ended or self.unlike)
+
+    @property
+    def is_shown(self) -> bool:
+        """Tells whether a rank's report shows that the collective did not complete."""
+        return bool(self.behind or self.ended or self.unlike)
 
 
 class Reporter:
@@ -163,6 +173,8 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
         return None
     own = recorded_calls()
     try:
+        if mismatch := _spell_mismatch(str(error), rank, own):
+            store.set(_MISMATCH, mismatch)
         found = _collect(store, rank, world_size, own)
     except dist.DistError as problem:
         logger.warning(
@@ -221,7 +233,10 @@ def find_blocked(
 ) -> BlockedCollective | None:
     """Returns the collective of `rank` that others keep from completing, if there is one.
 
-    It is the oldest overdue one; where none is overdue, the last whose cause is certain.
+    It is the oldest overdue one that a report shows not to have completed. A rank that left no
+    report may have come to any of them: then it is the last that is over, for it was the failure
+    that ended the waiting; and where none is over, the oldest. Where none is overdue, it is the
+    last whose cause is certain.
 
     Args:
         rank: the one whose collective failed.
@@ -230,10 +245,13 @@ def find_blocked(
     """
     own = [call for call in reports[rank].calls if call.group in members]
     overdue = [call for call in own if call.age_s >= _OVERDUE * call.timeout_s]
-    for call in overdue:
-        blocked = _blocked(call, reports, members[call.group])
-        if blocked.is_certain or blocked.behind:
+    blocked_or_not = [_blocked(call, reports, members[call.group]) for call in overdue]
+    for blocked in blocked_or_not:
+        if blocked.is_shown:
             return blocked
+    silent = [blocked for blocked in blocked_or_not if blocked.silent]
+    if silent:
+        return next((blocked for blocked in reversed(silent) if blocked.call.is_over), silent[0])
     certain = (_blocked(call, reports, members[call.group]) for call in reversed(own))
     return next((blocked for blocked in certain if blocked.is_certain), None)
 
@@ -254,7 +272,8 @@ def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankRepor
     if blocked.silent:
         parts.append(
             f"{_ranks(blocked.silent)} gave no answer (its process has died or is stopped, or its "
-            "node is gone)"
+            "node is gone; where a rank is sent more than it expects Gloo ends its process, and the "
+            "end of its log says so)"
         )
     for rank in blocked.unlike[:4]:
         other = reports[rank].find(blocked.call)
@@ -291,8 +310,24 @@ def _collect(store: Store, rank: int, world_size: int, own: list[CollectiveCall]
     )
     if blocked is not None:
         found = describe_blocked(blocked, reports)
+    if store.check([_MISMATCH]) and not (blocked and blocked.unlike):
+        found = store.get(_MISMATCH).decode()
     store.set(_FOUND, found)
     return found
+
+
+def _spell_mismatch(text: str, rank: int, own: Sequence[CollectiveCall]) -> str | None:
+    """Spells that a rank got more than it expected, if that is what the backend's error says."""
+    found = _GLOO_MISMATCH.search(text)
+    if found is None:
+        return None
+    came, expected = found.groups()
+    return (
+        f"the ranks disagree about sizes: rank {rank} was sent {came} bytes where it expected "
+        f"{expected}, in {_latest(own)}. In an all-to-all the sender's input split and the "
+        "receiver's output split must be equal, in other collectives all tensors "
+        "(mesh.check_every=1 compares the splits of expert parallelism before rows travel)"
+    )
 
 
 def _gather_reports(store: Store, world_size: int) -> dict[int, RankReport]:
@@ -385,6 +420,7 @@ def _call_of(entry: Mapping[str, Any], now_ns: int) -> CollectiveCall:
         sizes=tuple(tuple(sizes) for sizes in entry["input_sizes"]),
         age_s=(now_ns - entry["time_created_ns"]) / 1e9,
         timeout_s=entry["timeout_ms"] / 1e3,
+        is_over=bool(entry["retired"]),
     )
 
 

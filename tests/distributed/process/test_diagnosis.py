@@ -5,10 +5,12 @@ did not come, on all ranks.
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from world import RankFailed, run_ranks
 
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -262,6 +264,56 @@ def test_a_rank_that_is_only_slower_is_not_blamed_for_what_is_not_overdue():
     blocked = find_blocked(0, reports, {"g": [0, 1]})
     assert blocked is not None
     assert blocked.ended == [1]
+
+
+def test_a_silent_rank_is_not_said_to_have_missed_what_completed():
+    """Rank 1 died in no. 100; 85 to 99 are as old as a time-out, and are over. Async ones that are
+    not over yet came after the one that failed.
+    """
+    old = [
+        CollectiveCall("g", "g", number, "all_reduce", ((4,),), 9.9, 10.0, is_over=number <= 100)
+        for number in range(85, 103)
+    ]
+    for calls in (old[:16], old):
+        blocked = find_blocked(0, {0: RankReport(calls)}, {"g": [0, 1]})
+        assert blocked is not None
+        assert (blocked.call.number, blocked.silent) == (100, [1])
+    blocked = find_blocked(0, {0: RankReport(old[16:])}, {"g": [0, 1]})
+    assert blocked is not None
+    assert blocked.call.number == 101
+
+
+def test_a_report_shows_more_than_a_silence():
+    """No. 2 of three ranks: rank 1 has not come, which is certain; rank 2 is silent in no. 1 as well."""
+    calls = [replace(call(number, age_s=9.9), is_over=True) for number in (1, 2, 3)]
+    reports = {0: RankReport(calls), 1: RankReport([call(1)])}
+    blocked = find_blocked(0, reports, {"g": [0, 1, 2]})
+    assert blocked is not None
+    assert (blocked.call.number, blocked.behind, blocked.silent) == (2, [1], [2])
+
+
+MISMATCH = (
+    "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. "
+    "Received data size doesn't match expected size. Is there a distributed collective mismatch in "
+    "your code?"
+)
+
+
+@pytest.mark.parametrize(("text", "named"), [(MISMATCH, True), ("gloo: Timed out", False)])
+def test_splits_that_do_not_agree_are_not_blamed_on_the_network(text, named, monkeypatch):
+    """All ranks came, with all-to-alls: who waits hears what the one that got too much has seen."""
+    mine = call(3, operation="all_to_all")
+    monkeypatch.setattr(diagnosis, "recorded_calls", lambda: [mine])
+    monkeypatch.setattr(diagnosis, "_members", lambda group: [0, 1])
+    store = HashStore()
+    store.set("diagnosis/report/1", diagnosis._encoded(RankReport([mine])))
+    heard = diagnosis.explain(RuntimeError(text), store=store, rank=0, world_size=2)
+    other = diagnosis.explain(RuntimeError("gloo: closed"), store=store, rank=1, world_size=2)
+    for told_to_rank in (heard, other):
+        assert told_to_rank is not None
+        assert ("the network is slow or broken" in told_to_rank) != named
+        expected = "rank 0 was sent 8 bytes where it expected 4, in all_to_all no. 3 of group"
+        assert (expected in told_to_rank) == named
 
 
 @pytest.mark.parametrize(
