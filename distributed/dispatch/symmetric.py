@@ -206,8 +206,8 @@ class _Chunk:
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
         rows, weights, places, starts = _TakeRows.apply(self.posted, self.run, self.number)  # pyright: ignore[reportGeneralTypeIssues]
         run, own = self.run, self.run.outbox.rank
-        _, num_routes, num_targets = starts[:, -1].tolist()
-        own_targets = int(starts[2, own + 1] - starts[2, own])
+        _, (*_, num_routes), targets_P1 = starts.tolist()
+        num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
         run.counters.add(
             routes_served=num_routes if run.counts_routes else 0,
             bytes_intra_node=(num_targets - own_targets) * rows.shape[1] * rows.element_size(),

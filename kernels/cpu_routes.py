@@ -1,7 +1,9 @@
-"""Rows added up by index on a CPU, in one pass of row_sums.cpp where there is a compiler.
+"""Lists of routes on a CPU, each in one pass of cpu_routes.cpp where there is a compiler: rows added
+up by index, and routes sorted by expert.
 
 Routes that came from other ranks follow no rule (so many per row), and there are more of them than
-rows of one's own. A copy of all rows and `index_add_` took longer than sending them.
+rows of one's own. A copy of all rows and `index_add_` took longer than sending them. To sort them
+torch needs eight operations, each of which costs more than the sorting does.
 """
 
 import ctypes
@@ -17,8 +19,8 @@ from .cpp_library import CppLibrary
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 LIBRARY = CppLibrary(
-    name="moebius_row_sums",
-    source=Path(__file__).with_name("row_sums.cpp"),
+    name="moebius_cpu_routes",
+    source=Path(__file__).with_name("cpu_routes.cpp"),
     flags=["-O3", "-std=c++17"],
     functions=[
         (
@@ -29,10 +31,15 @@ LIBRARY = CppLibrary(
                 *(c_void_p, c_int64, c_int64, c_int64),  # index, N, sums, width
                 *(c_int, c_void_p),  # dtype, out
             ],
-        )
+        ),
+        (
+            "moebius_sort_routes",
+            c_int,
+            [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p],  # expert, N, E; all found
+        ),
     ],
     takes="a second",
-    otherwise="torch adds rows up instead, in two passes",
+    otherwise="torch's own operations do the same, in more passes",
 )
 
 
@@ -68,6 +75,35 @@ def add_by_index(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows
             f"a row is added to none of the {num_rows} sums, or is none of {len(rows)}"
         )
     return sums
+
+
+def can_sort(expert_N: Tensor) -> bool:
+    """Tells whether routes to these experts can be sorted here: on a CPU, and no stand-ins."""
+    is_plain = type(expert_N) is Tensor and expert_N.device.type == "cpu"
+    return is_plain and expert_N.dtype == torch.int64 and _library() is not None
+
+
+def sort_by_expert(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts routes by expert, stably.
+
+    Returns:
+        int32: the route at every place, the place of every route, and where every expert begins and
+        the last ends, (E + 1,).
+
+    Raises:
+        IndexError: an expert is out of range.
+    """
+    library, expert_N = _library(), expert_N.contiguous()
+    assert library is not None, "ask `can_sort` first"
+    order_N = torch.empty(expert_N.shape, dtype=torch.int32)
+    place_N, starts_E1 = torch.empty_like(order_N), order_N.new_empty(num_experts + 1)
+    status = library.moebius_sort_routes(
+        *(expert_N.data_ptr(), len(expert_N), num_experts),
+        *(order_N.data_ptr(), place_N.data_ptr(), starts_E1.data_ptr()),
+    )
+    if status:
+        raise IndexError(f"a route goes to none of the {num_experts} experts")
+    return order_N, place_N, starts_E1
 
 
 @functools.cache

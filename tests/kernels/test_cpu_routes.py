@@ -1,13 +1,13 @@
-"""Rows added up by index in C++: the sums of `index_add_`, bit for bit."""
+"""Lists of routes in C++: the sums of `index_add_` bit for bit, and the order of a stable sort."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels import row_sums
-from moebius.kernels.permute import add_rows
-from moebius.kernels.row_sums import LIBRARY, add_by_index, can_add
+from moebius.kernels import cpu_routes
+from moebius.kernels.cpu_routes import LIBRARY, add_by_index, can_add, can_sort
+from moebius.kernels.permute import add_rows, sort_routes
 
 needs_a_compiler = pytest.mark.skipif(
     LIBRARY.reason_against() is not None, reason=f"{LIBRARY.reason_against()}"
@@ -47,11 +47,32 @@ def test_a_row_or_a_sum_that_does_not_exist_is_refused(place: int, index: int) -
         add_by_index(torch.ones(50, 4), torch.tensor([place]), torch.tensor([index]), 13)
 
 
+@needs_a_compiler
+@pytest.mark.parametrize(("routes", "experts"), [(300, 7), (300, 70_000), (0, 3), (1, 1)])
+def test_it_sorts_as_torch_does(routes: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(4)
+    expert_N = torch.randint(0, experts, (2 * routes,), generator=generator)[::2]
+    assert can_sort(expert_N)
+    ours = sort_routes(expert_N, experts)
+    monkeypatch.setattr(cpu_routes, "_library", lambda: None)
+    theirs = sort_routes(expert_N, experts)
+    for mine, other in zip(vars(ours).values(), vars(theirs).values(), strict=True):
+        assert mine.dtype == other.dtype == torch.int32
+        assert mine.equal(other)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_an_expert_that_does_not_exist_is_refused(expert: int) -> None:
+    with pytest.raises(IndexError, match="goes to none of the 4 experts"):
+        sort_routes(torch.tensor([0, expert, 3]), 4)
+
+
 def test_what_it_cannot_add_torch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_add(torch.ones(2, 2, dtype=torch.float16))
     with FakeTensorMode():
         assert not can_add(torch.ones(2, 2))
-    monkeypatch.setattr(row_sums, "_library", lambda: None)
+    monkeypatch.setattr(cpu_routes, "_library", lambda: None)
     rows, index_N = torch.randn(6, 3), torch.tensor([1, 1, 0, 3, 3, 3])
     assert add_rows(rows, None, index_N, 4, 0).equal(by_torch(rows, None, index_N, 4))
 
@@ -60,9 +81,9 @@ def test_a_compiler_that_does_not_work_is_said_and_torch_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(_self: object) -> None:
-        raise ValueError("row_sums.cpp could not be compiled")
+        raise ValueError("cpu_routes.cpp could not be compiled")
 
-    monkeypatch.setattr(row_sums.CppLibrary, "load", load)
-    monkeypatch.setattr(row_sums.CppLibrary, "reason_against", lambda _self: None)
-    with pytest.warns(UserWarning, match="row_sums.cpp could not be compiled"):
-        assert row_sums._library.__wrapped__() is None
+    monkeypatch.setattr(cpu_routes.CppLibrary, "load", load)
+    monkeypatch.setattr(cpu_routes.CppLibrary, "reason_against", lambda _self: None)
+    with pytest.warns(UserWarning, match="cpu_routes.cpp could not be compiled"):
+        assert cpu_routes._library.__wrapped__() is None
