@@ -123,15 +123,20 @@ class _TakeRows(torch.autograd.Function):
 
         rows, weights, places, starts = (save_dispatch(lambda i=i: take(i)) for i in range(4))
         ctx.run, ctx.chunk, ctx.starts_3P1 = run, chunk, starts
+        ctx.sizes = len(rows), len(weights)
         ctx.mark_non_differentiable(places, starts)
+        ctx.set_materialize_grads(False)  # of what has none
         return rows, weights, places, starts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         run: _Pass = ctx.run
+        num_rows, num_routes = ctx.sizes
+        grad_MD = run.rows.new_zeros(num_rows, run.rows.shape[1]) if grads[0] is None else grads[0]
+        grad_N = torch.zeros(num_routes, dtype=run.weight_dtype) if grads[1] is None else grads[1]
         run.grads_answered[ctx.chunk] = run.outbox.post_row_gradients(
-            grads[0].contiguous(), grads[1].contiguous(), ctx.starts_3P1
+            grad_MD.contiguous(), grad_N.contiguous(), ctx.starts_3P1
         )
         return run.rows.new_empty(0), None, None
 
