@@ -1,19 +1,17 @@
-"""What dispatch and combine cost beside the bare exchange of the same bytes, and a step with
-experts spread beside one without.
+"""What dispatch and combine cost beside the bare exchange of the same bytes.
 
-    python -m benchmarks.dispatch [--ranks 2 4 8] [--seconds 4] [--pairs 20]
+    python -m benchmarks.dispatch [--ranks 2 4 8] [--seconds 4]
 
-1. Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine
-   (stand-ins for the experts between them, not counted) against the floor: `all_to_all_single` of
-   exactly the rows that the dispatcher sends and gets back, with splits known and rows in place;
-   for allgather its own two collectives. Both by turns, pass by pass, because a shared machine's
-   speed drifts; the slowest rank's time in each pass, and medians over passes. Beside time, the
-   processor time of all ranks: on a machine that is busy with other things it says more than time
-   does. `local` on one rank says what is left without an exchange. Goals: `dedup` sends exactly Σ
-   over tokens of their distinct destination ranks; the default dispatcher takes ≤ 1.25 × the floor
-   for rows of 4 KiB × 2,048 tokens per rank.
-2. A training step of the recipe smoke on 4 ranks, EP 4 against pure data parallelism, by turns in
-   one process each: all of it but the data. Goal: ≤ 1.15.
+Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine (stand-ins
+for the experts between them, not counted) against the floor: `all_to_all_single` of exactly the
+rows that the dispatcher sends and gets back, with splits known and rows in place; for allgather its
+own two collectives; for one that sends without collectives those of a dispatcher that sends the
+same rows. Both by turns, pass by pass, because a shared machine's speed drifts; the slowest rank's
+time in each pass, and medians over passes. Beside time, the processor time of all ranks: on a
+machine that is busy with other things it says more than time does. `local` on one rank says what is
+left without an exchange. Goals: `dedup` sends exactly Σ over tokens of their distinct destination
+ranks; the default dispatcher takes ≤ 1.25 × the floor for rows of 4 KiB × 2,048 tokens per rank.
+Whole training steps are in expert_parallel.py.
 
 Ranks are processes of this machine over Gloo, and over NCCL where there is a GPU for each. Exits
 with 1 where a goal is missed. Takes some 15 minutes on 2 busy cores; writes results/dispatch.json.
@@ -28,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import ROOT, save
-from moebius.data_pipeline.loader import Batch
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
 from moebius.distributed.dispatch.setup import build_node_groups
@@ -48,16 +45,11 @@ from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
 from moebius.model.moe import Dispatched, LocalDispatcher
 from moebius.model.routing import Routes, token_routes
-from moebius.train.config import resolve
-from moebius.train.loop import step
-from moebius.train.recipes.smoke import RECIPES
-from moebius.train.run import Run, assemble
 
-GOAL, STEP_GOAL = 1.25, 1.15
+GOAL = 1.25
 EXPERTS_PER_RANK = 4
 PER_NODE = 2  # pretended nodes, for the hierarchical dispatcher
 WARM_UP, FEWEST = 2, 5  # passes
-STEP_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -92,18 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seconds", type=float, default=4.0, help="for the passes of one point")
-    parser.add_argument("--pairs", type=int, default=20, help="of steps; 0: none, else 2 at least")
     parser.add_argument("--name", default="dispatch", help="of the file in results/")
     parser.add_argument(
         "--rank-out", type=Path, help=argparse.SUPPRESS
     )  # a rank: where rank 0 leaves the figures
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--part", choices=("exchange", "step"), default="exchange", help=argparse.SUPPRESS
-    )
     options = parser.parse_args()
-    if options.pairs == 1:
-        parser.error("--pairs 1 has no quartiles: give 0 or 2 at least")
     if options.rank_out is not None:
         run_rank(options)
         return
@@ -111,26 +97,23 @@ def main() -> None:
     figures: list[dict[str, Any]] = []
     for num_ranks in options.ranks:
         for device in ["cpu", "cuda"] if torch.cuda.device_count() >= num_ranks else ["cpu"]:
-            figures += launch("exchange", num_ranks, device, options)
+            figures += launch(num_ranks, device, options)
             print(f"measured: {num_ranks} ranks on {device}", flush=True)
-    steps = launch("step", STEP_RANKS, "cpu", options) if options.pairs else None
-    met = print_report(figures, steps)
+    met = print_report(figures)
     path = save(
         options.name,
         {
             "goal_dispatch": GOAL,
-            "goal_step": STEP_GOAL,
             "load_average_before": load_before,
             "load_average_after": os.getloadavg(),
             "points": figures,
-            "step": steps,
         },
     )
     print(f"written: {path}")
     raise SystemExit(0 if met else 1)
 
 
-def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) -> Any:
+def launch(num_ranks: int, device: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What rank 0 of a world of that size found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
@@ -146,12 +129,8 @@ def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) 
             str(out),
             "--seconds",
             str(options.seconds),
-            "--pairs",
-            str(options.pairs),
             "--device",
             device,
-            "--part",
-            part,
         ]
         subprocess.run(
             command,
@@ -165,15 +144,10 @@ def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) 
 
 def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    with start_process(options.device, timeout_s=120) as process:
-        if options.part == "step":
-            found = time_steps(process, options.rank_out.parent, options.pairs)
-        else:
-            with torch.no_grad():
-                found = [
-                    time_point(point, process, options.seconds)
-                    for point in points(process.world_size)
-                ]
+    with start_process(options.device, timeout_s=120) as process, torch.no_grad():
+        found = [
+            time_point(point, process, options.seconds) for point in points(process.world_size)
+        ]
         if process.rank == 0:
             options.rank_out.write_text(json.dumps(found))
 
@@ -239,6 +213,20 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
         | {"device": device.type}
         | summary(torch.tensor(spent, device=device))
         | rows(point, dispatcher, routes)
+    )
+
+
+def build_dispatcher(point: Point, group: dist.ProcessGroup) -> Any:
+    """The dispatcher of a point, with the groups that it wants. Collective."""
+    nodes = (
+        build_node_groups(group, PER_NODE, timeout_s=120) if needs_nodes(point.dispatcher) else None
+    )
+    return make_dispatcher(
+        point.dispatcher,
+        group,
+        nodes=nodes,
+        ranks_per_node=PER_NODE,
+        overlap_chunks=point.overlap_chunks,
     )
 
 
@@ -318,6 +306,21 @@ def stand_in(x_UD: Tensor, routes: Routes) -> Tensor:
     )
 
 
+def bare_motions(
+    point: Point, dispatcher: Any, group: dist.ProcessGroup, x: Tensor, routes: Routes
+) -> list[tuple[AllToAll, Tensor]]:
+    """The all-to-alls of rows in a pass; of one that needs none, those of the first dispatcher of
+    the table that sends the same rows by them.
+    """
+    seen = wide_motions(dispatcher, x, routes)
+    entry = DISPATCHERS.get(point.dispatcher)
+    for name, other in DISPATCHERS.items():
+        if seen or entry is None or entry.pattern.to_all or other.pattern != entry.pattern:
+            continue
+        seen = wide_motions(build_dispatcher(replace(point, dispatcher=name), group), x, routes)
+    return seen
+
+
 def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllToAll, Tensor]]:
     """The all-to-alls of rows in a pass, in order."""
     seen: list[tuple[AllToAll, Tensor]] = []
@@ -360,62 +363,10 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# Whole steps --------------------------------------------------------------------------------------
-
-
-def time_steps(process: Process, folder: Path, pairs: int) -> dict[str, Any]:
-    """Times steps with the experts spread over all ranks, and with all everywhere, by turns."""
-    runs = {f"ep={ep}": build_run(ep, process, folder) for ep in (process.world_size, 1)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM_UP + pairs):
-        for name, (run, work) in runs.items():
-            dist.barrier()
-            started = time.perf_counter()
-            step(run, work, 1e-4)
-            if number >= WARM_UP:
-                times[name].append(time.perf_counter() - started)
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    spread, alone = slowest.tolist()
-    ratios = [a / b for a, b in zip(spread, alone, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {
-        "recipe": "smoke",
-        "ranks": process.world_size,
-        "pairs": pairs,
-        "ep_seconds": statistics.median(spread),
-        "dp_seconds": statistics.median(alone),
-        "ratio": statistics.median(spread) / statistics.median(alone),
-        "ratio_of_fastest": min(spread) / min(alone),
-        "quartiles_of_pairs": [quartiles[0], quartiles[2]],
-    }
-
-
-def build_run(
-    ep: int, process: Process, folder: Path, dispatcher: str = "auto"
-) -> tuple[Run, Batch]:
-    """A run without data, and one batch for all of its steps: one micro-batch per rank."""
-    changes = [
-        f"mesh.ep={ep}",
-        "mesh.dp_replicate=none",
-        f"mesh.dispatcher={dispatcher}",
-        f"train.global_batch={4 * process.world_size}",
-    ]
-    config = resolve("smoke", changes, RECIPES)
-    run_dir = folder / f"ep{ep}_{dispatcher}"
-    run_dir.mkdir(exist_ok=True)
-    accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
-    shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)
-    tokens = torch.randint(
-        config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank)
-    )
-    return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0)
-
-
 # Report -------------------------------------------------------------------------------------------
 
 
-def print_report(figures: list[dict[str, Any]], steps: dict[str, Any] | None) -> bool:
+def print_report(figures: list[dict[str, Any]]) -> bool:
     """Prints all points; whether the goals are met."""
     table = Table(
         "ranks",
@@ -448,17 +399,7 @@ def print_report(figures: list[dict[str, Any]], steps: dict[str, Any] | None) ->
             f"{point['rows_sent'] / point['rows_one_per_route']:.2f}",
             verdict,
         )
-    console = Console(width=110)
-    console.print(table)
-    if steps is not None:
-        good = steps["ratio"] <= STEP_GOAL
-        met = met and good
-        console.print(
-            f"EP {steps['ranks']} on {steps['ranks']} ranks: {steps['ep_seconds'] * 1e3:.0f} ms a "
-            "step, data parallelism "
-            f"{steps['dp_seconds'] * 1e3:.0f} ms, ratio {steps['ratio']:.2f} "
-            f"({'met' if good else 'missed'}: ≤ {STEP_GOAL})"
-        )
+    Console(width=110).print(table)
     return met
 
 

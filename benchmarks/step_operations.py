@@ -41,8 +41,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.dispatch import build_run
+from benchmarks.expert_parallel import Way, build_run
 from benchmarks.report import ROOT, save
+from moebius.distributed.dispatch.table import LOCAL
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.avx512 import backend as avx512
 from moebius.train.loop import step
@@ -225,7 +226,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def count_step(ep: int, process: Process, folder: Path, dispatcher: str) -> dict[str, Any]:
     """One step's operations on rank 0, and the number of launches on every rank."""
-    run, batch = build_run(ep, process, folder, dispatcher if ep > 1 else "auto")
+    run, batch = build_run(Way(ep, dispatcher if ep > 1 else LOCAL), process, folder)
     for _ in range(WARM_UP):
         step(run, batch, 1e-4)
     operations = Operations()

@@ -7,6 +7,7 @@ import itertools
 import json
 import pkgutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import benchmarks
 from benchmarks import (
     data_stages,
     dispatch,
+    expert_parallel,
     gloo_table,
     head_loss,
     overhead,
@@ -160,9 +162,29 @@ def test_dispatch() -> None:
     assert sent["alltoall"] == 2 * 16 * 2  # a row for every route
     assert sent["dedup"] == by_name["dedup"]["distinct_destinations"] < sent["alltoall"]
     assert all(point["passes"] >= dispatch.FEWEST for point in points)
-    assert dispatch.print_report(points, None)
+    assert dispatch.print_report(points)
     by_name["dedup"]["rows_sent"] += 1
-    assert not dispatch.print_report(points, None)
+    assert not dispatch.print_report(points)
+
+
+def turns_of_two() -> dict[str, list[expert_parallel.Turn]]:
+    ways = expert_parallel.ways_of([1, 2], ["dedup", "hierarchical"])
+    with start_process("cpu", timeout_s=60) as process, tempfile.TemporaryDirectory() as folder:
+        return expert_parallel.by_turns(ways, process, Path(folder), rounds=2, steps=1)
+
+
+@pytest.mark.slow
+def test_expert_parallel() -> None:
+    turns, others = run_ranks(turns_of_two, 2)
+    assert turns == others  # the slowest rank's time and the sums over ranks, on all
+    alone = turns["data parallelism"]
+    assert [len(of) for of in turns.values()] == [2, 2]  # two nodes want more than two ranks
+    assert all(turn.processor_s > 0 and turn.voluntary > 0 for of in turns.values() for turn in of)
+    found = {name: expert_parallel.summary(of, alone) for name, of in turns.items()}
+    assert found["data parallelism"]["processor"] == {"median": 1, "lower": 1, "upper": 1}
+    found["EP 2 dedup"]["processor"]["median"], found["EP 2 dedup"]["wall"]["median"] = 1.2, 1.2
+    assert expert_parallel.show(found, 2) == ["processor"]
+    assert expert_parallel.show(found, 4) == []  # nothing has EP on all of them
 
 
 def test_step_operations() -> None:
