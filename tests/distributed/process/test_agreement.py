@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from world import run_ranks
 
 from moebius.distributed.layout import Layout
@@ -62,6 +63,46 @@ def test_equal_facts_pass_as_often_as_asked():
     store = HashStore()
     for _ in range(2):
         agree("run", facts, store=store, rank=0, world_size=1, timeout_s=1)
+
+
+def test_all_ranks_hear_the_difference_though_rank_0_serves_the_store_and_ends(monkeypatch):
+    """Without an agent the store ends with rank 0; the others are slow to read what it found."""
+    monkeypatch.setattr(agreement, "_LEAVE_S", 60.0)
+    await_result = agreement._Comparison.await_result
+
+    def slowly(self, kind, what):
+        time.sleep(0.3 if kind == "difference" else 0)
+        return await_result(self, kind, what)
+
+    monkeypatch.setattr(agreement._Comparison, "await_result", slowly)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(3)]
+    stores = dict(enumerate([server, *clients]))
+    del server, clients
+    heard: list[Any] = [None] * 4
+
+    def live(rank):
+        try:
+            agree(
+                "run",
+                {"seed": str(rank // 3)},
+                store=stores[rank],
+                rank=rank,
+                world_size=4,
+                timeout_s=60,
+            )
+        except (AgreementError, dist.DistError) as error:
+            heard[rank] = f"{type(error).__name__}: {error}"
+        del stores[rank]  # as its process ends
+
+    lives = [threading.Thread(target=live, args=(rank,)) for rank in range(4)]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(120)
+    assert len(set(heard)) == 1
+    assert "AgreementError: the ranks differ in the run" in heard[0]
+    assert "seed: 0 on ranks 0-2; 1 on rank 3" in heard[0]
 
 
 def changed_config():
