@@ -32,10 +32,12 @@ SOURCES = (".py", ".cpp")
 # these need it, and say so (tests/kernels/triton/test_interpreted.py)
 TRITON = "moebius.kernels.triton."
 TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a model
-# the parts of moebius[web] and moebius[lm-eval] whose commands name the extra that is missing
+# the parts of moebius[web] and moebius[lm-eval] whose commands name the extra that is missing; and
+# a plugin of pytest
 WITH_EXTRAS = (
     *(f"moebius.cluster.dashboard.{name}" for name in ("figures", "page", "serve")),
     "moebius.evaluation.harness",
+    "moebius.conform.plugin",  # pytest's
 )
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "model": {"kernels"},
     "kernels": set(),
     "data_pipeline": set(),
+    "conform": set(),  # for other people's layers: torch, numpy and rich
 }
 # Two modules lie in no room: api.py, what the package offers to Python, on the top floor beside the
 # command line; and __init__.py, which hands its names on when they are used, and may import nothing

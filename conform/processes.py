@@ -1,0 +1,68 @@
+"""The process that forks ranks, seen from outside: started, given jobs, and ended with all it made."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from .job import Job
+
+
+class LaunchError(RuntimeError):
+    """The process that forks ranks ended by itself."""
+
+
+class Launcher:
+    """A context in which jobs are done; afterwards no process of its session is left."""
+
+    def __init__(self, limit_s: float, preload: Sequence[str] = ()) -> None:
+        path = os.pathsep.join([entry or os.getcwd() for entry in sys.path])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.launch", str(limit_s), *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process = self._process
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and no rank of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Runs a job's ranks and returns how they ended, as `launch.Outcome` has it.
+
+        Raises:
+            LaunchError: the process that forks them is gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(job.text() + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise LaunchError(f"no ranks: {sys.executable} ended with {self._process.wait()}")
+        return json.loads(line)

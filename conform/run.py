@@ -1,0 +1,257 @@
+"""Plays every scene on one rank and on several, compares, and names what is wrong.
+
+1. One rank describes the layer: shapes, router, which scenes fit (rank.py).
+2. One rank plays the reference; then 1, 2, 4 ranks play the same scenes (launch.py). A world that
+   crashes or hangs is started again for the scenes that are left.
+3. Everything is compared (compare.py); scenes that went wrong are played by the reference in parts,
+   and the wrong pieces fitted to these (diagnose.py).
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .compare import World, pieces
+from .contract import ContractError, Layer, Shard, spec_of
+from .job import Arrays, Job, read
+from .processes import Launcher
+from .report import Finding, Report
+from .scenes import SCENES, Facts, batch
+from .verdicts import Played, judge, stopped
+
+RANKS = (1, 2, 4)
+LIMIT_S = 60.0  # how long nothing may begin on any rank
+FAILURES = 3  # worlds of one size that may crash or hang before the other scenes are left out
+
+Subject = str | Layer | Callable[..., Any]
+
+
+def check(
+    subject: Subject,
+    *,
+    ranks: Sequence[int] = RANKS,
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+    preload: Sequence[str] = (),
+) -> Report:
+    """Checks a layer on so many ranks and returns what is wrong with it.
+
+    Args:
+        subject: "MODULE:NAME" or "FILE.py:NAME", or the `Layer` or function itself, if it is an
+            attribute of a module that lies in a file: ranks are other processes, and find it there.
+        ranks: sizes of the expert-parallel group.
+        skip: scenes to leave out, beside those that the layer leaves out itself.
+        only: the only scenes to play.
+        limit_s: a world in which no rank begins anything for so long hangs.
+        preload: modules to import once, before ranks are forked; they must start no thread.
+
+    Raises:
+        ContractError: the layer cannot be tried as it is described.
+    """
+    with Launcher(limit_s, preload) as launcher:
+        return check_with(launcher, subject, ranks=ranks, skip=skip, only=only)
+
+
+def check_with(
+    launcher: Launcher,
+    subject: Subject,
+    *,
+    ranks: Sequence[int] = RANKS,
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> Report:
+    """Checks a layer as `check` does, with a launcher that may serve many checks."""
+    begun = time.monotonic()
+    spec = subject if isinstance(subject, str) else spec_of(subject)
+    unknown = [name for name in (*skip, *only) if name not in SCENES]
+    if unknown:
+        raise ContractError(f"no scene {unknown[0]!r}; there are: {', '.join(SCENES)}")
+    with tempfile.TemporaryDirectory(prefix="conform-") as folder:
+        trial = _Trial(spec, Path(folder), launcher)
+        trial.describe(skip, only)
+        for size in ranks:
+            trial.try_size(size)
+        return replace(trial.report(), seconds=time.monotonic() - begun)
+
+
+def assert_conforms(subject: Subject, **settings: Any) -> Report:
+    """Checks a layer as `check` does.
+
+    Raises:
+        AssertionError: something is wrong; the message is the report.
+    """
+    report = check(subject, **settings)
+    if not report.ok:
+        raise AssertionError(f"\n{report.text()}")
+    return report
+
+
+@dataclass
+class _Trial:
+    """The state of one check."""
+
+    spec: str
+    folder: Path
+    launcher: Launcher
+    plan: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    errors: dict[tuple[int, str], float | str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    worlds: int = 0
+
+    def describe(self, skip: Sequence[str], only: Sequence[str]) -> None:
+        """Learns shapes, router and scenes."""
+        folder, outcome = self._run(Job("describe", self.spec, "", 1))
+        _refuse(outcome, "while it was described on one rank")
+        self.plan = json.loads((folder / "plan.json").read_text())
+        names = [name for name in self.plan["scenes"] if not only or name in only]
+        self.plan["scenes"] = [name for name in names if name not in skip]
+        if not self.facts.steered:
+            self.notes.append(
+                "the router's weight was not found, so routes are what they are: scenes that "
+                "steer them are left out (say Layer(router=…))"
+            )
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(**self.plan["facts"])
+
+    def try_size(self, size: int) -> None:
+        """Plays and judges all scenes with so many ranks."""
+        if self.facts.num_experts % size:
+            self.notes.append(f"{size} ranks do not divide {self.facts.num_experts} experts")
+            return
+        if size == 1 and not self.plan["contract"]["own_reference"]:
+            return  # it is the reference
+        references = self._references(size)
+        results = self._ranks(size, list(references))
+        shards = self._shards(size)
+        if shards is None or not results:
+            return
+        world = World(size, self.plan, shards)
+        played = {}
+        for name, ranks in results.items():
+            rows = batch(SCENES[name], size, self.facts)
+            found = pieces(world, rows, references[name], ranks)
+            played[name] = Played(SCENES[name], rows, found, ranks)
+            self.errors[size, name] = max((piece.error for piece in found), default=0.0)
+        explain = self._explainer(world)
+        self.findings += judge(world, played, explain)
+
+    def _references(self, size: int) -> dict[str, Arrays]:
+        """What one rank makes of every scene; those that it cannot play are left out, and noted."""
+        found: dict[str, Arrays] = {}
+        for folder, names, outcome in self._worlds("reference", 1, self.plan["scenes"], size):
+            found |= {name: read(folder, f"reference-{size}-{name}") for name in names}
+            if outcome["how"] != "done":
+                last = outcome["text"].strip().splitlines()[-1]
+                self.notes.append(f"one rank cannot play {outcome['scene']!r} itself: {last}")
+                self.errors[size, outcome["scene"]] = "left out"
+        return found
+
+    def _ranks(self, size: int, names: list[str]) -> dict[str, list[Arrays]]:
+        found: dict[str, list[Arrays]] = {}
+        for folder, done, outcome in self._worlds("ranks", size, names, size):
+            found |= {
+                name: [read(folder, f"ranks-{size}-{name}-{rank}") for rank in range(size)]
+                for name in done
+            }
+            if outcome["how"] != "done":
+                self.findings.append(stopped(size, outcome))
+                self.errors[size, outcome["scene"]] = outcome["how"]
+        return found
+
+    def _worlds(
+        self, kind: str, processes: int, names: Sequence[str], size: int
+    ) -> Iterator[tuple[Path, list[str], dict[str, Any]]]:
+        """Yields folder, scenes that were played, and outcome of one world after the other."""
+        left = list(names)
+        for _ in range(FAILURES):
+            if not left:
+                return
+            job = self._job(kind, processes, left, size)
+            folder, outcome = self._run(job)
+            scene = outcome["scene"]
+            if outcome["how"] == "contract" or scene is None:
+                _refuse(outcome, f"with {processes} ranks")
+            done = left if scene is None or outcome["how"] == "done" else left[: left.index(scene)]
+            yield folder, done, outcome
+            left = left[len(done) + 1 :]
+        if left:
+            self.notes.append(f"{size} ranks: not tried after {FAILURES} failures: {left}")
+
+    def _shards(self, size: int) -> list[dict[str, Shard | None]] | None:
+        """How the last world of that size has parted the parameters."""
+        folder = self.folder / str(self.worlds - 1)
+        found = []
+        for rank in range(size):
+            path = folder / f"shards-{size}-{rank}.json"
+            if not path.exists():
+                return None
+            shards = json.loads(path.read_text())
+            found.append({name: shard and Shard(**shard) for name, shard in shards.items()})
+        return found
+
+    def _explainer(self, world: World) -> Callable[[Sequence[str]], dict[str, Arrays]]:
+        def explain(names: Sequence[str]) -> dict[str, Arrays]:
+            job = self._job("explain", 1, names, world.size, experts=world.experts())
+            folder, outcome = self._run(job)
+            if outcome["how"] != "done":
+                last = outcome["text"].strip().splitlines()[-1]
+                self.notes.append(f"the diagnosis could not play the reference in parts: {last}")
+                return {}
+            return {name: read(folder, f"explain-{world.size}-{name}") for name in names}
+
+        return explain
+
+    def _job(
+        self,
+        kind: str,
+        processes: int,
+        names: Sequence[str],
+        size: int,
+        experts: dict[str, int | None] | None = None,
+    ) -> Job:
+        return Job(
+            kind,
+            self.spec,
+            "",
+            processes,
+            tuple((name, size) for name in names),
+            self.plan["full"],
+            experts,
+            self.plan["router"],
+            self.plan["facts"],
+        )
+
+    def _run(self, job: Job) -> tuple[Path, dict[str, Any]]:
+        folder = self.folder / str(self.worlds)
+        folder.mkdir()
+        self.worlds += 1
+        return folder, self.launcher.run(replace(job, folder=str(folder)))
+
+    def report(self) -> Report:
+        """What was found."""
+        return Report(
+            self.spec,
+            tuple(self.findings),
+            self.errors,
+            tuple(dict.fromkeys(self.notes)),
+            tuple(self.plan["left_out"]),
+        )
+
+
+def _refuse(outcome: Mapping[str, Any], when: str) -> None:
+    """Raises ContractError unless a world did what it was to do."""
+    if outcome["how"] == "contract":
+        raise ContractError(outcome["text"])
+    if outcome["how"] != "done":
+        raise ContractError(
+            f"rank {outcome['rank']} {outcome['how']} {when} (at: {outcome['stage']})\n"
+            f"{outcome['text']}"
+        )
