@@ -38,6 +38,7 @@ class Report:
     errors: Mapping[tuple[int, str], float | str]
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    rtol: float = 0.0
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -93,9 +94,12 @@ class Report:
         table.add_column("scene")
         for size in sizes:
             table.add_column(f"{size} ranks", justify="right")
-        wrong = {(f.size, scene) for f in self.findings for scene in f.scenes}
+        named = {(f.size, scene) for f in self.findings for scene in f.scenes}
         for name in dict.fromkeys(name for _, name in self.errors):
-            cells = [_cell(self.errors.get((size, name)), (size, name) in wrong) for size in sizes]
+            cells = [
+                _cell(self.errors.get((size, name)), self.rtol, (size, name) in named)
+                for size in sizes
+            ]
             table.add_row(Text(name), *cells)
         return table
 
@@ -110,10 +114,11 @@ class Report:
         return f"does not conform: {found} ({self.seconds:.0f} s)"
 
 
-def _cell(error: float | str | None, wrong: bool) -> Text:
+def _cell(error: float | str | None, rtol: float, named: bool) -> Text:
     if error is None:
         return Text("-")
     words = error if isinstance(error, str) else f"{error:.1e}"
+    wrong = named or (isinstance(error, float) and not error <= rtol)
     return Text(f"{'✗' if wrong else '✓'} {words}", style="red" if wrong else "green")
 
 

@@ -243,6 +243,7 @@ class _Trial:
             self.errors,
             tuple(dict.fromkeys(self.notes)),
             tuple(self.plan["left_out"]),
+            World(1, self.plan, ()).rtol,
         )
 
 

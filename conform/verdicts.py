@@ -51,17 +51,20 @@ def judge(world: World, played: Mapping[str, Played], explain: Explain) -> list[
     if not wrong or any(f.fault is faults.SAMPLES and f.quantity == OUTPUT for f in findings):
         return findings
     causes, follows = _causes(wrong)
-    first = {quantity: scenes[0] for quantity, scenes in causes.items()}
+    first = [(quantity, scenes[0]) for (quantity, _), scenes in causes.items()]
     parts = {
         name: Parts.parse(arrays, _router(world))
-        for name, arrays in explain(list(dict.fromkeys(first.values()))).items()
+        for name, arrays in explain(list(dict.fromkeys(name for _, name in first))).items()
     }
-    made = []
-    for quantity, name in first.items():
+    made: dict[tuple[str, str], Finding] = {}
+    for ((quantity, _), scenes), (_, name) in zip(causes.items(), first, strict=True):
         pieces = [piece for piece in wrong[name] if piece.quantity == quantity]
         for finding in _diagnosed(pieces, world, parts.get(name), played[name].batch):
-            made.append(_with_scenes(finding, causes[quantity], wrong))
-    return findings + _without_consequences(made, follows)
+            key = (finding.fault.name, quantity)
+            known = made[key].scenes if key in made else ()
+            merged = sorted({*known, *scenes}, key=list(played).index)
+            made[key] = _with_scenes(made.get(key, finding), merged, wrong)
+    return findings + _without_consequences(list(made.values()), follows)
 
 
 def stopped(size: int, outcome: Mapping[str, Any]) -> Finding:
@@ -96,9 +99,14 @@ def _router(world: World) -> np.ndarray | None:
 # Causes -------------------------------------------------------------------------------------------
 
 
-def _causes(wrong: Mapping[str, list[Piece]]) -> tuple[dict[str, list[str]], set[str]]:
-    """The scenes in which each quantity is wrong by itself, and what only follows."""
-    causes: dict[str, list[str]] = {}
+def _causes(
+    wrong: Mapping[str, list[Piece]],
+) -> tuple[dict[tuple[str, bool], list[str]], set[str]]:
+    """The scenes in which each quantity is wrong by itself, and what only follows.
+
+    Apart from each other: those in which it is finite, and those in which it is not.
+    """
+    causes: dict[tuple[str, bool], list[str]] = {}
     follows: set[str] = set()
     for name, pieces in wrong.items():
         quantities = dict.fromkeys(piece.quantity for piece in pieces)
@@ -106,8 +114,9 @@ def _causes(wrong: Mapping[str, list[Piece]]) -> tuple[dict[str, list[str]], set
             follows |= set(quantities) - {OUTPUT}
             quantities = {OUTPUT: None}
         for quantity in quantities:
-            causes.setdefault(quantity, []).append(name)
-    return causes, follows - set(causes)
+            errors = [piece.error for piece in pieces if piece.quantity == quantity]
+            causes.setdefault((quantity, bool(np.isfinite(errors).all())), []).append(name)
+    return causes, follows - {quantity for quantity, _ in causes}
 
 
 def _diagnosed(
@@ -158,6 +167,9 @@ def _with_scenes(
         for piece in wrong[scene]
         if piece.quantity.removeprefix(PARAMETER) == name
     ]
+    finite = [error for error in errors if np.isfinite(error)]
+    if finding.fault is not faults.NOT_FINITE and finite:
+        errors = finite
     return replace(finding, scenes=tuple(scenes), worst=max(errors))
 
 

@@ -52,7 +52,7 @@ def build(group: dist.ProcessGroup, implementation: str) -> nn.Module:
 def over(size: int) -> DistributedConfig:
     """Experts over all ranks, in the words of the installed release."""
     if "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}:
-        return DistributedConfig(tp_size=size, tp_plan={}, ep_size=size)
+        return DistributedConfig(tp_size=size, ep_size=size)
     return DistributedConfig(tp_size=size, enable_expert_parallel=True)
 
 
