@@ -11,12 +11,12 @@ same units:
                            traffic ∝ weights, tokens stay where they are
 
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer,
+           no less than the host needs to launch the operations one by one,
            and σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges, each exchange hidden behind its experts' computation as far as
            chunks allow
 
-What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled
-graphs need less of it.
+Where graphs are compiled or captured, a smaller `launch_s` of the hardware says what they save.
 
 Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward
 pass, in float32, and nothing hides that; rows travel in the precision of the products; one exchange
@@ -34,6 +34,7 @@ from .communication import collective_s, strided_group
 from .prediction import Collective, LayoutCandidate, Prediction, Scenario, StepTime
 from .step_collectives import (
     GRADIENT_BYTES,
+    dispatch_launches,
     gathers_per_pass,
     gradient_sums,
     row_exchanges,
@@ -104,21 +105,30 @@ def _step_time(
     gather = max(core, overlapped) + (gathered - overlapped) - core
     gradients = sum(call.seconds for call in sums)
     optimizer = OPTIMIZER_PASSES_BYTES * weights_held(work, candidate) / hardware.memory_bandwidth
+    device = core + gather + gradients + optimizer
+    waiting = max(0.0, host_s(scenario, candidate) - device)
     late = (
         hardware.straggler * sqrt(2 * log(candidate.world_size))
         if candidate.world_size > 1
         else 0.0
     )
-    straggler = late * (core + gather + gradients + optimizer)
-    return StepTime(compute, moved - hidden, gather, gradients, optimizer, straggler)
+    straggler = late * (device + waiting)
+    return StepTime(compute, moved - hidden, gather, gradients, optimizer, waiting, straggler)
 
 
-def host_s(scenario: Scenario, recompute: str) -> float:
+def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """Returns the seconds that the host needs to launch a step's operations one by one.
 
-    A step that is shorter waits for the host.
+    A step that is shorter waits for the host. The model's are launched anew where it is
+    recomputed, the dispatcher's only where rows travel again.
     """
-    return _passes(recompute) * scenario.hardware.launch_s * scenario.workload.launches
+    work = scenario.workload
+    launches = _passes(candidate.recompute) * work.launches
+    if candidate.ep > 1:
+        again = 4 if candidate.recompute == "full" else 3
+        uses = sum(uses for _, uses in work.uses)
+        launches += again * uses * dispatch_launches(candidate.dispatcher)
+    return scenario.hardware.launch_s * launches
 
 
 def _passes(recompute: str) -> int:

@@ -139,6 +139,13 @@ _HOPPER = _GPU | {
     ),
 }
 _BLACKWELL = _GPU | {
+    "matmul_efficiency": Sourced(
+        0.25,
+        "fitted to one published run in bfloat16, Qwen3-30B on 8 B200 (torchtitan, pull request 19 of "
+        "NousResearch's fork: 14,796 tokens/s per GPU), taken to recompute selectively; two others "
+        "then come out within 10 %: the same on 128, and DeepSeek-V3 on 256 B200 with DeepEP "
+        "(pytorch.org, 2026-03: 859). It is what that software reached, not what the machine can",
+    ),
     "peak_bf16": Sourced(2.25e15, _UNCHECKED),
     "peak_fp32": Sourced(80e12, _UNCHECKED),
     "memory_bytes": Sourced(180e9, _UNCHECKED),

@@ -89,7 +89,7 @@ def rank_plans(
         raise ValueError(_nothing_legal(scenario, ranks, constraints))
     ranked = sorted(
         found.values(),
-        key=lambda plan: (not plan.prediction.fits, -plan.prediction.tokens_per_s),
+        key=lambda plan: (not plan.prediction.fits, *_slowness(plan.prediction)),
     )
     if not ranked[0].prediction.fits:
         raise ValueError(_nothing_fits(scenario, nodes, ranked))
@@ -159,8 +159,13 @@ def best_way(
                 break
     fitting = [prediction for prediction in tried if prediction.fits]
     if fitting:
-        return max(fitting, key=lambda prediction: prediction.tokens_per_s)
+        return min(fitting, key=_slowness)
     return min(tried, key=lambda prediction: prediction.memory.total)
+
+
+def _slowness(prediction: Prediction) -> tuple[float, float]:
+    """Ranks by throughput and, where all wait for the host, by what the device needs."""
+    return -prediction.tokens_per_s, prediction.time.device
 
 
 def _dispatchers(

@@ -69,7 +69,15 @@ class StepTime:
     gather: float
     gradients: float
     optimizer: float
+    host: float  # that the device waits for operations to be launched
     straggler: float
+
+    @property
+    def device(self) -> float:
+        """Returns what the device works and sends, alone: where the host is what all wait for it
+        tells layouts apart.
+        """
+        return self.total - self.host - self.straggler
 
     @property
     def total(self) -> float:

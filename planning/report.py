@@ -112,15 +112,16 @@ def _comparison(plans: Sequence[RankedPlans]) -> Comparison | None:
 
 
 def host_lines(report: PlanReport) -> list[str]:
-    """Warns where launching the operations one by one takes longer than what they do."""
+    """Warns where the best layout of the largest size waits for the host."""
     best = report.sizes[-1].fitting[0]
-    launching = host_s(best.scenario, best.candidate.recompute)
-    if launching <= best.prediction.time.total:
+    waiting = best.prediction.time.host
+    if waiting == 0:
         return []
+    launching = host_s(best.scenario, best.candidate)
     return [
-        f"the host: to launch {best.scenario.workload.launches:,} operations per pass one by one "
-        f"takes {_ms(launching)} a step, more than the {_ms(best.prediction.time.total)} "
-        "predicted; compile the model, or give a rank more tokens"
+        f"the host: to launch a step's operations one by one takes {_ms(launching)}, "
+        f"{_ms(waiting)} more than what they do, and the times and MFU above are with that; compile "
+        "the model, or give a rank more tokens"
     ]
 
 

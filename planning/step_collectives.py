@@ -98,6 +98,20 @@ def exchange_cost(
     return traffic.num_bytes, seconds
 
 
+def dispatch_launches(dispatcher: str) -> int:
+    """Returns the operations that a dispatcher launches in a forward use of a bank, more than where
+    nothing travels.
+
+    Counted on four ranks with Gloo, in one chunk (tests/planning/test_launches.py).
+    """
+    pattern = DISPATCHERS[dispatcher].pattern
+    if pattern.to_all:
+        return 36
+    if pattern.node_first:
+        return 156
+    return 32 if pattern.row_per_route else 56
+
+
 def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """Returns the seconds of the exchange of counts, which is latency only."""
     hardware = scenario.hardware

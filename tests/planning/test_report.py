@@ -180,7 +180,7 @@ def test_a_picture_has_lines_and_a_crossover(
     GPUs.
     """
     slow = tmp_path / "slow.toml"
-    slow.write_text('base = "h200"\nslow_bandwidth = 1e9\n')
+    slow.write_text('base = "h200"\nslow_bandwidth = 1e9\nlaunch_s = 1e-9\n')
     words = [
         "smoke",
         "model.feed_forward.num_experts=256",
@@ -221,7 +221,11 @@ def test_unused_ranks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_small_models_wait_for_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the host: to launch" in run(capsys, "smoke")
+    words = " ".join(run(capsys, "smoke").split())
+    assert "the host: to launch" in words
+    best = as_json(capsys, "smoke")["plans"][0]["layouts"][0]["seconds"]
+    assert f"{1e3 * best['host']:.1f} ms more than what they do" in words
+    assert best["host"] > 0
     assert "the host: to launch" not in run(capsys, "smoke", "--tokens-per-rank", "1000000")
 
 
@@ -339,7 +343,7 @@ def test_a_picture_without_a_crossover(
 
 
 def test_balanced_routing_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["smoke", "--nodes", "1", "--ep", "8"]
+    words = ["smoke", "--nodes", "1", "--ep", "8", "--tokens-per-rank", "1000000"]
     times = [
         as_json(capsys, *words, "--skew", skew)["plans"][0]["layouts"][0]["seconds"]["total"]
         for skew in ("balanced", "1")
