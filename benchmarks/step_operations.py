@@ -6,8 +6,9 @@ One step of train/loop.py of the recipe smoke, one micro-batch per rank: on one 
 over Gloo with EP 4 and with pure data parallelism. Every operation that torch dispatches is
 counted, those inside our custom ops too, at the line's function in this library that launched it;
 in the backward pass, where nodes of torch's own have no line, at the function whose forward pass
-made the node. One with `_foreach_` in its name counts once. Read on the host by `tolist`, which
-torch does not dispatch on a CPU, and products in C++ (kernels/avx512) have wrappers of their own.
+made the node. One with `_foreach_` in its name counts once. Counted too are `tolist`, which torch
+does not dispatch on a CPU, products in C++ (kernels/avx512) and our ops that are one call in C++;
+not those of an exchange through shared memory (distributed/symmetric), some six per sparse layer.
 
 On a GPU all but views and allocations would be a kernel, and each costs a launch of some
 microseconds whatever it computes; so the number says what a small model pays beside its products.
@@ -58,6 +59,7 @@ _ENGINE = "_engine_run_backward"
 # name that fits decides.
 PARTS = {
     "distributed/dispatch": "dispatch",
+    "distributed/symmetric": "dispatch",
     "distributed/gradients.py": "sum of gradients",
     "distributed/gradients.py:clip_gradients": "norm and clipping",
     "distributed/gradients.py:global_grad_norm": "norm and clipping",
@@ -102,9 +104,12 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         where, direction = self._place()
         if func.namespace == "moebius":
-            self.counts[where, direction, "our op", func.__name__] += 1
+            before = launches(self.counts)
             with self:  # what it is made of, as if it stood there
-                return OPDEFS[func.name()]._init_fn(*args, **kwargs)
+                result = OPDEFS[func.name()]._init_fn(*args, **kwargs)
+            kind = "our op" if launches(self.counts) > before else "call in C++"
+            self.counts[where, direction, kind, func.__name__] += 1
+            return result
         result = func(*args, **kwargs)
         self.counts[where, direction, kind_of(func, args, result), func.__name__] += 1
         return result
@@ -251,7 +256,7 @@ def calls_in_cpp(operations: Operations) -> Iterator[None]:
     call, read = avx512._call, Tensor.tolist
 
     def counted_call(name: str, like: Tensor, *arguments: object) -> None:
-        operations.count(name, "product in C++")
+        operations.count(name, "call in C++")
         call(name, like, *arguments)
 
     def counted_read(self: Tensor) -> Any:
