@@ -292,7 +292,7 @@ class RouterReport:
     """Reports what one router did in one depth step."""
 
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
-    load_N: Tensor  # int64: routes per expert that were served
+    load_N: Tensor  # int64 or int32: routes per expert that were served
     wanted: int | None  # routes that were asked for; None: those that were served
     # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
     gate_sum: Tensor
@@ -342,7 +342,7 @@ def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLo
 
 
 def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
-    load_LN = torch.stack([report.load_N for report in reports])
+    load_LN = torch.stack([report.load_N for report in reports]).to(torch.int64)
     gate_sum_L = torch.stack([report.gate_sum for report in reports])
     asked = [report.wanted for report in reports if report.wanted is not None]
     if len(asked) < len(reports):  # a router says it in every depth step, or never

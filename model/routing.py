@@ -66,9 +66,9 @@ class Routes:
         return known
 
     def counts(self) -> Tensor:
-        """Counts the routes of each expert, (E,) int64; reads the sorting where there is one."""
+        """Counts the routes of each expert, (E,) int64; int32 where there is a sorting to read."""
         if "_sorting" in self.__dict__:
-            return self.sorting.starts_E1.diff().to(torch.int64)
+            return self.sorting.starts_E1.diff()
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_N.device)
         return zeros.scatter_add_(0, self.expert_N, torch.ones_like(self.expert_N))
 

@@ -269,9 +269,10 @@ class Transformer(nn.Module):
         x_BSD = self._embed(tokens_BS, past, positions_BS)
         rotary = self._rotary(x_BSD, past, positions_BS)
         reports: list[dict[str, RouterReport]] = []
+        schedule = self.config.schedule
 
         def apply(step: int, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
-            layer = self.group[self.config.schedule[step]]
+            layer = self.group[schedule[step]]
             past_keys = None if cache is None else cache[step]
             x_BSD, report = layer(
                 x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted, documents=documents
@@ -387,13 +388,11 @@ class Transformer(nn.Module):
         carried: dict[str, Tensor] = {}
         if not self.training:
             return regularisation_B, auxiliary, carried
+        by_member: dict[int, list[dict[str, RouterReport]]] = {}
+        for report, member in zip(reports, config.schedule, strict=True):
+            by_member.setdefault(member, []).append(report)
         for member, kind, router in self.routers():
-            repeats = [
-                reports[step][kind].sums
-                for step, used in enumerate(config.schedule)
-                if used == member
-            ]
-            sums = add_sums(repeats)
+            sums = add_sums([report[kind].sums for report in by_member[member]])
             for name in router.carried:
                 carried[f"{member}/{kind}/{name}"] = sums[name].detach().sum(0)
             for loss in router.losses(sums, self.running.named(f"{member}/{kind}")):
