@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,10 +22,9 @@ class Launcher:
     """A context in which jobs are done; afterwards no process of its session is left."""
 
     def __init__(self, limit_s: float, preload: Sequence[str] = ()) -> None:
-        path = os.pathsep.join([entry or os.getcwd() for entry in sys.path])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.launch", str(limit_s), *preload],
+            [sys.executable, "-P", "-m", f"{__package__}.launch", str(limit_s), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -66,3 +66,14 @@ class Launcher:
         if not line:
             raise LaunchError(f"no ranks: {sys.executable} ended with {self._process.wait()}")
         return json.loads(line)
+
+
+def _path() -> str:
+    """Where this process finds modules, without the package's own folder.
+
+    That folder is on the path of who works in a checkout, and holds rooms whose names are those of
+    other people's packages: transformers would import ours for Hugging Face's `kernels`.
+    """
+    own = Path(__file__).resolve().parents[1]
+    entries = [entry or os.getcwd() for entry in sys.path]
+    return os.pathsep.join(entry for entry in entries if Path(entry).resolve() != own)

@@ -69,9 +69,18 @@ def test_right_layers_conform(launcher: Launcher, name: str) -> None:
 @pytest.mark.parametrize("name", ["allgather", "alltoall", "dedup"])
 def test_our_dispatchers_conform_to_a_plain_loop(launcher: Launcher, name: str) -> None:
     example = LAYERS.parents[2] / "examples" / "conform_dispatchers.py"
-    report = check_with(launcher, f"{example}:{name}")
+    report = check_with(launcher, f"{example}:{name}", ranks=[1, 4])
     assert report.ok, report.text()
     assert (1, "repeated experts") in report.errors
+
+
+@pytest.mark.slow
+def test_the_installed_release_of_transformers_conforms() -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    example = LAYERS.parents[2] / "examples" / "conform_transformers.py"
+    with Launcher(120, ["transformers.models.olmoe.modeling_olmoe"]) as launcher:
+        report = check_with(launcher, f"{example}:grouped_mm", ranks=[2])
+    assert report.ok, report.text()
 
 
 @pytest.mark.slow
