@@ -59,7 +59,14 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank",
         type=int,
         metavar="N",
-        help="in a step; default: the recipe's micro-batch",
+        help="in a micro-batch; default: the recipe's",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="whose gradients a rank adds up in a step",
     )
 
 
@@ -134,6 +141,7 @@ def _plan(options: argparse.Namespace) -> int:
             skew=options.skew,
             measured=options.measured,
             chunks=options.overlap_chunks,
+            micro_batches=options.micro_batches,
         )
         constraints = Constraints(
             options.ep, options.sharding, options.dispatcher, options.recompute

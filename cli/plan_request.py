@@ -21,16 +21,18 @@ def make_scenario(
     skew: str | None = None,
     measured: Path | None = None,
     chunks: int = 1,
+    micro_batches: int = 1,
 ) -> Scenario:
     """Returns the scenario in which a run's configuration is planned: its work on a machine.
 
     Args:
         hardware: a name or a TOML file.
         precision: bf16 or fp32; default: the configuration's.
-        tokens: per rank and step; default: the configuration's micro-batch.
+        tokens: per rank and micro-batch; default: the configuration's micro-batch.
         skew: "balanced", a Dirichlet concentration, or a run folder with recorded loads.
         measured: a table of measured collectives.
         chunks: parts in which rows travel.
+        micro_batches: whose gradients a rank adds up in a step.
 
     Raises:
         ValueError: one of them is not what it should be.
@@ -50,9 +52,10 @@ def make_scenario(
         )
     machine = find_hardware(hardware)
     tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
-    if tokens < 1 or chunks < 1:
+    if tokens < 1 or chunks < 1 or micro_batches < 1:
         raise ValueError(
-            f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}: both must be at least 1"
+            f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}, --micro-batches "
+            f"{micro_batches}: all must be at least 1"
         )
     workload = describe(
         config.model,
@@ -62,7 +65,13 @@ def make_scenario(
     routing = _skew(skew)
     routing.check([bank for bank, _ in workload.uses])
     return Scenario(
-        workload, machine, tokens, routing, read_table(measured) if measured else None, chunks
+        workload,
+        machine,
+        tokens,
+        routing,
+        read_table(measured) if measured else None,
+        chunks,
+        micro_batches,
     )
 
 

@@ -18,16 +18,17 @@ same units:
 
 Where graphs are compiled or captured, a smaller `launch_s` of the hardware says what they save.
 
-Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward
-pass, in float32, and nothing hides that; rows travel in the precision of the products; one exchange
-in each direction per bank and use, in the forward and again in the backward pass. Recomputation
-(model/recompute.py) keeps decisions; selective keeps also what travelled, and full sends it once
-more.
+Of a step's micro-batches each computes, exchanges rows, gathers weights and scatters gradients;
+sums of unsharded gradients and the optimizer come once. Assumed of the trainer, as it is built:
+gradients of unsharded weights are summed after the backward pass, in float32, and nothing hides
+that; rows travel in the precision of the products; one exchange in each direction per bank and use,
+in the forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions;
+selective keeps also what travelled, and full sends it once more.
 
 step_collectives.py counts what travels, step_memory.py what a rank must hold.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, sqrt
 
 from .communication import collective_s, strided_group
@@ -58,14 +59,17 @@ def predict(scenario: Scenario, candidate: LayoutCandidate, *, quantile: str = "
         quantile: p50, p90 or p99 of the hottest rank's factor, for time; memory takes p99 always.
     """
     hardware, work = scenario.hardware, scenario.workload
-    exchanges = list(row_exchanges(scenario, candidate, quantile))
-    gathers, sums = (
-        list(weight_gathers(scenario, candidate)),
-        list(gradient_sums(scenario, candidate)),
+    exchanges, gathers = (
+        [replace(call, calls=scenario.micro_batches * call.calls) for call in calls]
+        for calls in (
+            row_exchanges(scenario, candidate, quantile),
+            weight_gathers(scenario, candidate),
+        )
     )
+    sums = list(gradient_sums(scenario, candidate))
     time = _step_time(scenario, candidate, exchanges, gathers, sums, quantile)
     memory = predict_memory(scenario, candidate)
-    rate = scenario.tokens / time.total
+    rate = scenario.micro_batches * scenario.tokens / time.total
     return Prediction(
         candidate,
         memory,
@@ -89,7 +93,7 @@ def _step_time(
     quantile: str,
 ) -> StepTime:
     hardware, work = scenario.hardware, scenario.workload
-    passes = _passes(candidate.recompute)
+    passes = scenario.micro_batches * _passes(candidate.recompute)
     experts = passes * sum(
         uses
         * expert_s(
@@ -128,7 +132,7 @@ def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
         again = 4 if candidate.recompute == "full" else 3
         uses = sum(uses for _, uses in work.uses)
         launches += again * uses * dispatch_launches(candidate.dispatcher)
-    return scenario.hardware.launch_s * launches
+    return scenario.hardware.launch_s * scenario.micro_batches * launches
 
 
 def _passes(recompute: str) -> int:

@@ -14,10 +14,11 @@ class Scenario:
 
     workload: Workload
     hardware: Hardware
-    tokens: int  # per rank and step
+    tokens: int  # per rank and micro-batch
     skew: RoutingSkew
     table: MeasuredTable | None = None
     chunks: int = 1  # that an exchange is cut into, to hide it behind the experts
+    micro_batches: int = 1  # whose gradients a rank adds up in a step
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
         "ones whole",
         "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers "
         "and sums of weights",
-        f"{report.scenario.tokens:,} tokens per rank and step, "
+        f"{_work(report.scenario)} per rank and step, "
         f"{report.scenario.workload.precision}; MFU in %, without recomputation",
     ]
     if any(entry.unused_ranks for entry in shown):
@@ -330,6 +330,12 @@ def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
         "--sources says where every figure comes from; speeds are predictions, not measurements"
     )
     return lines
+
+
+def _work(scenario: Scenario) -> str:
+    if scenario.micro_batches == 1:
+        return f"{scenario.tokens:,} tokens"
+    return f"{scenario.micro_batches} micro-batches of {scenario.tokens:,} tokens"
 
 
 def _rounded_up(scenario: Scenario, changes: Set[tuple[str, int]]) -> str:
@@ -430,6 +436,7 @@ def plans_as_json(report: PlanReport) -> dict[str, Any]:
         },
         "sources": {**scenario.hardware.sources, "routing skew": scenario.skew.source},
         "tokens_per_rank": scenario.tokens,
+        "micro_batches": scenario.micro_batches,
         "precision": scenario.workload.precision,
         "plans": [_plain_plan(ranked, scenario.hardware.ranks_per_node) for ranked in report.sizes],
         "impossible": {str(count): why for count, why in report.impossible.items()},

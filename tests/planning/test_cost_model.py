@@ -355,6 +355,30 @@ def test_a_step_takes_no_less_than_its_launches_and_mfu_knows_it(moeut: Workload
     assert many.time.host == 0
 
 
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_micro_batches_share_the_optimizer_and_unsharded_sums(
+    moeut: Workload, sharding: str
+) -> None:
+    """Four of them: all else of a step is four times as much, and memory does not grow."""
+    candidate = LayoutCandidate(1, 8, 4, sharding, "dedup", "full")
+    for tokens in (256, 65_536):  # the host is what all wait for, or the device
+        once = Scenario(moeut, H200, tokens, RoutingSkew())
+        one, four = predict(once, candidate), predict(replace(once, micro_batches=4), candidate)
+        assert (four.time.optimizer, four.time.gradients) == (
+            one.time.optimizer,
+            one.time.gradients,
+        )
+        for name in ("compute", "exchange", "gather"):
+            assert getattr(four.time, name) == pytest.approx(4 * getattr(one.time, name))
+        assert (four.time.host > 0) == (one.time.host > 0) == (tokens == 256)
+        assert four.time.total < 4 * one.time.total * (1 + 1e-9)
+        assert four.tokens_per_s == pytest.approx(8 * 4 * tokens / four.time.total)
+        assert four.mfu > one.mfu * (1 - 1e-9)
+        assert four.memory == one.memory
+        sent = [sum(call.num_bytes for call in found.collectives) for found in (one, four)]
+        assert sent[0] < sent[1] <= 4 * sent[0]
+
+
 def test_moving_tokens_or_weights(moeut: Workload) -> None:
     scenario = Scenario(moeut, H200, 8192, RoutingSkew())
     found = compare(scenario, ep=8, dispatcher="dedup")
