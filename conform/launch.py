@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -80,6 +81,7 @@ def main() -> None:
     for module in sys.argv[2:]:
         importlib.import_module(module)
     alive_read, alive_write = os.pipe()
+    job: Job | None = None
     for line in iter(sys.stdin.readline, ""):
         job = Job.parse(line)
         ranks = [_fork(job, rank, (alive_read, alive_write)) for rank in range(job.world_size)]
@@ -88,7 +90,11 @@ def main() -> None:
         finally:
             for rank in ranks:
                 rank.kill()
+        if outcome is None:
+            break
         print(outcome.line(), flush=True)
+    if job is not None:  # stdin is closed: who would have removed its files is dead
+        shutil.rmtree(Path(job.folder).parent, ignore_errors=True)
 
 
 def _fork(job: Job, rank: int, alive: tuple[int, int]) -> _Rank:
@@ -131,8 +137,12 @@ def _redirect(log: Path) -> None:
 # Supervision --------------------------------------------------------------------------------------
 
 
-def _supervise(ranks: list[_Rank], limit_s: float) -> Outcome:
-    """Waits until all ranks are done, or one has failed, or none has begun anything for a while."""
+def _supervise(ranks: list[_Rank], limit_s: float) -> Outcome | None:
+    """Waits until all ranks are done, or one has failed, or none has begun anything for a while.
+
+    Returns:
+        How they ended; None where stdin was closed meanwhile.
+    """
     seen, since = -1, time.monotonic()
     failed_at: float | None = None
     while True:
@@ -151,7 +161,7 @@ def _supervise(ranks: list[_Rank], limit_s: float) -> Outcome:
         if time.monotonic() > since + limit_s:
             return _hang(ranks, limit_s)
         if select.select([sys.stdin], [], [], POLL_S)[0]:
-            raise SystemExit(1)  # nobody sends a second job before the first is done: it is closed
+            return None  # nobody sends a second job before the first is done: it is closed
 
 
 def _size(rank: _Rank) -> int:

@@ -44,11 +44,12 @@ def test_the_fixture_fails_a_test_with_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["the command", "the process that forks ranks"])
-def test_nothing_outlives_a_kill(victim: str) -> None:
+def test_nothing_outlives_a_kill(tmp_path: Path, victim: str) -> None:
     command = psutil.Popen(
         [sys.executable, "-m", "moebius.conform", f"{LAYERS}:hangs", *HANGING],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
         family = _wait_for_ranks(command)
@@ -57,6 +58,7 @@ def test_nothing_outlives_a_kill(victim: str) -> None:
         command.wait(120)
         _, alive = psutil.wait_procs(family, timeout=120)
         assert not alive
+        assert not list(tmp_path.glob("conform-*"))
     finally:
         for process in [command, *command.children(recursive=True)] if command.is_running() else ():
             process.kill()
