@@ -145,6 +145,7 @@ struct Peer {
 
 struct Exchange {
   int rank, num_ranks;
+  pid_t pid = getpid();  // a forked child that ends is not this rank that leaves
   Control* own;
   int own_fd;
   char* arenas[kArenas] = {};
@@ -544,10 +545,12 @@ int moebius_exchange_connect(Exchange* exchange, int who, int64_t pid, int fd, u
   return 0;
 }
 
-// Says that this rank leaves, and unmaps everything.
+// Says that this rank leaves, and unmaps everything; in a forked child only the second.
 void moebius_exchange_close(Exchange* exchange) {
-  exchange->own->left.store(1, std::memory_order_release);
-  syscall(SYS_futex, &exchange->own->posted, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (exchange->pid == getpid()) {
+    exchange->own->left.store(1, std::memory_order_release);
+    syscall(SYS_futex, &exchange->own->posted, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
   for (int p = 0; p < exchange->num_ranks; p++) {
     Peer& peer = exchange->peers[p];
     for (uint32_t i = 0; i < kArenas; i++)

@@ -95,6 +95,26 @@ def test_a_rank_that_died_or_left_is_named_without_a_time_out(death: str, told: 
         run_ranks(dying, 3, death)
 
 
+def forking() -> list[float]:
+    """Rank 1 has a child that closes what it has inherited, and ends."""
+    with start_process("cpu", timeout_s=60) as process:
+        outbox = opened()
+        take(outbox, post(outbox))
+        if process.rank == 1:
+            child = os.fork()
+            if child == 0:
+                outbox.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+        dist.barrier()
+        time.sleep(0.3 if process.rank == 1 else 0.0)  # rank 0 waits, and looks after rank 1
+        return take(outbox, post(outbox, tokens=2))
+
+
+def test_a_child_that_ends_is_not_the_rank_that_leaves() -> None:
+    assert run_ranks(forking, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
 def late() -> str:
     with start_process("cpu", timeout_s=60) as process:
         outbox, said = opened(0.5), ""
