@@ -115,7 +115,7 @@ def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> No
     assert {"feed_forward dispatch", "value dispatch", "output dispatch", "value combine"} <= names
     assert found["tokens_per_rank"] == 4 * 128
     at_quantiles = list(found["hottest_rank"]["step_seconds"].values())
-    assert at_quantiles == sorted(at_quantiles)
+    assert at_quantiles == pytest.approx(sorted(at_quantiles))  # equal where all wait for the host
     assert set(found["hottest_rank"]["factors"]) == {"feed_forward", "value", "output"}
     assert set(found["sources"]) >= set(found["hardware"]) - {"name"}
 
