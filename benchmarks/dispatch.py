@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ from torch import Tensor
 from benchmarks.report import ROOT, save
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
-from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.table import DISPATCHERS, needs_nodes, needs_outbox
 from moebius.distributed.process.process import Process, start_process
-from moebius.distributed.symmetric.outbox import Outbox, open_outbox
+from moebius.distributed.symmetric.outbox import Outbox, Plan, open_outbox
 from moebius.model.moe import Dispatched, LocalDispatcher
 from moebius.model.routing import Routes, token_routes
 
@@ -180,7 +181,7 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
     x, routes = batch(point, process)
     floors = [make_floor(point, group, x, bare_motions(point, dispatcher, group, x, routes))]
     if memory is not None:
-        floors.append(memory_floor(memory, dispatcher, x, routes))
+        floors.append(memory_floor(memory, x, routes))
     started = time.perf_counter()
     for _ in range(WARM_UP):
         one_pass(dispatcher, x, routes, device)
@@ -209,17 +210,22 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
 
 def build_dispatcher(point: Point, group: dist.ProcessGroup) -> Any:
     """The dispatcher of a point, with the groups and the memory that it wants. Collective."""
-    nodes = (
-        build_node_groups(group, PER_NODE, timeout_s=120) if needs_nodes(point.dispatcher) else None
-    )
     return make_dispatcher(
         point.dispatcher,
         group,
-        nodes=nodes,
+        nodes=node_groups(group) if needs_nodes(point.dispatcher) else None,
         outbox=open_memory(point, group),
         ranks_per_node=PER_NODE,
         overlap_chunks=point.overlap_chunks,
     )
+
+
+@cache
+def node_groups(group: dist.ProcessGroup) -> NodeGroups:
+    """One pair for all points: an idle group of Gloo's wakes a thread a hundred times a second, which
+    whatever is measured beside it would pay for. Collective.
+    """
+    return build_node_groups(group, PER_NODE, timeout_s=120)
 
 
 def open_memory(point: Point, group: dist.ProcessGroup) -> Outbox | None:
@@ -232,24 +238,39 @@ def open_memory(point: Point, group: dist.ProcessGroup) -> Outbox | None:
     return found
 
 
-def memory_floor(memory: Outbox, dispatcher: Any, x: Tensor, routes: Routes) -> Callable[[], None]:
-    """The same rows through the same kind of memory with nothing around them, out and as many back."""
-    num_experts, per_rank = routes.num_experts, routes.num_experts // memory.num_ranks
-    plan = memory.plan(
+def memory_floor(memory: Outbox, x: Tensor, routes: Routes) -> Callable[[], None]:
+    """The same rows through the same memory with nothing around them: out, and back to where they
+    came from.
+    """
+    per_rank = routes.num_experts // memory.num_ranks
+    out = bare_plan(memory, len(x), routes, torch.arange(routes.num_experts) // per_rank)
+    number = memory.post_rows(out, 0, x, routes.weight_N)
+    received = memory.take_rows(number, x, routes.weight_N.dtype)
+    source_M = torch.arange(memory.num_ranks).repeat_interleave(received.starts_3P1[0].diff())
+    homewards = token_routes(
+        source_M[:, None], torch.ones(len(source_M), 1), num_experts=memory.num_ranks
+    )
+    back = bare_plan(memory, len(source_M), homewards, torch.arange(memory.num_ranks))
+    number = memory.post_gradients(back, 0, received.rows_MD)
+    num_back = sum(memory.sent(out)[0])
+
+    def exchange() -> None:
+        rows_MD = memory.take_gradients(memory.post_gradients(out, 0, x), len(source_M), x)
+        memory.take_gradients(memory.post_gradients(back, 0, rows_MD), num_back, x)
+
+    memory.take_gradients(number, num_back, x)
+    return exchange
+
+
+def bare_plan(memory: Outbox, num_rows: int, routes: Routes, rank_E: Tensor) -> Plan:
+    return memory.plan(
         routes,
-        len(x),
-        rank_E=(torch.arange(num_experts) // per_rank).int(),
-        slot_E=(torch.arange(num_experts) % per_rank).int(),
+        num_rows,
+        rank_E=rank_E.int(),
+        slot_E=torch.zeros(len(rank_E), dtype=torch.int32),
         num_chunks=1,
         rows_per_token=1,
     )
-    received = len(next(iter(dispatcher.dispatch(x, routes).chunks)).x_UD)
-
-    def exchange() -> None:
-        for _ in range(2):
-            memory.take_gradients(memory.post_gradients(plan, 0, x), received, x)
-
-    return exchange
 
 
 def summary(spent: Tensor) -> dict[str, Any]:

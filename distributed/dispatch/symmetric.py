@@ -56,7 +56,7 @@ class _Pass:
     counters: Counters
     rows: Tensor  # shape and dtype of the rows, (0, D)
     weight_dtype: torch.dtype
-    counts_routes: bool  # that came
+    counts_rows: bool  # and routes that came
     sent: list[int | None] = field(default_factory=list)
     answered: dict[int, int] = field(default_factory=dict)
     # of the backward pass
@@ -123,7 +123,7 @@ class _TakeRows(torch.autograd.Function):
 
         rows, weights, places, starts = (save_dispatch(lambda i=i: take(i)) for i in range(4))
         ctx.run, ctx.chunk, ctx.starts_3P1 = run, chunk, starts
-        ctx.sizes = len(rows), len(weights)
+        ctx.sizes = rows.shape[0], weights.shape[0]
         ctx.mark_non_differentiable(places, starts)
         ctx.set_materialize_grads(False)  # of what has none
         return rows, weights, places, starts
@@ -146,7 +146,7 @@ class _PostAnswers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, run: _Pass, chunk: int, starts_3P1: Tensor) -> Tensor:
-        ctx.run, ctx.chunk, ctx.like, ctx.num_rows = run, chunk, y_TD.new_empty(0, 0), len(y_TD)
+        ctx.run, ctx.chunk, ctx.like, ctx.num_rows = run, chunk, y_TD.new_empty(0, 0), y_TD.shape[0]
         ctx.width = y_TD.shape[1]
 
         def post() -> Tensor:
@@ -214,7 +214,7 @@ class _Chunk:
         _, (*_, num_routes), targets_P1 = starts.tolist()
         num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
         run.counters.add(
-            routes_served=num_routes if run.counts_routes else 0,
+            routes_served=num_routes if run.counts_rows else 0,
             bytes_intra_node=(num_targets - own_targets) * rows.shape[1] * rows.element_size(),
         )
         routes = Routes(
@@ -255,11 +255,6 @@ class SymmetricExchange:
         """Adds up what the ranks answer, in their order, (num_targets, D)."""
         return _SumAnswers.apply(self.run, *(each.wait() for each in outputs))  # pyright: ignore[reportReturnType]
 
-    @property
-    def rows_sent(self) -> int:
-        """Counts the rows that set out."""
-        return sum(self.run.outbox.sent(self.run.plan)[0])
-
 
 def start_exchange(
     outbox: Outbox,
@@ -271,10 +266,10 @@ def start_exchange(
     slot_E: Tensor,
     num_slots: int,
     num_chunks: int = 1,
-    counts_routes: bool = False,
+    counts_rows: bool = False,
 ) -> SymmetricExchange:
-    """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the routes
-    that come.
+    """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the rows that
+    set out and the routes that come.
 
     Args:
         rank_E, slot_E: int32, where every expert is.
@@ -285,19 +280,21 @@ def start_exchange(
     """
     plan = outbox.plan(
         routes,
-        len(x_UD),
+        x_UD.shape[0],
         rank_E=rank_E,
         slot_E=slot_E,
         num_chunks=num_chunks,
-        rows_per_token=Setup.rows_per_token(routes, len(x_UD)),
+        rows_per_token=Setup.rows_per_token(routes, x_UD.shape[0]),
     )
     weight_dtype = routes.weight_N.dtype
-    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_routes)
+    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_rows)
     posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
     rows, metadata, _ = outbox.sent(plan)
+    rows_sent = sum(rows)
     counters.add(
-        bytes_intra_node=(sum(rows) - rows[outbox.rank]) * x_UD.shape[1] * x_UD.element_size()
-        + (sum(metadata) - metadata[outbox.rank]) * (_PLACE_BYTES + weight_dtype.itemsize)
+        rows_sent=rows_sent if counts_rows else 0,
+        bytes_intra_node=(rows_sent - rows[outbox.rank]) * x_UD.shape[1] * x_UD.element_size()
+        + (sum(metadata) - metadata[outbox.rank]) * (_PLACE_BYTES + weight_dtype.itemsize),
     )
     chunks = [_Chunk(run, number, each, num_slots) for number, each in enumerate(posted)]
     return SymmetricExchange(run, chunks)
@@ -364,9 +361,8 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             slot_E=slot_E,
             num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=num_chunks,
-            counts_routes=True,
+            counts_rows=True,
         )
-        self.setup.counters.add(rows_sent=exchange.rows_sent)
         return _Dispatched(exchange)
 
 

@@ -42,15 +42,11 @@ class Plan:
     """Where every route of one pass goes, as exchange.cpp has written it down."""
 
     table: Tensor  # int64; laid out by exchange.cpp's own `Plan`
+    address: int  # of the table
     num_chunks: int
     num_sources: int
     num_targets: int
     num_routes: int
-
-    @property
-    def address(self) -> int:
-        """Returns where the table lies."""
-        return self.table.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -108,16 +104,17 @@ class Outbox:
             ValueError: a route is out of range.
         """
         source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
-        expert_N, num_routes = routes.expert_N.contiguous(), len(routes.source_N)
+        expert_N, num_routes = routes.expert_N.contiguous(), routes.source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources
         sizes = num_chunks, num_sources, routes.num_targets, num_routes
         words = self._library.moebius_exchange_plan_words(self._handle, *sizes, same)
-        plan = Plan(torch.empty(words, dtype=torch.int64), *sizes)
+        table = torch.empty(words, dtype=torch.int64)
+        plan = Plan(table, table.data_ptr(), *sizes)
         self._checked(
             self._library.moebius_exchange_plan(
                 self._handle,
                 plan.address,
-                *(*sizes, len(rank_E), same),
+                *(*sizes, rank_E.shape[0], same),
                 *(source_N.data_ptr(), target_N.data_ptr(), expert_N.data_ptr()),
                 *(rank_E.data_ptr(), slot_E.data_ptr(), rows_per_token),
             )
@@ -155,7 +152,7 @@ class Outbox:
                 self._handle, number, row_bytes, weight_bytes, starts_3P1.data_ptr()
             )
         )
-        num_rows, num_routes, _ = starts_3P1[:, -1].tolist()
+        num_rows, num_routes = (starts[-1] for starts in starts_3P1.tolist()[:2])
         received = ReceivedRows(
             like.new_empty(num_rows, like.shape[1]),
             torch.empty(num_routes, dtype=weight_dtype),
