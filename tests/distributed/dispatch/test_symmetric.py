@@ -2,12 +2,14 @@
 `dedup`, and `hierarchical` with memory inside the nodes those without.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
 from dispatch_scenes import SCENES
+from pairwise import slow_but
 from world import run_ranks
 
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
@@ -49,9 +51,15 @@ def post_once(outbox: Outbox) -> tuple[int, int]:
     return len(SCENES) * len(KINDS) * 3, outbox.post_answers(rows, starts_3P1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
-    "name", ["symmetric", pytest.param("hierarchical", marks=pytest.mark.slow)]
+    ("name", "dtype"),
+    slow_but(
+        list(
+            product(("symmetric", "hierarchical"), (torch.float32, torch.bfloat16, torch.float64))
+        ),
+        ("symmetric", torch.float32),
+        names=2,
+    ),
 )
 def test_memory_gives_the_bits_of_collectives(name: str, dtype: torch.dtype) -> None:
     for found in run_ranks(differences, 4, name, dtype, timeout_s=120):

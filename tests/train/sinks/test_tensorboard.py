@@ -9,6 +9,7 @@ from fake_sink import facts_of, line_of_loads, read_board
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
+from tensorboard.summary.writer import event_file_writer
 
 from moebius.train.sinks.heat_map import draw_load
 from moebius.train.sinks.record import Record
@@ -64,7 +65,10 @@ def test_events_and_the_configuration_are_texts(written: EventAccumulator) -> No
     assert b'"d_model": 16' in text.tensor_proto.string_val[0]
 
 
-def test_what_the_run_has_left_is_hidden(tmp_path: Path) -> None:
+def test_what_the_run_has_left_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files are read by name: second, host, process, number. Here all are of one second and process,
+    # and a process's tenth file would come before its ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     board = TensorBoard(facts_of(tmp_path), first_step=1)
     board.write([line_of_loads(step) for step in (1, 2, 3)])
     board.go_back_to(1)
