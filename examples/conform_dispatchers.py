@@ -7,6 +7,7 @@ as they come. The layer is what a sparse layer does: dispatch, experts, combine.
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from moebius.conform import Layer
 from moebius.conform.loop import LoopMoE
 from moebius.distributed.dispatch.choose import make_dispatcher
+from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.dispatch.table import needs_nodes, needs_outbox
+from moebius.distributed.symmetric.outbox import open_outbox
 from moebius.kernels.functional import routed_mlp
 from moebius.model.routing import token_routes
 
@@ -27,7 +31,8 @@ class Dispatched(nn.Module):
     def __init__(self, group: dist.ProcessGroup, dispatcher: str) -> None:
         super().__init__()
         count = EXPERTS // group.size()
-        self.dispatcher = make_dispatcher(dispatcher, group)
+        name = dispatcher if group.size() > 1 else "local"
+        self.dispatcher = make_dispatcher(name, group, **_what_it_wants(name, group))
         self.w_up = nn.Parameter(torch.empty(count, WIDTH, HIDDEN, dtype=torch.float64))
         self.w_down = nn.Parameter(torch.empty(count, HIDDEN, WIDTH, dtype=torch.float64))
 
@@ -40,6 +45,18 @@ class Dispatched(nn.Module):
             for chunk in dispatched.chunks
         ]
         return dispatched.combine(outputs)
+
+
+def _what_it_wants(dispatcher: str, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Memory that the ranks share, or groups between and inside nodes of two ranks. Collective."""
+    if needs_outbox(dispatcher):
+        outbox = open_outbox(group, timeout_s=60)
+        if isinstance(outbox, str):
+            raise RuntimeError(f"these ranks share no memory: {outbox}")
+        return {"outbox": outbox}
+    if needs_nodes(dispatcher):
+        return {"nodes": build_node_groups(group, 2, timeout_s=60), "ranks_per_node": 2}
+    return {}
 
 
 def behind(dispatcher: str) -> Layer:
@@ -55,3 +72,4 @@ def behind(dispatcher: str) -> Layer:
 
 
 allgather, alltoall, dedup = (behind(name) for name in ("allgather", "alltoall", "dedup"))
+symmetric, hierarchical = (behind(name) for name in ("symmetric", "hierarchical"))

@@ -66,7 +66,7 @@ def test_right_layers_conform(launcher: Launcher, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["allgather", "alltoall", "dedup"])
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "dedup", "hierarchical", "symmetric"])
 def test_our_dispatchers_conform_to_a_plain_loop(launcher: Launcher, name: str) -> None:
     example = LAYERS.parents[2] / "examples" / "conform_dispatchers.py"
     report = check_with(launcher, f"{example}:{name}", ranks=[1, 4])
