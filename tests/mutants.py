@@ -136,27 +136,26 @@ MUTANTS = (
     ),
     Mutant(
         "dedup adds answers up as they came, not by their "
-        "rows", "distributed/dispatch/dedup_hop.py",
-        "return _sum_by_row(rows_MD, pairs.by_row_M, pairs.first_U)",
-        "return _sum_by_row(rows_MD, torch.arange(len(rows_MD)), pairs.first_U)", (EVERY_KIND,),
-    ),
-    Mutant(
-        "dedup takes source rows for target rows", "distributed/dispatch/dedup_hop.py",
-        "self.targets.position(plan.destination_N, "
-        "plan.target_N)", "self.sources.position(plan.destination_N, plan.source_N)",
+        "rows", "kernels/sends.py",
+        "return _sum_by_row(rows_MD, pairs.by_row_N, pairs.first_U)",
+        "return _sum_by_row(rows_MD, torch.arange(len(rows_MD)).int(), pairs.first_U)",
         (EVERY_KIND,),
     ),
     Mutant(
-        "gate weights lose their gradient on the way", "distributed/dispatch/dedup_hop.py",
-        "plan.weight_N.index_select(0, order_N)[:, "
-        "None]", "plan.weight_N.detach().index_select(0, order_N)[:, None]",
+        "dedup takes source rows for target rows", "kernels/cpu_sends.cpp",
+        "out[2] = static_cast<Word>(number_VT[v * T + target_N[n]]);",
+        "out[2] = static_cast<Word>(number_VU[v * U + source_N[n]]);",
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup sends one row per route", "distributed/dispatch/dedup_hop.py",
-        "self.sources = self.targets = self._mask(plan.source_N, plan.num_sources)",
-        "self.sources = self.targets = DestinationMask("
-        "torch.ones(self._num_destinations, plan.num_sources, dtype=torch.bool))",
+        "gate weights lose their gradient on the way", "kernels/sends.py",
+        "return grads[0][:, 3].index_select(0, place_N), None, None", "return None, None, None",
+        (EVERY_KIND,),
+    ),
+    Mutant(
+        "dedup sends every row to every rank", "kernels/cpu_sends.cpp",
+        "std::fill(number_VU, number_VU + V * U, -1);",
+        "std::fill(number_VU, number_VU + V * U, 0);",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(

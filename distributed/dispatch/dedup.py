@@ -29,13 +29,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.addresses import ROUTES, ROWS
 from ...model.moe import Dispatched, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
-from .dedup_hop import ROUTES, ROWS, DedupAllToAll, DedupChunk, ExchangeSizes, SendPlan
+from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllToAll, Counters, Pending
-from .expert_map import ExpertMap
 from .setup import ExpertParallelDispatcher, Setup
 
 
@@ -70,9 +70,12 @@ class DedupDispatcher(ExpertParallelDispatcher):
         expert_map = self.setup.begin(x_UD, routes, [self.communicator])
         exchange = DedupAllToAll(
             self.communicator,
-            self._plan(x_UD, routes, expert_map),
+            routes,
+            expert_map.places(x_UD.device),
+            num_sources=len(x_UD),
             num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=self.setup.overlap_chunks,
+            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
         )
         sizes = save_decision(lambda: self._exchange_sizes(exchange))
         chunks = exchange.dispatch(x_UD, sizes)
@@ -81,22 +84,6 @@ class DedupDispatcher(ExpertParallelDispatcher):
             routes_served=sum(row[ROUTES] for row in sizes.received),
         )
         return _Dispatched(chunks, exchange)
-
-    def _plan(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> SendPlan:
-        tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
-        destination_N = tables.rank_S[slot_N]
-        if self.setup.overlap_chunks > 1:
-            chunk_N = self.setup.chunk_of(routes, len(x_UD))
-            destination_N = chunk_N * self.communicator.num_ranks + destination_N
-        return SendPlan(
-            routes.source_N,
-            routes.target_N,
-            destination_N,
-            tables.local_S[slot_N],
-            routes.weight_N,
-            len(x_UD),
-            routes.num_targets,
-        )
 
     def _exchange_sizes(self, exchange: DedupAllToAll) -> ExchangeSizes:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile."""

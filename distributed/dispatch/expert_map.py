@@ -33,6 +33,14 @@ class SlotTables:
 
 
 @dataclass(frozen=True)
+class ExpertPlaces:
+    """Where every expert is, as int32 tensors on a device."""
+
+    rank_E: Tensor
+    slot_E: Tensor  # its number on that rank
+
+
+@dataclass(frozen=True)
 class ExpertRange:
     """Neighbouring experts in neighbouring slots of one rank."""
 
@@ -144,6 +152,22 @@ class ExpertMap:
         """Returns the map as tensors on a device; they are made once."""
         return _tables(self, device)
 
+    def places(self, device: torch.device) -> ExpertPlaces:
+        """Returns every expert's rank and its slot there; they are made once."""
+        return _places(self, device)
+
+    def places_on_nodes(self, device: torch.device, node_size: int) -> ExpertPlaces:
+        """Returns every expert's node, of so many ranks each, and its slot among those of all
+        ranks; they are made once.
+        """
+        return _places_on_nodes(self, device, node_size)
+
+    def places_in_node(self, device: torch.device, node_size: int) -> ExpertPlaces:
+        """Returns every slot's rank among those of its node and its number there; they are made
+        once.
+        """
+        return _places_in_node(self, device, node_size)
+
     def slots_of(self, expert_N: Tensor) -> Tensor:
         """Looks up the slot of every route's expert."""
         slot_E = self.tables(expert_N.device).slot_E
@@ -187,6 +211,29 @@ def _tables(expert_map: ExpertMap, device: torch.device) -> SlotTables:
     return SlotTables(
         torch.tensor(expert_map.rank_S, device=device), torch.tensor(local_S, device=device), slot_E
     )
+
+
+@lru_cache(maxsize=256)
+def _places(expert_map: ExpertMap, device: torch.device) -> ExpertPlaces:
+    slot_E, tables = _slots(expert_map, device), expert_map.tables(device)
+    return ExpertPlaces(tables.rank_S[slot_E].int(), tables.local_S[slot_E].int())
+
+
+@lru_cache(maxsize=256)
+def _places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+    rank_E = expert_map.places(device).rank_E
+    return ExpertPlaces(rank_E // node_size, _slots(expert_map, device).int())
+
+
+@lru_cache(maxsize=256)
+def _places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+    tables = expert_map.tables(device)
+    return ExpertPlaces((tables.rank_S % node_size).int(), tables.local_S.int())
+
+
+def _slots(expert_map: ExpertMap, device: torch.device) -> Tensor:
+    slot_E = expert_map.tables(device).slot_E
+    return torch.arange(expert_map.num_slots, device=device) if slot_E is None else slot_E
 
 
 @lru_cache(maxsize=256)

@@ -18,29 +18,22 @@ Legend: P ranks = M nodes · G ranks of a node, c chunks, U source rows, T targe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...kernels.addresses import ROUTES, ROWS
+from ...kernels.sends import count_sends
 from ...model.moe import Dispatched, DispatchedChunk, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from ..symmetric.outbox import Outbox
 from .alltoall import AllToAllDispatcher
 from .dedup import read_sizes
-from .dedup_hop import (
-    ROUTES,
-    ROWS,
-    DedupAllToAll,
-    DedupChunk,
-    ExchangeSizes,
-    SendPlan,
-    count_of,
-    mask_of,
-)
+from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllGather, Communicator, Pending
-from .expert_map import ExpertMap
+from .expert_map import ExpertMap, ExpertPlaces
 from .setup import ExpertParallelDispatcher, Setup
 from .symmetric import start_exchange
 
@@ -70,31 +63,25 @@ class _BothExchanges:
 
     def _start_by_collectives(self, number: int) -> "_IntraChunk":
         x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
-        tables = self.expert_map.tables(x_UD.device)
-        plan = SendPlan(
-            routes.source_N,
-            routes.target_N,
-            destination_N=tables.rank_S[routes.expert_N] % self.intra.num_ranks,
-            slot_N=tables.local_S[routes.expert_N],
-            weight_N=routes.weight_N,
+        exchange = DedupAllToAll(
+            self.intra,
+            routes,
+            self.expert_map.places_in_node(x_UD.device, self.intra.num_ranks),
             num_sources=len(x_UD),
-            num_targets=routes.num_targets,
+            num_slots=self.num_slots,
         )
-        exchange = DedupAllToAll(self.intra, plan, num_slots=self.num_slots)
         [chunk] = exchange.dispatch(x_UD, self.intra_sizes[number])
         return _IntraChunk(chunk, exchange.combine)
 
     def _start_by_memory(self, number: int) -> "_IntraChunk":
         assert self.outbox is not None
         x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
-        tables = self.expert_map.tables(x_UD.device)
         exchange = start_exchange(
             self.outbox,
             self.intra.counters,
             x_UD,
             routes,
-            rank_E=(tables.rank_S % self.intra.num_ranks).int(),
-            slot_E=tables.local_S.int(),
+            places=self.expert_map.places_in_node(x_UD.device, self.intra.num_ranks),
             num_slots=self.num_slots,
         )
         return _IntraChunk(exchange.chunks[0], exchange.combine)
@@ -187,22 +174,19 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
         if routes.per_expert:
             return self._one_per_route.dispatch(x_UD, routes)
         expert_map = self.setup.begin(x_UD, routes, [self.communicator, self.inter, self.intra])
-        num_chunks, num_slots = self.setup.overlap_chunks, expert_map.num_slots
-        slot_N = expert_map.slots_of(routes.expert_N)
-        rank_N = expert_map.tables(x_UD.device).rank_S[slot_N]
-        chunk_N = self.setup.chunk_of(routes, len(x_UD))
-        plan = SendPlan(
-            routes.source_N,
-            routes.target_N,
-            destination_N=chunk_N * self.inter.num_ranks + rank_N // self.intra.num_ranks,
-            slot_N=slot_N,
-            weight_N=routes.weight_N,
+        num_chunks, device = self.setup.overlap_chunks, x_UD.device
+        inter = DedupAllToAll(
+            self.inter,
+            routes,
+            expert_map.places_on_nodes(device, self.intra.num_ranks),
             num_sources=len(x_UD),
-            num_targets=routes.num_targets,
+            num_slots=expert_map.num_slots,
+            num_chunks=num_chunks,
+            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
         )
-        inter = DedupAllToAll(self.inter, plan, num_slots=num_slots, num_chunks=num_chunks)
-        destination_N = chunk_N * self.communicator.num_ranks + rank_N
-        sizes, intra_sizes = save_decision(lambda: self._exchange_sizes(inter, destination_N))
+        sizes, intra_sizes = save_decision(
+            lambda: self._exchange_sizes(inter, expert_map.places(device))
+        )
         chunks = inter.dispatch(x_UD, sizes)
         self._count(sizes, intra_sizes)
         own = expert_map.slots_P[self.communicator.rank]
@@ -220,22 +204,27 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
         )
 
     def _exchange_sizes(
-        self, inter: DedupAllToAll, destination_N: Tensor
+        self, inter: DedupAllToAll, places: ExpertPlaces
     ) -> tuple[ExchangeSizes, list[ExchangeSizes]]:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile.
 
         Returns:
             The sizes of the inter exchange, and of every chunk's intra exchange.
         """
-        pending = self._start_counts(inter, destination_N)
+        pending = self._start_counts(inter, places)
         inter.prepare()
         return self._read_sizes(inter, self.setup.counters.wait(pending))
 
-    def _start_counts(self, inter: DedupAllToAll, destination_N: Tensor) -> Pending:
+    def _start_counts(self, inter: DedupAllToAll, places: ExpertPlaces) -> Pending:
         """Starts to gather the table of all ranks' counts."""
-        num_destinations = inter.num_chunks * self.communicator.num_ranks
-        by_rank_V3 = _counts(inter.plan, destination_N, num_destinations)
-        return AllGather(self.communicator.group).start(torch.cat((by_rank_V3, inter.counts_V3)))
+        by_rank = replace(
+            inter.addresses,
+            rank_E=places.rank_E,
+            slot_E=places.slot_E,
+            num_ranks=self.communicator.num_ranks,
+        )
+        counts = torch.cat((count_sends(by_rank).counts_V3, inter.counts_V3))
+        return AllGather(self.communicator.group).start(counts)
 
     def _read_sizes(
         self, inter: DedupAllToAll, gathered: Tensor
@@ -258,10 +247,3 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
             self.setup.counters, inter.counts_V3, inter_received, *tables
         )
         return sizes, intra_sizes
-
-
-def _counts(plan: SendPlan, destination_N: Tensor, num_destinations: int) -> Tensor:
-    """Counts distinct rows, routes and distinct targets of every destination."""
-    rows = mask_of(destination_N, plan.source_N, num_destinations, plan.num_sources).sum(1)
-    targets = mask_of(destination_N, plan.target_N, num_destinations, plan.num_targets).sum(1)
-    return torch.stack((rows, count_of(destination_N, num_destinations), targets), 1)

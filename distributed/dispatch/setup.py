@@ -90,19 +90,13 @@ class Setup:
             expert_map = contiguous_map(routes.num_experts, self.group.size())
         return expert_map.seen_from(self.group.rank())
 
-    def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
-        """Returns the chunk in which every route travels: nearly equal ranges of tokens.
+    @staticmethod
+    def rows_per_token(routes: Routes, num_sources: int) -> int:
+        """Returns how many neighbouring source rows are one token's, which no chunks part.
 
         A token is a block of source rows and the block of target rows that belongs to it: as many
         as divide both numbers. So no row travels in two chunks.
         """
-        rows_per_token = self.rows_per_token(routes, num_sources)
-        token_N, num_tokens = routes.source_N // rows_per_token, num_sources // rows_per_token
-        return token_N * self.overlap_chunks // max(1, num_tokens)
-
-    @staticmethod
-    def rows_per_token(routes: Routes, num_sources: int) -> int:
-        """Returns how many neighbouring source rows are one token's, which no chunks part."""
         return max(1, num_sources // max(1, math.gcd(num_sources, routes.num_targets)))
 
 

@@ -24,7 +24,7 @@ Legend: U source rows, T target rows, N routes, P ranks.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from ...model.recompute import save_combine, save_dispatch, skip_combine
 from ...model.routing import Routes
 from ..symmetric.outbox import Outbox, Plan
 from .exchange import Counters
-from .expert_map import ExpertMap
+from .expert_map import ExpertMap, ExpertPlaces
 from .setup import ExpertParallelDispatcher, Setup
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
@@ -262,8 +262,7 @@ def start_exchange(
     x_UD: Tensor,
     routes: Routes,
     *,
-    rank_E: Tensor,
-    slot_E: Tensor,
+    places: ExpertPlaces,
     num_slots: int,
     num_chunks: int = 1,
     counts_rows: bool = False,
@@ -272,7 +271,6 @@ def start_exchange(
     set out and the routes that come.
 
     Args:
-        rank_E, slot_E: int32, where every expert is.
         num_slots: of this rank.
 
     Raises:
@@ -281,8 +279,8 @@ def start_exchange(
     plan = outbox.plan(
         routes,
         x_UD.shape[0],
-        rank_E=rank_E,
-        slot_E=slot_E,
+        rank_E=places.rank_E,
+        slot_E=places.slot_E,
         num_chunks=num_chunks,
         rows_per_token=Setup.rows_per_token(routes, x_UD.shape[0]),
     )
@@ -351,24 +349,15 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
     def _dispatch(
         self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap, num_chunks: int
     ) -> _Dispatched:
-        rank_E, slot_E = _places(expert_map)
+        places = expert_map.places(x_UD.device)
         exchange = start_exchange(
             self.outbox,
             self.setup.counters,
             x_UD,
             routes,
-            rank_E=rank_E,
-            slot_E=slot_E,
+            places=places,
             num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=num_chunks,
             counts_rows=True,
         )
         return _Dispatched(exchange)
-
-
-@lru_cache(maxsize=256)
-def _places(expert_map: ExpertMap) -> tuple[Tensor, Tensor]:
-    """Returns every expert's rank and its slot there, int32."""
-    tables = expert_map.tables(torch.device("cpu"))
-    slot_E = torch.arange(expert_map.num_slots) if tables.slot_E is None else tables.slot_E
-    return tables.rank_S[slot_E].int(), tables.local_S[slot_E].int()

@@ -259,29 +259,6 @@ def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_mo
         assert found["one per route 3"]
 
 
-def test_places_of_pairs_by_a_loop() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for destinations, rows, density in (
-        (3, 7, 0.5),
-        (1, 4, 1.0),
-        (5, 1, 0.4),
-        (2, 0, 0.5),
-        (4, 6, 0.0),
-    ):
-        mask = torch.rand(destinations, rows, generator=generator) < density
-        wanted = [(v, u) for v in range(destinations) for u in range(rows) if mask[v, u]]
-        places = dedup_hop.DestinationMask(mask)
-        pairs = places.pairs(len(wanted))
-        assert pairs.row_M.tolist() == [u for _, u in wanted]
-        assert [wanted[i][::-1] for i in pairs.by_row_M.tolist()] == sorted(
-            (u, v) for v, u in wanted
-        )
-        assert pairs.first_U.tolist() == [sum(w[1] < u for w in wanted) for u in range(rows)]
-        for v, u in wanted:
-            position = places.position(torch.tensor([v]), torch.tensor([u])).item()
-            assert position == [w[1] for w in wanted if w[0] == v].index(u)
-
-
 # When it is sent.
 
 

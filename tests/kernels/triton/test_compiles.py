@@ -27,8 +27,10 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from moebius.kernels.activations import columns_of  # noqa: E402
+from moebius.kernels.addresses import Addresses  # noqa: E402
 from moebius.kernels.operands import MLPBank, MLPCall, MLPGradients, SortedRoutes  # noqa: E402
 from moebius.kernels.triton import backend as ours  # noqa: E402
+from moebius.kernels.triton import sends  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
 from moebius.kernels.triton import weight_gradients as triton_weight_gradients  # noqa: E402
 from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
@@ -197,7 +199,7 @@ def check(launches: list[Launch], *, exact: bool = False) -> None:
             assert "wgmma.mma_async" in ptx, about
             assert " mma.sync" not in ptx, about
             assert "cp.async" in ptx, about
-        if name != "_histogram" and not constants.get("ADD"):
+        if name not in ("_histogram", "_mark") and not constants.get("ADD"):
             assert not re.search(r"\b(atom|red)\.", ptx), about
 
 
@@ -210,6 +212,25 @@ def test_routing(launches: list[Launch]) -> None:
         "_scatter",
         "_tile_table",
     ]
+    check(launches)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(8, 1), (64, 2), (1, 1)])
+@pytest.mark.parametrize("into_sources", [True, False])
+def test_sends(ranks: int, chunks: int, into_sources: bool, launches: list[Launch]) -> None:
+    rows_N = torch.empty(16384 * 8, dtype=torch.int64)
+    targets_N = rows_N if into_sources else torch.empty_like(rows_N)
+    tables = (torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32))
+    to = Addresses(
+        *(rows_N, targets_N, torch.empty_like(rows_N), *tables, 16384, 16384, ranks, chunks),
+        into_sources=into_sources,
+    )
+    counts = sends.count_sends(to)
+    packed = sends.pack_sends(to, counts, torch.empty(len(rows_N)))
+    sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 8)
+    lists = ["_list"] if into_sources else ["_list", "_list"]
+    kernels = [kernel.fn.__name__ for kernel, *_ in launches]
+    assert kernels == ["_mark", "_number", "_describe", *lists, "_unpack"]
     check(launches)
 
 

@@ -1,0 +1,375 @@
+"""What a rank sends, counted and written down on a GPU: five small kernels, without a word to the
+host.
+
+  1. `_mark`: a block of routes finds its destinations, marks which (destination, row) there are,
+     and counts its routes by destination;
+  2. `_number`: one program per destination numbers its marks and adds up its blocks; beside them
+     one per block of rows counts the marks of these rows;
+  3. `_describe`: a block of routes writes itself down at its place, in the order of destinations;
+  4. `_list`: a block of rows lists its pairs, by destination and by row; twice where target rows
+     are not the source rows;
+  5. `_unpack`: a block of routes that came is read.
+
+Integers all through, and none is written by two programs with two values: two runs agree bit for
+bit.
+
+Legend: N routes, E experts, P ranks, V destinations, U source rows, T target rows, B blocks of
+routes, b blocks of rows, R routes that came.
+"""
+
+from torch import Tensor, empty, full, int32, int64
+
+from ..addresses import INTEGERS, Addresses, BlockCounts, PackedSends, RowPairs, SendCounts
+from .guard import launch, tl, triton
+
+_BLOCK = 256  # routes of a program
+_COMPARED = 32
+_ROWS = 512  # of a program
+_SCAN = 1024
+_LEAST_BINS = 128
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_sources", "num_targets"])
+def _mark(
+    source_N,
+    target_N,
+    expert_N,
+    rank_E,
+    destination_N,
+    number_VU,
+    number_VT,
+    base_VB,
+    num_routes,
+    num_blocks,
+    num_sources,
+    num_targets,
+    rows_per_token,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finds the destinations of a block of routes, marks their rows, counts them."""
+    block = tl.program_id(0)
+    route = block * BLOCK + tl.arange(0, BLOCK)
+    live = route < num_routes
+    source = tl.load(source_N + route, mask=live, other=0)
+    expert = tl.load(expert_N + route, mask=live, other=0)
+    to = tl.load(rank_E + expert, mask=live, other=0).to(tl.int32)
+    if C > 1:
+        num_tokens = tl.maximum(num_sources // rows_per_token, 1)
+        chunk = (source // rows_per_token * C // num_tokens).to(tl.int32)
+        to += tl.minimum(chunk, C - 1) * P
+    to = tl.where(live, to, P * C)
+    tl.store(destination_N + route, to, mask=live)
+    tl.store(number_VU + to.to(tl.int64) * num_sources + source, 0, mask=live)
+    if number_VT is not None:
+        target = tl.load(target_N + route, mask=live, other=0)
+        tl.store(number_VT + to.to(tl.int64) * num_targets + target, 0, mask=live)
+    bins = tl.arange(0, BINS)
+    counts = tl.histogram(to, BINS)  # bin V takes what lies past the end
+    tl.store(base_VB + bins * num_blocks + block, counts, mask=bins < P * C)
+
+
+@triton.jit
+def _number_marks(number_VR, num_rows, destination, SCAN: tl.constexpr):
+    """Numbers the marks of a destination; returns how many there are."""
+    count = tl.full((), 0, tl.int32)
+    for first in range(0, num_rows, SCAN):
+        row = first + tl.arange(0, SCAN)
+        at = number_VR + destination.to(tl.int64) * num_rows + row
+        marked = tl.load(at, mask=row < num_rows, other=-1) >= 0
+        ones = marked.to(tl.int32)
+        tl.store(at, count + tl.cumsum(ones, 0) - ones, mask=(row < num_rows) & marked)
+        count += tl.sum(ones)
+    return count
+
+
+@triton.jit
+def _count_marks(number_VR, num_rows, counts_b, block, V: tl.constexpr, ROWS: tl.constexpr):
+    """Counts the marks of a block of rows. Another program may be numbering them: all are ≥ 0."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.int32)
+    for v in range(V):
+        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+        number = tl.load(at, mask=row < num_rows, other=-1)
+        total += (number >= 0).to(tl.int32)
+    tl.store(counts_b + block, tl.sum(total))
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_sources", "num_targets", "source_blocks"])
+def _number(
+    number_VU,
+    number_VT,
+    base_VB,
+    counts_V3,
+    source_counts_b,
+    target_counts_b,
+    num_blocks,
+    num_sources,
+    num_targets,
+    source_blocks,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Numbers the marks of a destination and adds up its blocks; or counts those of some rows."""
+    program = tl.program_id(0)
+    if program < V:
+        routes = tl.full((), 0, tl.int32)
+        for first in range(0, num_blocks, SCAN):
+            block = first + tl.arange(0, SCAN)
+            at = base_VB + program * num_blocks + block
+            counts = tl.load(at, mask=block < num_blocks, other=0)
+            tl.store(at, routes + tl.cumsum(counts, 0) - counts, mask=block < num_blocks)
+            routes += tl.sum(counts)
+        rows = _number_marks(number_VU, num_sources, program, SCAN)
+        targets = rows
+        if number_VT is not None:
+            targets = _number_marks(number_VT, num_targets, program, SCAN)
+        tl.store(counts_V3 + 3 * program, rows.to(tl.int64))
+        tl.store(counts_V3 + 3 * program + 1, routes.to(tl.int64))
+        tl.store(counts_V3 + 3 * program + 2, targets.to(tl.int64))
+    elif program < V + source_blocks:
+        _count_marks(number_VU, num_sources, source_counts_b, program - V, V, ROWS)
+    elif number_VT is not None:
+        _count_marks(number_VT, num_targets, target_counts_b, program - V - source_blocks, V, ROWS)
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_sources", "num_targets"])
+def _describe(
+    source_N,
+    target_N,
+    expert_N,
+    slot_E,
+    weight_N,
+    destination_N,
+    number_VU,
+    number_VT,
+    base_VB,
+    counts_V3,
+    integers_N4,
+    weights_N4,
+    place_N,
+    num_routes,
+    num_blocks,
+    num_sources,
+    num_targets,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    """Writes a block of routes at their places: destination, block, then the order of routes."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    route = block * BLOCK + lane
+    live = route < num_routes
+    to = tl.load(destination_N + route, mask=live, other=V)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, BLOCK, COMPARED):
+        other_lane = first + tl.arange(0, COMPARED)
+        other_route = block * BLOCK + other_lane
+        other = tl.load(destination_N + other_route, mask=other_route < num_routes, other=V)
+        same = (to[:, None] == other[None, :]) & (other_lane[None, :] < lane[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    first_route = tl.zeros((BLOCK,), tl.int32)
+    for v in range(V):
+        routes = tl.load(counts_V3 + 3 * v + 1).to(tl.int32)
+        first_route += tl.where(to > v, routes, 0)
+    place = first_route + tl.load(base_VB + to * num_blocks + block, mask=live, other=0) + rank
+    source = tl.load(source_N + route, mask=live, other=0)
+    row = tl.load(number_VU + to.to(tl.int64) * num_sources + source, mask=live, other=0)
+    target = row
+    if number_VT is not None:
+        at = tl.load(target_N + route, mask=live, other=0)
+        target = tl.load(number_VT + to.to(tl.int64) * num_targets + at, mask=live, other=0)
+    expert = tl.load(expert_N + route, mask=live, other=0)
+    slot = tl.load(slot_E + expert, mask=live, other=0)
+    word = integers_N4.dtype.element_ty
+    at = place.to(tl.int64) * 4
+    tl.store(integers_N4 + at, slot.to(word), mask=live)
+    tl.store(integers_N4 + at + 1, row.to(word), mask=live)
+    tl.store(integers_N4 + at + 2, target.to(word), mask=live)
+    tl.store(weights_N4 + at + 3, tl.load(weight_N + route, mask=live, other=0.0), mask=live)
+    tl.store(place_N + route, place, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _list(
+    number_VR,
+    counts_V3,
+    counts_b,
+    row_N,
+    by_row_N,
+    first_R,
+    num_rows,
+    COLUMN: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Lists the pairs of a block of rows, by destination and by row."""
+    block = tl.program_id(0)
+    row = block * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    before = tl.full((), 0, tl.int32)
+    for first in range(0, block, SCAN):
+        earlier = first + tl.arange(0, SCAN)
+        before += tl.sum(tl.load(counts_b + earlier, mask=earlier < block, other=0))
+    counts = tl.zeros((ROWS,), tl.int32)
+    for v in range(V):
+        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+        counts += (tl.load(at, mask=live, other=-1) >= 0).to(tl.int32)
+    listed = before + tl.cumsum(counts, 0) - counts
+    tl.store(first_R + row, listed, mask=live)
+    first_pair = tl.full((), 0, tl.int32)
+    for v in range(V):
+        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+        number = tl.load(at, mask=live, other=-1)
+        marked = live & (number >= 0)
+        tl.store(row_N + first_pair + number, row, mask=marked)
+        tl.store(by_row_N + listed, first_pair + number, mask=marked)
+        listed += marked.to(tl.int32)
+        first_pair += tl.load(counts_V3 + 3 * v + COLUMN).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _unpack(
+    integers_R4,
+    weights_R4,
+    received_V3,
+    places_3R,
+    weight_R,
+    num_routes,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Reads a block of routes that came: numbers of their source become numbers of all that came."""
+    route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = route < num_routes
+    end = tl.full((), 0, tl.int64)
+    first_row, first_target = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    for v in range(V):
+        end += tl.load(received_V3 + 3 * v + 1)
+        later = route >= end
+        first_row += tl.where(later, tl.load(received_V3 + 3 * v), 0)
+        first_target += tl.where(later, tl.load(received_V3 + 3 * v + 2), 0)
+    at = route.to(tl.int64) * 4
+    size = tl.full((), 1, tl.int64) * num_routes
+    slot = tl.load(integers_R4 + at, mask=live, other=0).to(tl.int64)
+    row = tl.load(integers_R4 + at + 1, mask=live, other=0).to(tl.int64)
+    target = tl.load(integers_R4 + at + 2, mask=live, other=0).to(tl.int64)
+    tl.store(places_3R + route, row + first_row, mask=live)
+    tl.store(places_3R + size + route, slot, mask=live)
+    tl.store(places_3R + 2 * size + route, target + first_target, mask=live)
+    tl.store(weight_R + route, tl.load(weights_R4 + at + 3, mask=live, other=0.0), mask=live)
+
+
+def count_sends(to: Addresses) -> SendCounts:
+    """Says where every route goes, and counts what does; as `sends.count_sends`."""
+    num_routes, device = to.expert_N.shape[0], to.expert_N.device
+    num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
+    sizes = [to.num_sources] if to.into_sources else [to.num_sources, to.num_targets]
+    marks = full((to.num_destinations * sum(sizes),), -1, dtype=int32, device=device)
+    tables = [
+        part.view(to.num_destinations, size)
+        for part, size in zip(
+            marks.split([to.num_destinations * size for size in sizes]), sizes, strict=True
+        )
+    ]
+    number_VU, number_VT = tables[0], None if to.into_sources else tables[1]
+    destination_N = empty(num_routes, dtype=int32, device=device)
+    base_VB = empty((to.num_destinations, num_blocks), dtype=int32, device=device)
+    counts_V3 = empty((to.num_destinations, 3), dtype=int64, device=device)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(to.num_destinations + 1))
+    launch(
+        _mark,
+        num_blocks,
+        *(to.source_N.contiguous(), to.target_N.contiguous(), to.expert_N.contiguous(), to.rank_E),
+        *(destination_N, number_VU, number_VT, base_VB),
+        *(num_routes, num_blocks, to.num_sources, to.num_targets, to.rows_per_token),
+        P=to.num_ranks,
+        C=to.num_chunks,
+        BINS=bins,
+        BLOCK=_BLOCK,
+    )
+    blocks = [triton.cdiv(size, _ROWS) for size in sizes]
+    row_counts = [empty(max(1, count), dtype=int32, device=device) for count in blocks]
+    launch(
+        _number,
+        to.num_destinations + sum(blocks),
+        *(number_VU, number_VT, base_VB, counts_V3, row_counts[0], row_counts[-1]),
+        *(num_blocks, to.num_sources, to.num_targets, blocks[0]),
+        V=to.num_destinations,
+        ROWS=_ROWS,
+        SCAN=_SCAN,
+    )
+    return SendCounts(
+        counts_V3,
+        destination_N,
+        number_VU,
+        number_VT,
+        BlockCounts(base_VB, row_counts[0], None if to.into_sources else row_counts[1]),
+    )
+
+
+def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
+    """Writes down the routes as they travel, and the distinct rows; as `sends.pack_sends`."""
+    num_routes, blocks = to.expert_N.shape[0], counts.blocks
+    assert blocks is not None, "counted by these kernels"
+    metadata_N4 = weight_N.new_empty(num_routes, 4)
+    place_N = empty(num_routes, dtype=int32, device=weight_N.device)
+    num_blocks = triton.cdiv(num_routes, _BLOCK)
+    launch(
+        _describe,
+        num_blocks,
+        *(to.source_N.contiguous(), to.target_N.contiguous(), to.expert_N.contiguous(), to.slot_E),
+        *(weight_N.contiguous(), counts.destination_N, counts.number_VU, counts.number_VT),
+        *(blocks.base_VB, counts.counts_V3, metadata_N4.view(INTEGERS[weight_N.dtype])),
+        *(metadata_N4, place_N, num_routes, num_blocks, to.num_sources, to.num_targets),
+        V=to.num_destinations,
+        BLOCK=_BLOCK,
+        COMPARED=_COMPARED,
+    )
+    sources = _list_pairs(counts.number_VU, counts.counts_V3, blocks.sources_b, num_routes, 0)
+    targets = None
+    if counts.number_VT is not None and blocks.targets_b is not None:
+        targets = _list_pairs(counts.number_VT, counts.counts_V3, blocks.targets_b, num_routes, 2)
+    return PackedSends(metadata_N4, place_N, sources, targets)
+
+
+def _list_pairs(
+    number_VR: Tensor, counts_V3: Tensor, counts_b: Tensor, num_routes: int, column: int
+) -> RowPairs:
+    num_destinations, num_rows = number_VR.shape
+    row_N, by_row_N, first_R = (
+        empty(size, dtype=int32, device=number_VR.device)
+        for size in (num_routes, num_routes, num_rows)
+    )
+    launch(
+        _list,
+        triton.cdiv(num_rows, _ROWS),
+        *(number_VR, counts_V3, counts_b, row_N, by_row_N, first_R, num_rows),
+        COLUMN=column,
+        V=num_destinations,
+        ROWS=_ROWS,
+        SCAN=_SCAN,
+    )
+    return RowPairs(row_N, by_row_N, first_R)
+
+
+def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Reads routes that came; as `sends.unpack_sends`, but no number is checked."""
+    del num_slots
+    metadata_R4, num_routes = metadata_R4.contiguous(), metadata_R4.shape[0]
+    places_3R = empty((3, num_routes), dtype=int64, device=metadata_R4.device)
+    weight_R = metadata_R4.new_empty(num_routes)
+    launch(
+        _unpack,
+        triton.cdiv(num_routes, _BLOCK),
+        *(metadata_R4.view(INTEGERS[metadata_R4.dtype]), metadata_R4, received_V3.contiguous()),
+        *(places_3R, weight_R, num_routes),
+        V=received_V3.shape[0],
+        BLOCK=_BLOCK,
+    )
+    return places_3R, weight_R

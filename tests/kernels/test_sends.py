@@ -1,0 +1,125 @@
+"""What an exchange sends, in C++ and by torch's operations, against loops."""
+
+import pytest
+import torch
+from send_cases import CASES, addresses, check_received, check_sends, weights, with_wrong
+from torch._subclasses import FakeTensorMode
+
+from moebius.kernels import cpu_sends, sends
+from moebius.kernels.addresses import Addresses
+from moebius.kernels.cpu_sends import LIBRARY
+
+
+@pytest.fixture(params=["C++", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Chooses who does it."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_sends, "_library", lambda: None)
+    elif reason := LIBRARY.reason_against():
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_written_down_as_by_loops(name: str, shuffled: bool) -> None:
+    to = addresses(name, shuffled=shuffled)
+    for dtype in (torch.float32, torch.float64):
+        weight_N = weights(to, dtype)
+        counts = sends.count_sends(to)
+        packed = sends.pack_sends(to, counts, weight_N)
+        check_sends(to, counts, packed, weight_N)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        check_received(came, packed.metadata_N4, counts.counts_V3)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_lists_with_gaps_between_their_numbers_are_read_rightly() -> None:
+    to = addresses("from heads")
+    lists = {
+        name: torch.stack((getattr(to, name), getattr(to, name) + 1), 1)[:, 0]
+        for name in ("source_N", "target_N", "expert_N")
+    }
+    spaced = Addresses(**(vars(to) | lists))
+    weight_N = weights(to)
+    counts = sends.count_sends(spaced)
+    wide_N = torch.stack((weight_N, weight_N), 1)[:, 1]
+    check_sends(to, counts, sends.pack_sends(spaced, counts, wide_N), weight_N)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("name", ["tokens in chunks", "into heads"])
+def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
+    to = addresses(name)
+    weight_N = torch.rand(len(to.expert_N), dtype=torch.float64, requires_grad=True)
+    x_UD = torch.rand(to.num_sources, 5, dtype=torch.float64, requires_grad=True)
+    counts = sends.count_sends(to)
+    num_rows, _, num_targets = counts.counts_V3.sum(0).tolist()
+
+    def there_and_back(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        packed = sends.pack_sends(to, counts, weight)
+        pairs = packed.sources.first(num_rows)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        targets = (packed.targets or packed.sources).first(num_targets)
+        outputs = torch.arange(num_targets * 2.0, dtype=torch.float64).view(-1, 2)
+        return (
+            sends.sum_pairs(sends.gather_pairs(x, pairs), pairs),
+            sends.sum_pairs(outputs * came.weight_R.sum(), targets),
+            came.weight_R,
+        )
+
+    rows, _, weights_back = there_and_back(x_UD, weight_N)
+    copies_U = counts.number_VU.ge(0).sum(0)[:, None]  # a row comes back from every destination
+    torch.testing.assert_close(rows, x_UD * copies_U)
+    place_N = sends.pack_sends(to, counts, weight_N).place_N.long()
+    torch.testing.assert_close(weights_back[place_N], weight_N, rtol=0, atol=0)
+    assert torch.autograd.gradcheck(there_and_back, (x_UD, weight_N))
+
+
+def test_torch_and_cpp_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    to = addresses("into heads", shuffled=True)
+    weight_N, counts = weights(to), sends.count_sends(to)
+    monkeypatch.setattr(cpu_sends, "_library", lambda: None)
+    check_sends(to, counts, sends.pack_sends(to, counts, weight_N), weight_N)
+
+
+@pytest.mark.parametrize("what", ["source_N", "target_N", "expert_N"])
+def test_a_route_out_of_range_is_refused(what: str) -> None:
+    if reason := LIBRARY.reason_against():
+        pytest.skip(reason)
+    with pytest.raises(IndexError, match=r"route 4 reads row"):
+        sends.count_sends(with_wrong(addresses("tokens"), what))
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize("number", [-1, 1000])
+def test_routes_that_came_and_name_what_did_not_are_refused(column: int, number: int) -> None:
+    if reason := LIBRARY.reason_against():
+        pytest.skip(reason)
+    to = addresses("tokens")
+    counts = sends.count_sends(to)
+    metadata_N4 = sends.pack_sends(to, counts, weights(to)).metadata_N4.clone()
+    metadata_N4.view(torch.int32)[7, column] = number
+    with pytest.raises(IndexError, match="rows, routes and targets of every source are"):
+        sends.unpack_sends(metadata_N4, counts.counts_V3, 7)
+    with pytest.raises(IndexError, match="120 routes came"):
+        sends.unpack_sends(metadata_N4, counts.counts_V3[:-1], 7)
+
+
+def test_stand_ins_of_a_tracer_have_the_right_shapes() -> None:
+    to = addresses("into heads")
+    packed = sends.pack_sends(to, sends.count_sends(to), weights(to))
+    with FakeTensorMode() as mode:
+        fakes = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(to).items()
+        }
+        fake = Addresses(**fakes)
+        counts = sends.count_sends(fake)
+        traced = sends.pack_sends(fake, counts, mode.from_tensor(weights(to)))
+        assert counts.counts_V3.shape == (3, 3)
+        assert traced.metadata_N4.shape == packed.metadata_N4.shape
+        assert traced.targets is not None
+        assert packed.targets is not None
+        assert traced.targets.row_N.shape == packed.targets.row_N.shape

@@ -1,0 +1,50 @@
+"""What an exchange sends, by Triton's kernels, against loops."""
+
+from typing import Any
+
+import pytest
+import torch
+from send_cases import CASES, addresses, check_received, check_sends, weights
+
+from moebius.kernels.sends import UnpackedSends
+from moebius.kernels.triton import sends as ours
+
+
+def test_cases_fill_several_blocks() -> None:
+    assert any(len(addresses(name).expert_N) > 2 * ours._BLOCK for name in CASES)
+    assert any(addresses(name).num_sources > ours._ROWS for name in CASES)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_written_down_as_by_loops(
+    name: str, shuffled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "more than a block":  # smaller blocks, so that others have several, too
+        monkeypatch.setattr(ours, "_BLOCK", 32)
+        monkeypatch.setattr(ours, "_ROWS", 16)
+        monkeypatch.setattr(ours, "_SCAN", 32)
+    to = addresses(name, shuffled=shuffled)
+    for dtype in (torch.float32, torch.float64):
+        weight_N = weights(to, dtype)
+        counts = ours.count_sends(to)
+        packed = ours.pack_sends(to, counts, weight_N)
+        check_sends(to, counts, packed, weight_N)
+        places_3R, weight_R = ours.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        came = UnpackedSends(*places_3R, weight_R)
+        check_received(came, packed.metadata_N4, counts.counts_V3)
+
+
+def test_so_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    launch = ours.launch
+    monkeypatch.setattr(
+        ours, "launch", lambda kernel, *args, **meta: launched.append(launch(kernel, *args, **meta))
+    )
+    for name, more in (("tokens", 0), ("into heads", 1)):
+        launched.clear()
+        to = addresses(name)
+        counts = ours.count_sends(to)
+        packed = ours.pack_sends(to, counts, weights(to))
+        ours.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        assert len(launched) == 5 + more

@@ -1,0 +1,158 @@
+"""Lists of routes for ranks, and what must be sent of them, by loops over Python's numbers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moebius.kernels.addresses import Addresses, PackedSends, RowPairs, SendCounts
+from moebius.kernels.sends import UnpackedSends
+
+# Tokens, source rows and target rows of a token, routes of a token, experts, ranks, chunks.
+CASES = {
+    "tokens": (40, 1, 1, 3, 8, 4, 1),
+    "tokens in chunks": (41, 1, 1, 3, 8, 4, 3),
+    "into heads": (30, 1, 4, 8, 12, 3, 1),
+    "from heads": (30, 4, 1, 8, 12, 3, 2),
+    "more than a block": (700, 1, 1, 2, 16, 5, 2),
+    "one rank": (9, 1, 1, 2, 4, 1, 1),
+    "one token": (1, 1, 1, 1, 3, 3, 1),
+    "more chunks than tokens": (2, 1, 2, 2, 3, 3, 5),
+    "no token": (0, 1, 1, 2, 4, 2, 2),
+}
+
+
+def addresses(name: str, *, shuffled: bool = False) -> Addresses:
+    """Returns the routes of a case; `shuffled`: in no order, and a third of them left out."""
+    tokens, sources, targets, per_token, experts, ranks, chunks = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    token_N = torch.arange(tokens).repeat_interleave(per_token)
+    row_N = torch.arange(per_token).repeat(tokens)
+    # Most routes go to few experts, so that some ranks get none.
+    expert_N = (torch.rand(len(token_N), generator=generator) ** 2 * experts).long()
+    source_N = token_N * sources + row_N * sources // per_token
+    target_N = token_N * targets + row_N * targets // per_token
+    into_sources = sources == targets
+    if shuffled:
+        index_n = torch.randperm(len(token_N), generator=generator)[: len(token_N) * 2 // 3]
+        source_N, target_N, expert_N = source_N[index_n], target_N[index_n], expert_N[index_n]
+    return Addresses(
+        source_N,
+        source_N if into_sources else target_N,
+        expert_N,
+        torch.randint(0, ranks, (experts,), generator=generator).int(),
+        torch.arange(experts).int() % 7,
+        tokens * sources,
+        tokens * targets,
+        ranks,
+        chunks,
+        rows_per_token=sources,
+        into_sources=into_sources,
+    )
+
+
+def weights(to: Addresses, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns a gate weight for every route, a NaN among them."""
+    weight_N = torch.rand(len(to.expert_N), generator=torch.Generator().manual_seed(1), dtype=dtype)
+    weight_N[:1] = torch.nan
+    return weight_N
+
+
+@dataclass
+class Expected:
+    """What is sent, as plain numbers."""
+
+    counts: list[list[int]]
+    destination: list[int]
+    metadata: list[tuple[int, int, int, float]]
+    place: list[int]
+    sources: tuple[list[int], list[int], list[int]]
+    targets: tuple[list[int], list[int], list[int]]
+
+
+def expected(to: Addresses, weight_N: Tensor) -> Expected:
+    """Goes through the routes one by one."""
+    source, target, expert, rank, slot = (
+        each.tolist() for each in (to.source_N, to.target_N, to.expert_N, to.rank_E, to.slot_E)
+    )
+    tokens = max(1, to.num_sources // to.rows_per_token)
+    destination = [
+        source[n] // to.rows_per_token * to.num_chunks // tokens * to.num_ranks + rank[expert[n]]
+        for n in range(len(source))
+    ]
+    there = range(to.num_destinations)
+    rows = [sorted({source[n] for n, v in enumerate(destination) if v == own}) for own in there]
+    targets = [sorted({target[n] for n, v in enumerate(destination) if v == own}) for own in there]
+    order = [n for own in there for n, v in enumerate(destination) if v == own]
+    return Expected(
+        [[len(rows[v]), destination.count(v), len(targets[v])] for v in there],
+        destination,
+        [
+            (
+                slot[expert[n]],
+                rows[destination[n]].index(source[n]),
+                targets[destination[n]].index(target[n]),
+                weight_N[n].item(),
+            )
+            for n in order
+        ],
+        [order.index(n) for n in range(len(source))],
+        _pairs(rows, to.num_sources),
+        _pairs(targets, to.num_targets),
+    )
+
+
+def check_sends(to: Addresses, counts: SendCounts, packed: PackedSends, weight_N: Tensor) -> None:
+    """Compares what was counted and written down with the loops."""
+    wanted = expected(to, weight_N)
+    assert counts.counts_V3.dtype is torch.int64
+    assert counts.counts_V3.tolist() == wanted.counts
+    assert counts.destination_N.tolist() == wanted.destination
+    integers = packed.metadata_N4.view(
+        {torch.float32: torch.int32, torch.float64: torch.int64}[weight_N.dtype]
+    )
+    assert [tuple(row[:3]) for row in integers.tolist()] == [row[:3] for row in wanted.metadata]
+    assert packed.place_N.tolist() == wanted.place
+    bits = torch.empty_like(weight_N)
+    bits[packed.place_N.long()] = weight_N
+    assert torch.equal(
+        bits.view(integers.dtype), packed.metadata_N4[:, 3].contiguous().view(integers.dtype)
+    )
+    _check_pairs(packed.sources, wanted.sources)
+    assert (packed.targets is None) == to.into_sources
+    _check_pairs(packed.targets or packed.sources, wanted.targets)
+
+
+def check_received(came: UnpackedSends, metadata_R4: Tensor, received_V3: Tensor) -> None:
+    """Compares what was read with a loop over the sources."""
+    integers = metadata_R4.view(
+        {torch.float32: torch.int32, torch.float64: torch.int64}[metadata_R4.dtype]
+    ).tolist()
+    wanted, first_row, first_target = list[tuple[int, int, int]](), 0, 0
+    for rows, routes, targets in received_V3.tolist():
+        for slot, row, target, _ in integers[len(wanted) : len(wanted) + routes]:
+            wanted.append((first_row + row, slot, first_target + target))
+        first_row, first_target = first_row + rows, first_target + targets
+    found = zip(came.source_R.tolist(), came.slot_R.tolist(), came.target_R.tolist(), strict=True)
+    assert list(found) == wanted
+    torch.testing.assert_close(came.weight_R, metadata_R4[:, 3], rtol=0, atol=0, equal_nan=True)
+
+
+def with_wrong(to: Addresses, what: str) -> Addresses:
+    """Returns the same routes, the fifth of which names what there is not."""
+    wrong_N = getattr(to, what).clone()
+    wrong_N[4] = 10**6 if what == "expert_N" else -1
+    return replace(to, **{what: wrong_N}, into_sources=False)
+
+
+def _pairs(rows: list[list[int]], num_rows: int) -> tuple[list[int], list[int], list[int]]:
+    listed = [(v, u) for v, own in enumerate(rows) for u in own]
+    by_row = sorted(range(len(listed)), key=lambda i: listed[i][::-1])
+    first = [sum(u < row for _, u in listed) for row in range(num_rows)]
+    return [u for _, u in listed], by_row, first
+
+
+def _check_pairs(pairs: RowPairs, wanted: tuple[list[int], list[int], list[int]]) -> None:
+    pairs = pairs.first(len(wanted[0]))
+    found = (pairs.row_N.tolist(), pairs.by_row_N.tolist(), pairs.first_U.tolist())
+    assert found == wanted
