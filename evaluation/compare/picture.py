@@ -22,6 +22,7 @@ from ..analysis.drawing import (
     title,
 )
 from .results import ArmResult, Results
+from .statistics import shared_points
 
 _FIRST_SHARE = 0.1  # of the steps: what comes before would flatten the rest
 
@@ -60,10 +61,9 @@ def _curves(panel: Any, results: Results) -> None:
             continue
         colour, marker, style = _style(results, arm.arm.name)
         tokens = arm.arm.size.tokens / arm.arm.config.train.steps
-        steps = [step for step, _ in arm.runs[0].curve]
-        first = _FIRST_SHARE * steps[-1]
-        shown = [place for place, step in enumerate(steps) if step >= first]
-        losses = np.array([[loss for _, loss in run.curve] for run in arm.runs])[:, shown]
+        steps, values = shared_points([run.curve for run in arm.runs])
+        shown = [place for place, step in enumerate(steps) if step >= _FIRST_SHARE * steps[-1]]
+        losses = np.array(values)[:, shown]
         x = np.array([steps[place] for place in shown]) * tokens / unit
         panel.fill_between(x, losses.min(0), losses.max(0), color=colour, alpha=0.18, linewidth=0)
         panel.plot(

@@ -137,7 +137,7 @@ def _build(
     config = resolve_changed(
         entry.recipe,
         (file.common.changes(), entry.changes()),
-        [*_schedule(file, steps), f"train.threads={file.threads}", *given],
+        [*_schedule(file, entry, steps), f"train.threads={file.threads}", *given],
         recipes,
         origin=f"{origin}, arm {name}",
     )
@@ -148,17 +148,21 @@ def _build(
     return place_data(config.model_copy(update={"job": job}), data_root)
 
 
-def _schedule(file: ComparisonFile, steps: int | None) -> list[str]:
-    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate."""
+def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[str]:
+    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate, unless the
+    file says that.
+    """
     if steps is None:
         return []
     warmup = round(file.warmup * steps)
-    return [
+    schedule = [
         f"train.steps={steps}",
         f"optim.warmup_steps={warmup}",
         f"optim.decay_steps={max(1, steps - warmup)}",
-        f"train.eval_every={max(1, steps // file.evaluations)}",
     ]
+    if "eval_every" not in file.common.train | entry.train:
+        schedule.append(f"train.eval_every={max(1, steps // file.evaluations)}")
+    return schedule
 
 
 def _check_place(config: Config, name: str, origin: str) -> None:
@@ -279,13 +283,17 @@ _HARMLESS = (
     "job",
     "checkpoint",
 )  # sections: where a run is and what it keeps, not what it computes
-_HARMLESS_KEYS = ("data.directory", "train.threads", "train.timeout_s", "train.steps")
+_HARMLESS_KEYS = (
+    *("data.directory", "train.threads", "train.timeout_s", "train.steps"),
+    *("train.eval_every", "train.log_every"),  # change no weight
+)
 
 
 def stale_runs(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
     """Returns what has changed since runs were begun, by run folder; nothing where all fit.
 
-    More steps are no change: such a run goes on. Fewer than it has made are.
+    More steps are no change: such a run goes on. Fewer than it has made are. Nor is it one how
+    often a run is evaluated: the steps that all seeds of an arm have are drawn.
     """
     found = {}
     for run in runs:

@@ -55,3 +55,12 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
     """Returns ours − theirs by seed, for the seeds that both have, in order."""
     return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
+
+
+def shared_points(
+    curves: Sequence[Sequence[tuple[int, float]]],
+) -> tuple[list[int], list[list[float]]]:
+    """Returns the steps that all curves have, and every curve's values there."""
+    by_step = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*(set(curve) for curve in by_step)))
+    return steps, [[curve[step] for step in steps] for curve in by_step]

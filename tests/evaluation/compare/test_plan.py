@@ -45,6 +45,15 @@ def test_flops_can_be_matched_by_steps_with_the_schedule_following(tmp_path: Pat
     assert train.eval_every == train.steps // 2
 
 
+def test_the_file_may_say_itself_how_often_is_evaluated(tmp_path: Path):
+    text = TINY.replace("[common.train]", "[common.train]\neval_every = 4")
+    _, arms, _ = planned(tmp_path, text)
+    assert [arm.config.train.eval_every for arm in arms] == [4, 4]
+    text = TINY.replace('recipe = "moeut_g1"', 'recipe = "moeut_g1"\ntrain.eval_every = 5')
+    _, arms, _ = planned(tmp_path, text)
+    assert [arm.config.train.eval_every for arm in arms] == [3, 5]
+
+
 def test_runs_differ_in_seeds_alone(tmp_path: Path):
     _, _, runs = planned(tmp_path)
     assert [run.name for run in runs[:3]] == ["moeut, seed 0", "single, seed 0", "moeut, seed 1"]
@@ -105,6 +114,9 @@ def test_a_changed_file_names_the_arms_that_are_stale(tmp_path: Path):
     refuse_stale(runs, tmp_path)
     _, _, longer = planned(tmp_path, TINY.replace("every = 2", "every = 3"))
     refuse_stale(longer, tmp_path)  # what it keeps changes nothing in what it computes
+    _, _, watched = planned(tmp_path, TINY.replace("evaluations = 2", "evaluations = 6"))
+    assert watched[0].config.train.eval_every == 1
+    refuse_stale(watched, tmp_path)  # nor do evaluations
     changed = TINY.replace('recipe = "moeut_g1"', 'recipe = "moeut_g1"\noptim.learning_rate = 0.5')
     _, _, other = planned(tmp_path, changed)
     with pytest.raises(CompareError) as error:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moebius.evaluation.compare.statistics import paired_differences, spread, verdict
+from moebius.evaluation.compare.statistics import paired_differences, shared_points, spread, verdict
 
 
 def test_differences_are_paired_by_seed_and_their_spread_is_that_of_a_sample():
@@ -40,3 +40,11 @@ def test_a_single_seed_has_no_deviation_and_a_lost_run_no_mean():
 )
 def test_the_rule(values: list[float], side: str, bound: float, expected: str):
     assert verdict(values, side, bound) == expected  # pyright: ignore[reportArgumentType]
+
+
+def test_curves_meet_where_all_have_points():
+    often, seldom = [(0, 6.0), (1, 5.0), (2, 4.0), (4, 3.0)], [(0, 6.5), (2, 4.5), (4, 3.5)]
+    steps, values = shared_points([often, seldom])
+    assert steps == [0, 2, 4]
+    assert values == [[6.0, 4.0, 3.0], [6.5, 4.5, 3.5]]
+    assert shared_points([often]) == ([0, 1, 2, 4], [[6.0, 5.0, 4.0, 3.0]])
