@@ -71,6 +71,8 @@ PARTS = {
     "kernels/permute.py:sort_by_expert": "sorting of routes",
     "kernels/permute.py:inverse_order": "sorting of routes",
     "kernels/gradients.py": "sums of banks' gradients",
+    "kernels/sends.py": "dispatch",
+    "kernels/cpu_sends.py": "dispatch",
     "model/attention.py": "attention",
     "model/attention_base.py": "attention",
     "model/balance.py": "balance and loads",
