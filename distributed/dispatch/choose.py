@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
-from ..symmetric.outbox import Outbox
+from ..symmetric.interface import RowOutbox
 from .exchange import Counters
 from .expert_map import ExpertMap
 from .setup import ExpertParallelDispatcher, NodeGroups, Setup
@@ -37,7 +37,7 @@ def make_dispatcher(
     ranks_per_node: int | None = None,
     expert_map: ExpertMap | None = None,
     nodes: NodeGroups | None = None,
-    outbox: Outbox | None = None,
+    outbox: RowOutbox | None = None,
     why: str = "",
 ) -> Dispatcher:
     """Makes the dispatcher of that name over one EP group; one for every layer, for it counts.

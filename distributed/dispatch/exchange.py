@@ -168,6 +168,11 @@ class Counters:
         self._counting = not recomputed
         self.add(passes=1, rows_one_per_route=num_routes)
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether this pass is counted: one that is recomputed was."""
+        return self._counting
+
     def add(self, **amounts: int) -> None:
         """Adds to the counts of this pass."""
         if not self._counting:

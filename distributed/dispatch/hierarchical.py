@@ -28,7 +28,7 @@ from ...kernels.sends import count_sends
 from ...model.moe import Dispatched, DispatchedChunk, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
-from ..symmetric.outbox import Outbox
+from ..symmetric.interface import RowOutbox
 from .alltoall import AllToAllDispatcher
 from .dedup import read_sizes
 from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
@@ -49,7 +49,7 @@ class _BothExchanges:
     intra_sizes: list[ExchangeSizes]  # of every chunk
     num_slots: int  # of this rank
     started: dict[int, "_IntraChunk"]  # by chunk
-    outbox: Outbox | None
+    outbox: RowOutbox | None
 
     def intra_chunk(self, number: int) -> "_IntraChunk":
         """Returns a chunk of its intra exchange; the first call waits for its rows from other nodes

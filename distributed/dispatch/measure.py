@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ...model.moe import Dispatcher
 from ...model.routing import Routes, token_routes
+from ..symmetric.interface import RowOutbox
 from ..symmetric.outbox import Outbox, open_outbox
+from ..symmetric.peer_outbox import open_peer_outbox
 from .choose import make_dispatcher
 from .exchange import gathered
 from .setup import NodeGroups, nodes_of
@@ -30,7 +32,7 @@ class Choice:
     """A dispatcher's name, the memory that it wants, and why it was chosen."""
 
     name: str
-    outbox: Outbox | None = None
+    outbox: RowOutbox | None = None
     why: str = ""
 
 
@@ -52,7 +54,7 @@ def choose_dispatcher(
     if name != AUTO or wanted != DEFAULT:
         if not needs_outbox(wanted):
             return Choice(wanted)
-        outbox = _outbox_of(group, device, ranks_per_node, timeout_s)
+        outbox = _wanted_outbox(group, device, ranks_per_node, timeout_s)
         if isinstance(outbox, str):
             raise ValueError(
                 f'mesh.dispatcher="{wanted}" cannot be had: {outbox}; use "{DEFAULT}", or "{AUTO}"'
@@ -78,17 +80,38 @@ def memory_inside(
     return found, "shared memory inside nodes"
 
 
+def _wanted_outbox(
+    group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
+) -> RowOutbox | str:
+    """Opens what was asked for by name, which may be what "auto" does not choose yet. Collective."""
+    if device.type != "cuda":
+        return _outbox_of(group, device, ranks_per_node, timeout_s)
+    if reason := _several_nodes(group, ranks_per_node):
+        return reason
+    return open_peer_outbox(group, device, timeout_s=timeout_s)
+
+
 def _outbox_of(
     group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
 ) -> Outbox | str:
     """Opens this rank's outbox, or says why it has none: the same on every rank. Collective."""
+    if device.type == "cuda":
+        return (
+            "rows are on GPUs, whose exchange through each other's memory has never been measured: "
+            f'ask for it by name (mesh.dispatcher="{SHARED_MEMORY}")'
+        )
     if device.type != "cpu":
         return f"rows are on {device.type}, and the memory is the CPU's"
     if dist.get_backend(group) != "gloo":
         return f"the group is of {dist.get_backend(group)}, not of processes over gloo"
-    if len(set(nodes_of(dist.get_process_group_ranks(group), ranks_per_node))) > 1:
-        return "the ranks are on several nodes"
+    if reason := _several_nodes(group, ranks_per_node):
+        return reason
     return open_outbox(group, timeout_s=timeout_s)
+
+
+def _several_nodes(group: dist.ProcessGroup, ranks_per_node: int | None) -> str | None:
+    nodes = set(nodes_of(dist.get_process_group_ranks(group), ranks_per_node))
+    return "the ranks are on several nodes" if len(nodes) > 1 else None
 
 
 def _faster(group: dist.ProcessGroup, outbox: Outbox) -> Choice:

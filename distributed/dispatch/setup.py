@@ -17,7 +17,7 @@ from ...model.moe import Dispatched
 from ...model.recompute import recomputing
 from ...model.routing import Routes
 from ..process.connections import noting_connections
-from ..symmetric.outbox import Outbox
+from ..symmetric.interface import RowOutbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
 
@@ -46,7 +46,7 @@ class Setup:
     ranks_per_node: int | None = None
     expert_map: ExpertMap | None = None
     nodes: NodeGroups | None = None
-    outbox: Outbox | None = None  # of this rank, for dispatchers that exchange through memory
+    outbox: RowOutbox | None = None  # of this rank, for dispatchers that exchange through memory
     counters: Counters = field(default_factory=Counters)
     name: str = ""  # of the dispatcher
     why: str = ""  # it was chosen

@@ -36,7 +36,7 @@ from ...kernels.permute import gather_rows, sum_rows
 from ...model.moe import Dispatched, PendingRows
 from ...model.recompute import save_combine, save_dispatch, skip_combine
 from ...model.routing import Routes
-from ..symmetric.outbox import Outbox, Plan
+from ..symmetric.interface import ExchangePlan, RowOutbox
 from .exchange import Counters
 from .expert_map import ExpertMap, ExpertPlaces
 from .setup import ExpertParallelDispatcher, Setup
@@ -51,8 +51,8 @@ class _Pass:
     A chunk's number is None where a recomputed pass posts nothing.
     """
 
-    outbox: Outbox
-    plan: Plan
+    outbox: RowOutbox
+    plan: ExchangePlan
     counters: Counters
     rows: Tensor  # shape and dtype of the rows, (0, D)
     weight_dtype: torch.dtype
@@ -64,11 +64,23 @@ class _Pass:
     grads_answered: dict[int, int] = field(default_factory=dict)
 
     @contextmanager
-    def counting(self) -> Iterator[Outbox]:
+    def counting(self) -> Iterator[RowOutbox]:
         """Counts how long this rank waits meanwhile."""
         before = self.outbox.waited_s
         yield self.outbox
         self.counters.waited_s += self.outbox.waited_s - before
+
+    def count_sent(self) -> None:
+        """Counts what this rank has sent, which a device tells with what came."""
+        if not self.counters.is_counting:
+            return
+        (rows, metadata, _), own = self.outbox.sent(self.plan), self.outbox.rank
+        row_bytes = self.rows.shape[1] * self.rows.element_size()
+        self.counters.add(
+            rows_sent=sum(rows) if self.counts_rows else 0,
+            bytes_intra_node=(sum(rows) - rows[own]) * row_bytes
+            + (sum(metadata) - metadata[own]) * (_PLACE_BYTES + self.weight_dtype.itemsize),
+        )
 
     def answers_like(self, x: Tensor) -> Tensor:
         """Returns zeros without memory in place of the sums, for a recomputed pass."""
@@ -91,7 +103,7 @@ class _PostRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         run: _Pass = ctx.run
-        grad_N = torch.empty(run.plan.num_routes, dtype=run.weight_dtype)
+        grad_N = run.rows.new_empty(run.plan.num_routes, dtype=run.weight_dtype)
         numbers = [run.grads_answered.pop(chunk) for chunk in range(run.plan.num_chunks)]
         with run.counting() as outbox:
             grad_UD = outbox.sum_gradients(run.plan, numbers, run.rows, grad_N)
@@ -134,7 +146,8 @@ class _TakeRows(torch.autograd.Function):
         run: _Pass = ctx.run
         num_rows, num_routes = ctx.sizes
         grad_MD = run.rows.new_zeros(num_rows, run.rows.shape[1]) if grads[0] is None else grads[0]
-        grad_N = torch.zeros(num_routes, dtype=run.weight_dtype) if grads[1] is None else grads[1]
+        no_grad_N = run.rows.new_zeros(num_routes, dtype=run.weight_dtype)
+        grad_N = no_grad_N if grads[1] is None else grads[1]
         run.grads_answered[ctx.chunk] = run.outbox.post_row_gradients(
             grad_MD.contiguous(), grad_N.contiguous(), ctx.starts_3P1
         )
@@ -211,6 +224,8 @@ class _Chunk:
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
         rows, weights, places, starts = _TakeRows.apply(self.posted, self.run, self.number)  # pyright: ignore[reportGeneralTypeIssues]
         run, own = self.run, self.run.outbox.rank
+        if self.number == 0:
+            run.count_sent()
         _, (*_, num_routes), targets_P1 = starts.tolist()
         num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
         run.counters.add(
@@ -257,7 +272,7 @@ class SymmetricExchange:
 
 
 def start_exchange(
-    outbox: Outbox,
+    outbox: RowOutbox,
     counters: Counters,
     x_UD: Tensor,
     routes: Routes,
@@ -287,13 +302,6 @@ def start_exchange(
     weight_dtype = routes.weight_N.dtype
     run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_rows)
     posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
-    rows, metadata, _ = outbox.sent(plan)
-    rows_sent = sum(rows)
-    counters.add(
-        rows_sent=rows_sent if counts_rows else 0,
-        bytes_intra_node=(rows_sent - rows[outbox.rank]) * x_UD.shape[1] * x_UD.element_size()
-        + (sum(metadata) - metadata[outbox.rank]) * (_PLACE_BYTES + weight_dtype.itemsize),
-    )
     chunks = [_Chunk(run, number, each, num_slots) for number, each in enumerate(posted)]
     return SymmetricExchange(run, chunks)
 
@@ -342,7 +350,7 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
         if not routes.per_expert:
             return self._dispatch(x_UD, routes, expert_map, self.setup.overlap_chunks)
         rows_ND = gather_rows(x_UD, None, routes.source_N, per_row=routes.per_source)
-        own_N = torch.arange(len(rows_ND))
+        own_N = torch.arange(len(rows_ND), device=x_UD.device)
         own = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(rows_ND))
         return replace(self._dispatch(rows_ND, own, expert_map, 1), one_per_route=routes)
 

@@ -28,13 +28,10 @@ from ..layout import spell_ranks
 from ..process.connections import note_wait
 from ..process.diagnosis import CollectiveError
 from .build import load_library, reason_against
+from .interface import OutboxError, ReceivedRows
 
 _AGAIN, _DIED, _LEFT, _MISMATCH, _TOO_MANY, _NO_MEMORY, _OUT_OF_RANGE = range(1, 8)
 _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-
-
-class OutboxError(RuntimeError):
-    """Two ranks disagree about what they exchange, or the machine has no memory for it."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,6 @@ class Plan:
     num_sources: int
     num_targets: int
     num_routes: int
-
-
-@dataclass(frozen=True)
-class ReceivedRows:
-    """Rows that came, in the order of ranks, and the routes that read them."""
-
-    rows_MD: Tensor
-    weight_N: Tensor
-    places_3N: Tensor  # int64: source row, slot, target row
-    starts_3P1: Tensor  # int64: where rows, routes and targets of every rank begin, and end
 
 
 class Outbox:

@@ -1,12 +1,14 @@
 """What an exchange sends, in C++ and by torch's operations, against loops."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from send_cases import CASES, addresses, check_received, check_sends, weights, with_wrong
 from torch._subclasses import FakeTensorMode
 
 from moebius.kernels import cpu_sends, sends
-from moebius.kernels.addresses import Addresses
 from moebius.kernels.cpu_sends import LIBRARY
 
 
@@ -37,11 +39,11 @@ def test_everything_is_written_down_as_by_loops(name: str, shuffled: bool) -> No
 @pytest.mark.usefixtures("implementation")
 def test_lists_with_gaps_between_their_numbers_are_read_rightly() -> None:
     to = addresses("from heads")
-    lists = {
+    lists: dict[str, Any] = {
         name: torch.stack((getattr(to, name), getattr(to, name) + 1), 1)[:, 0]
         for name in ("source_N", "target_N", "expert_N")
     }
-    spaced = Addresses(**(vars(to) | lists))
+    spaced = replace(to, **lists)
     weight_N = weights(to)
     counts = sends.count_sends(spaced)
     wide_N = torch.stack((weight_N, weight_N), 1)[:, 1]
@@ -111,11 +113,12 @@ def test_stand_ins_of_a_tracer_have_the_right_shapes() -> None:
     to = addresses("into heads")
     packed = sends.pack_sends(to, sends.count_sends(to), weights(to))
     with FakeTensorMode() as mode:
-        fakes = {
-            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        fakes: dict[str, Any] = {
+            name: mode.from_tensor(value)
             for name, value in vars(to).items()
+            if isinstance(value, torch.Tensor)
         }
-        fake = Addresses(**fakes)
+        fake = replace(to, **fakes)
         counts = sends.count_sends(fake)
         traced = sends.pack_sends(fake, counts, mode.from_tensor(weights(to)))
         assert counts.counts_V3.shape == (3, 3)

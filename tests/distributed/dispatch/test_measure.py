@@ -9,6 +9,7 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch import measure
 from moebius.distributed.dispatch.measure import Choice, choose_dispatcher
+from moebius.distributed.symmetric.outbox import Outbox
 
 
 def chosen(name: str, what: str = "") -> tuple[str, bool, str]:
@@ -28,7 +29,7 @@ def chosen(name: str, what: str = "") -> tuple[str, bool, str]:
         found: Choice = choose_dispatcher(
             name, group, device=device, ranks_per_node=per_node, timeout_s=30
         )
-        if found.outbox is not None:
+        if isinstance(found.outbox, Outbox):
             found.outbox.close()
         return found.name, found.outbox is not None, found.why
 
@@ -73,7 +74,11 @@ def test_auto_is_what_the_slowest_rank_has_faster(what: str, name: str) -> None:
     ("what", "why"),
     [
         ("nodes", "no memory is shared: the ranks are on several nodes"),
-        ("gpu", "no memory is shared: rows are on cuda, and the memory is the CPU's"),
+        (
+            "gpu",
+            "no memory is shared: rows are on GPUs, whose exchange through each other's memory has "
+            'never been measured: ask for it by name (mesh.dispatcher="symmetric")',
+        ),
         ("compiler", "no memory is shared: rank 1: there is no C++ compiler"),
     ],
 )
