@@ -130,7 +130,9 @@ class SwitchHead(RotaryAttention):
         heads, channels = self.num_heads, self.d_head
         n_TD = n_BSD.flatten(0, 1)
         experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
-        value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
+        value_routes = token_to_head_routes(
+            experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
+        )
         value_routing = Routing(value_routes, value_logits)
         if documents is not None and documents.rows is not None:
             value_routing = value_routing.of_documents(documents.rows)
@@ -139,7 +141,9 @@ class SwitchHead(RotaryAttention):
         visible_B1SS = None if documents is None else documents.visible_B1SS
         attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary, visible_B1SS)
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
-        output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
+        output_routes = head_to_token_routes(
+            experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
+        )
         output_routing = Routing(output_routes, output_logits)
         if documents is not None and documents.rows is not None:
             output_routing = output_routing.of_documents(documents.rows)

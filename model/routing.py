@@ -39,8 +39,10 @@ class Routes:
 
     `per_source` and `per_target` are positive where route n belongs to source row n // per_source
     and target row n // per_target, which lets a backend sum without an index; 0 where there is no
-    such rule. `per_expert` is positive where route n goes through expert n // per_expert, on every
-    rank alike: counts are known without asking, and nothing is sorted.
+    such rule. `equal_blocks` is positive where a token's routes go, equally many, to each of so many
+    equal blocks of experts, in their order: heads with experts of their own. `per_expert` is
+    positive where route n goes through expert n // per_expert, on every rank alike: counts are
+    known without asking, and nothing is sorted.
     """
 
     source_N: Tensor  # int64
@@ -52,6 +54,7 @@ class Routes:
     per_source: int
     per_target: int
     per_expert: int = 0
+    equal_blocks: int = 0
 
     @property
     def sorting(self) -> Sorting:
@@ -192,10 +195,12 @@ def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) ->
     )
 
 
-def token_to_head_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
+def token_to_head_routes(
+    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
+) -> Routes:
     """Routes every token into each of its H heads, through K experts for each (token, head).
 
-    Experts are numbered over all heads.
+    Experts are numbered over all heads. `own_experts`: each head has an equal block of them.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
     head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
@@ -210,11 +215,17 @@ def token_to_head_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_expert
         num_tokens * num_heads,
         num_heads * top_k,
         top_k,
+        equal_blocks=num_heads if own_experts else 0,
     )
 
 
-def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
-    """Routes every (token, head) row through its K experts into the token, which adds all up."""
+def head_to_token_routes(
+    experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
+) -> Routes:
+    """Routes every (token, head) row through its K experts into the token, which adds all up.
+
+    `own_experts`: each head has an equal block of the experts.
+    """
     num_tokens, num_heads, top_k = experts_THK.shape
     head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
         top_k
@@ -228,6 +239,7 @@ def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_expert
         num_tokens,
         top_k,
         num_heads * top_k,
+        equal_blocks=num_heads if own_experts else 0,
     )
 
 

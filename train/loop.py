@@ -12,7 +12,7 @@ starts it, on one machine or on many nodes.
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.loader import Batch, Loader
 from ..distributed.dispatch.choose import counters_of
+from ..distributed.dispatch.setup import equal_rows
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
 from ..model.precision import forward_in, products_dtype
@@ -230,7 +231,9 @@ def accumulate_gradients(
     first = run.process.rank * len(micro_batches)
     for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS):
+        # Padding is no row of a sparse layer, and ranks have more or less of it.
+        alike = equal_rows() if micro_batch.documents is None else nullcontext()
+        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS), alike:
             result = micro_batch_loss(
                 forward,
                 micro_batch.inputs_BS,

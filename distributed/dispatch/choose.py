@@ -6,7 +6,7 @@
 | `allgather` | every row to every rank | up to rounding | K ≥ P, few ranks; the oracle |
 | `alltoall` | one row per route | bit for bit | exact comparisons; one expert per token |
 | `dedup` | one row per (row, rank) | up to rounding | everywhere else |
-| `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node of CPUs |
+| `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
 A pass is: dispatch (plan, read the counts, start), experts chunk by chunk, combine (wait and add

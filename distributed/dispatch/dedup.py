@@ -5,7 +5,8 @@ Flow of one sparse layer and pass:
   1. mark which rank wants which row, and which target row gets something from which rank; start the
      exchange of the counts;
   2. meanwhile write down every route for its rank; then read the counts on the host: the one
-     synchronisation;
+     synchronisation. There is none, and no exchange of counts, where every rank serves as many of
+     the heads, each with experts of its own, and all ranks promise as many rows (`equal_rows`);
   3. start the distinct rows, and the routes (slot, row, target, gate weight: 16 bytes each);
   4. the destination's experts compute, weigh, and sum for every (source rank, target row);
   5. start the sums back; at their source those of different ranks are added in the order of ranks.
@@ -29,14 +30,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS
+from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...model.moe import Dispatched, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
 from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllToAll, Counters, Pending
-from .setup import ExpertParallelDispatcher, Setup
+from .expert_map import ExpertMap
+from .setup import ExpertParallelDispatcher, Setup, has_equal_rows
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,37 @@ class DedupDispatcher(ExpertParallelDispatcher):
             num_chunks=self.setup.overlap_chunks,
             rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
         )
-        sizes = save_decision(lambda: self._exchange_sizes(exchange))
+        sizes = save_decision(
+            lambda: self._known_sizes(exchange, expert_map) or self._exchange_sizes(exchange)
+        )
         chunks = exchange.dispatch(x_UD, sizes)
         self.setup.counters.add(
             rows_sent=sum(row[ROWS] for row in sizes.sent),
             routes_served=sum(row[ROUTES] for row in sizes.received),
         )
         return _Dispatched(chunks, exchange)
+
+    def _known_sizes(self, exchange: DedupAllToAll, expert_map: ExpertMap) -> ExchangeSizes | None:
+        """Returns the sizes where every rank serves equally many heads, each with experts of its
+        own, and all ranks have equally many rows: then every token sends the same to every rank.
+        None where that is not so, or is to be checked.
+        """
+        heads, num_ranks = exchange.routes.equal_blocks, self.communicator.num_ranks
+        is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
+        if not (is_known and has_equal_rows()) or self.communicator.checking:
+            return None
+        to = exchange.addresses
+        num_tokens = to.num_sources // to.rows_per_token
+        targets_per_token = to.num_targets // max(1, num_tokens)
+        of_token = [0, 0, 0]
+        of_token[ROWS] = -(-to.rows_per_token // num_ranks)  # one row, or those of its heads
+        of_token[ROUTES] = len(to.expert_N) // max(1, num_tokens) // num_ranks
+        of_token[TARGETS] = -(-targets_per_token // num_ranks)
+        sizes_V = []
+        for chunk in range(to.num_chunks):
+            first, end = (-(-i * num_tokens // to.num_chunks) for i in (chunk, chunk + 1))
+            sizes_V += [[(end - first) * count for count in of_token]] * num_ranks
+        return ExchangeSizes(sizes_V, sizes_V, exchange.counts_V3)
 
     def _exchange_sizes(self, exchange: DedupAllToAll) -> ExchangeSizes:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile."""

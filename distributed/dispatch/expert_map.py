@@ -99,6 +99,11 @@ class ExpertMap:
         """Whether every slot has exactly one expert, so that counts of experts are counts of slots."""
         return self.slot_E is None or sorted(self.slot_E) == list(range(self.num_slots))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank holds an equal block of the experts, in their order."""
+        return self.slot_E is None and len(set(self.slots_P)) == 1
+
     @cached_property
     def rank_S(self) -> tuple[int, ...]:
         """Returns the rank of every slot."""

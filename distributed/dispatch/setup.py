@@ -4,7 +4,9 @@ and what it counts.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Self
@@ -20,6 +22,25 @@ from ..process.connections import noting_connections
 from ..symmetric.interface import RowOutbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
+
+_equal_rows: ContextVar[bool] = ContextVar("equal_rows", default=False)
+
+
+@contextmanager
+def equal_rows() -> Iterator[None]:
+    """Promises that until it is left all ranks of an EP group give every sparse layer equally many
+    rows, none of them padding: so what follows from that needs no exchange.
+    """
+    token = _equal_rows.set(True)
+    try:
+        yield
+    finally:
+        _equal_rows.reset(token)
+
+
+def has_equal_rows() -> bool:
+    """Tells whether that was promised."""
+    return _equal_rows.get()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""Sizes that ranks know of each other: the same bits, without an exchange of counts or a read."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import Case, dispatcher_of, own_layer, run_layer, world
+from dispatch_scenes import EXPERTS, WIDTH
+from torch.utils._python_dispatch import TorchDispatchMode
+from world import run_ranks
+
+from moebius.distributed.dispatch.expert_map import ExpertMap
+from moebius.distributed.dispatch.setup import equal_rows
+from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes
+
+HEADS = 4
+
+
+def heads_case(into_heads: bool, tokens: int, rank: int, *, top_k: int = 1) -> Case:
+    """Every head chooses among its own experts."""
+    generator, per_head = torch.Generator().manual_seed(rank), EXPERTS // HEADS
+    scores = torch.rand(tokens, HEADS, per_head, generator=generator)
+    first_H1 = torch.arange(0, EXPERTS, per_head)[:, None]
+    experts_THK = scores.topk(top_k).indices + first_H1
+    make = token_to_head_routes if into_heads else head_to_token_routes
+    weights = torch.rand(experts_THK.shape, generator=generator)
+    routes: Routes = make(experts_THK, weights, num_experts=EXPERTS, own_experts=True)
+    num_sources = tokens if into_heads else tokens * HEADS
+    x = torch.randn(num_sources, WIDTH, generator=generator)
+    return Case(x, routes, torch.randn(routes.num_targets, WIDTH, generator=generator))
+
+
+class Integers(TorchDispatchMode):
+    """Counts exchanges of integers, which are those of counts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith("c10d.") and args[0].dtype == torch.int64
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges_of_counts(top_k: int) -> dict[tuple, tuple[list[str], int, int]]:
+    """What differs where sizes are known; and exchanges of counts without and with that."""
+    found = {}
+    with world() as (process, group, nodes):
+        swapped = list(range(EXPERTS))
+        swapped[0], swapped[-1] = swapped[-1], swapped[0]
+        even = [EXPERTS // process.world_size] * process.world_size
+        moved = ExpertMap(tuple(even), tuple(swapped))
+        for into_heads in (True, False):
+            for tokens, chunks, expert_map, check_every in (
+                *((13, chunks, None, 0) for chunks in (1, 2, 3)),
+                (0, 2, None, 0),
+                (13, 1, moved, 0),
+                (13, 1, None, 1),
+            ):
+                given = heads_case(into_heads, tokens, process.rank, top_k=top_k)
+                results, counted = [], []
+                for promise in (nullcontext, equal_rows):
+                    dispatcher = dispatcher_of(
+                        "dedup",
+                        group,
+                        nodes,
+                        overlap_chunks=chunks,
+                        expert_map=expert_map,
+                        check_every=check_every,
+                    )
+                    layer = own_layer(process, dispatcher)
+                    with Integers() as integers, promise():
+                        results.append(run_layer(layer, given))
+                    counted.append(integers.count)
+                unequal = [
+                    name
+                    for name, value in results[0].items()
+                    if not torch.equal(value, results[1][name])
+                ]
+                key = (into_heads, tokens, chunks, expert_map is not None, check_every)
+                found[key] = (unequal, *counted)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "top_k"), [(2, 2), (4, 1)])
+def test_heads_of_equal_ranks_need_no_counts(ranks: int, top_k: int) -> None:
+    for found in run_ranks(exchanges_of_counts, ranks, top_k, timeout_s=60):
+        assert len(found) == 12
+        for (_, _, _, is_moved, is_checked), (unequal, before, after) in found.items():
+            assert unequal == []
+            assert before > 0
+            assert after == (before if is_moved or is_checked else 0)
+
+
+def test_routes_that_were_cut_promise_nothing() -> None:
+    routes = heads_case(True, 5, 0).routes
+    assert routes.equal_blocks == HEADS
+    assert routes.kept(routes.source_N != 2).equal_blocks == 0
