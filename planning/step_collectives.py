@@ -35,9 +35,9 @@ def row_exchanges(
     crosses = ranks_sharing_a_node(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
     for bank, uses in scenario.workload.uses:
         skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
-        counted = (
-            0.0 if bank.balanced else scenario.hardware.host_sync_s + _counts_s(scenario, candidate)
-        )
+        counted = 0.0
+        if not knows_counts(bank, candidate):
+            counted = scenario.hardware.host_sync_s + _counts_s(scenario, candidate)
         for number, direction in enumerate((dispatch_direction, combine_direction)):
             num_bytes, seconds = exchange_cost(
                 scenario,
@@ -65,6 +65,15 @@ def row_exchanges(
                 8.0 * bank.total_experts,
                 counted,
             )
+
+
+def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
+    """Whether ranks know beforehand how many rows pass between them: by the router, or where every
+    rank serves as many of the heads and the dispatcher makes use of that.
+    """
+    pattern = DISPATCHERS[candidate.dispatcher].pattern
+    uses_heads = not (pattern.row_per_route or pattern.node_first or pattern.to_all)
+    return bank.balanced or (uses_heads and bank.heads > 1 and bank.heads % candidate.ep == 0)
 
 
 def exchange_cost(

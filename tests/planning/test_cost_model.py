@@ -295,7 +295,24 @@ def test_attention_dispatches_too(moeut: Workload) -> None:
     calls = {call.name: call.calls for call in found.collectives}
     for kind in ("feed_forward", "value", "output"):
         assert calls[f"{kind} dispatch"] == calls[f"{kind} combine"] == 2 * 18
-        assert calls[f"{kind} counts"] == 18
+    assert calls["feed_forward counts"] == 18
+
+
+@pytest.mark.parametrize(
+    ("ep", "dispatcher", "is_known"),
+    [(4, "dedup", True), (8, "dedup", False), (4, "alltoall", False)],
+)
+def test_ranks_that_divide_the_heads_need_no_counts(
+    moeut: Workload, ep: int, dispatcher: str, is_known: bool
+) -> None:
+    assert {bank.heads for bank, _ in moeut.uses} == {1, 4}
+    found = predict(
+        Scenario(moeut, H200, 8192, RoutingSkew()), LayoutCandidate(1, 8, ep, "none", dispatcher)
+    )
+    counted = {call.name for call in found.collectives if call.name.endswith("counts")}
+    assert counted == {"feed_forward counts"} | (
+        set() if is_known else {"value counts", "output counts"}
+    )
 
 
 def test_thin_products_are_bound_by_memory() -> None:
