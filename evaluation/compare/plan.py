@@ -149,20 +149,32 @@ def _build(
 
 
 def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[str]:
-    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate, unless the
-    file says that.
+    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate, as far as
+    the file does not say that itself.
+
+    Raises:
+        CompareError: the file says two numbers of steps.
     """
     if steps is None:
         return []
+    said = {
+        f"{section}.{key}"
+        for changes in (file.common.changes(), entry.changes())
+        for section in ("train", "optim")
+        for key in changes.get(section, {})
+    }
+    if "train.steps" in said:
+        raise CompareError(
+            f"{file.name}: steps = {steps} and a train.steps of its own: leave one of them out"
+        )
     warmup = round(file.warmup * steps)
-    schedule = [
-        f"train.steps={steps}",
-        f"optim.warmup_steps={warmup}",
-        f"optim.decay_steps={max(1, steps - warmup)}",
-    ]
-    if "eval_every" not in file.common.train | entry.train:
-        schedule.append(f"train.eval_every={max(1, steps // file.evaluations)}")
-    return schedule
+    follows = {
+        "train.steps": steps,
+        "optim.warmup_steps": warmup,
+        "optim.decay_steps": max(1, steps - warmup),
+        "train.eval_every": max(1, steps // file.evaluations),
+    }
+    return [f"{key}={value}" for key, value in follows.items() if key not in said]
 
 
 def _check_place(config: Config, name: str, origin: str) -> None:

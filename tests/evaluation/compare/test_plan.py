@@ -52,6 +52,11 @@ def test_the_file_may_say_itself_how_often_is_evaluated(tmp_path: Path):
     text = TINY.replace('recipe = "moeut_g1"', 'recipe = "moeut_g1"\ntrain.eval_every = 5')
     _, arms, _ = planned(tmp_path, text)
     assert [arm.config.train.eval_every for arm in arms] == [3, 5]
+    text = TINY.replace('recipe = "moeut_g1"', 'recipe = "moeut_g1"\noptim.warmup_steps = 4')
+    _, arms, _ = planned(tmp_path, text)
+    assert [arm.config.optim.warmup_steps for arm in arms] == [0, 4]
+    with pytest.raises(CompareError, match=r"steps = 6 and a train\.steps of its own"):
+        planned(tmp_path, TINY.replace("[common.train]", "[common.train]\nsteps = 4"))
 
 
 def test_runs_differ_in_seeds_alone(tmp_path: Path):
