@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed.dispatch.table import by_collectives
+from ..distributed.dispatch.table import DISPATCHERS
 from .arguments import Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
     parser.add_argument(
         "--dispatcher",
-        choices=by_collectives(),
-        help="only this one",
+        choices=list(DISPATCHERS),
+        help="only this one; symmetric, which no GPU has run, is planned only so, inside nodes",
     )
     parser.add_argument(
         "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"

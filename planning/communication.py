@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
-from ..distributed.dispatch.table import DISPATCHERS
+from ..distributed.dispatch.table import DISPATCHERS, needs_outbox
 from .hardware import Hardware
 from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
@@ -208,14 +208,17 @@ def exchange_s(
         return 0.0
     load = min(skew, traffic.cap)
     node_first = DISPATCHERS[dispatcher].pattern.node_first
-    if table is not None and not (node_first and traffic.slow_peers):
+    by_collectives = not needs_outbox(dispatcher) and not (node_first and traffic.slow_peers)
+    if table is not None and by_collectives:
         found = _measured_s(table, traffic, load * traffic.held_bytes / chunks)
         if found is not None:
             return chunks * found
     fast_s = load * traffic.fast_bytes / hardware.fast
     slow_s = load * traffic.slow_bytes / hardware.slow
     fixed_s = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
-    if node_first:
+    if needs_outbox(dispatcher):
+        fixed_s = hardware.meet_s
+    elif node_first:
         fixed_s += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
     else:
         fixed_s += traffic.slow_peers * hardware.slow_post_s

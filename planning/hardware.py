@@ -39,6 +39,7 @@ class Hardware:
     exchange_start_s: float  # of an all-to-all: launch and rendezvous
     fast_post_s: float  # of an all-to-all's message to one peer
     slow_post_s: float
+    meet_s: float  # of ranks that read each other's memory: until all see what all have written
     launch_s: float  # of one operation by the host
     host_sync_s: float  # reading the counts of an exchange on the host
     matmul_efficiency: float  # of the peak, of a large product
@@ -107,6 +108,11 @@ _GPU: dict[str, Sourced] = {
     "exchange_start_s": Sourced(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
     "fast_post_s": Sourced(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
     "slow_post_s": Sourced(1.0e-6, f"posting one RDMA write: {_OURS}"),
+    "meet_s": Sourced(
+        12e-6,
+        "a kernel that sets a flag of every peer and waits for theirs (a start of 5 µs, a hop there and "
+        f"one to see it); then a kernel that reads the headers; never measured: {_OURS}",
+    ),
     "launch_s": Sourced(
         6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"
     ),

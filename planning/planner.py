@@ -15,7 +15,7 @@ About 0.5 ms per layout.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes
+from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes, needs_outbox
 from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
@@ -127,6 +127,8 @@ def _of_world(
         changed = replace(scenario, workload=workload)
         for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
             layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
+            if not _dispatchers(changed, layout, constraints):
+                continue
             yield Plan(
                 best_way(changed, layout, constraints),
                 changed,
@@ -173,10 +175,11 @@ def _dispatchers(
 ) -> list[str]:
     if layout.ep == 1:
         return [LOCAL]
-    if constraints.dispatcher:
-        return [constraints.dispatcher]
     per_node = scenario.hardware.ranks_per_node
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
+    if constraints.dispatcher:
+        reaches = one_node or not needs_outbox(constraints.dispatcher)
+        return [constraints.dispatcher] if reaches else []
     return [name for name in by_collectives() if not (one_node and needs_nodes(name))]
 
 

@@ -6,7 +6,7 @@ Exchanges of rows (EP), gathers and scatters of sharded weights (FSDP), sums of 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..distributed.dispatch.table import DISPATCHERS
+from ..distributed.dispatch.table import DEFAULT, DISPATCHERS, needs_outbox
 from .communication import (
     Direction,
     Group,
@@ -37,7 +37,9 @@ def row_exchanges(
         skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
         counted = 0.0
         if not knows_counts(bank, candidate):
-            counted = scenario.hardware.host_sync_s + _counts_s(scenario, candidate)
+            counted = scenario.hardware.host_sync_s
+            if not needs_outbox(candidate.dispatcher):  # sizes travel with the rows
+                counted += _counts_s(scenario, candidate)
         for number, direction in enumerate((dispatch_direction, combine_direction)):
             num_bytes, seconds = exchange_cost(
                 scenario,
@@ -71,8 +73,7 @@ def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
     """Whether ranks know beforehand how many rows pass between them: by the router, or where every
     rank serves as many of the heads and the dispatcher makes use of that.
     """
-    pattern = DISPATCHERS[candidate.dispatcher].pattern
-    uses_heads = not (pattern.row_per_route or pattern.node_first or pattern.to_all)
+    uses_heads = candidate.dispatcher == DEFAULT
     return bank.balanced or (uses_heads and bank.heads > 1 and bank.heads % candidate.ep == 0)
 
 
@@ -115,6 +116,8 @@ def dispatch_launches(dispatcher: str) -> int:
     by which a GPU writes down what it sends, which are calls of C++ there.
     """
     pattern = DISPATCHERS[dispatcher].pattern
+    if needs_outbox(dispatcher):
+        return 34  # those of distributed/symmetric/peer_outbox.py, counted by hand
     if pattern.to_all:
         return 36
     if pattern.node_first:

@@ -111,7 +111,9 @@ def needs_nodes(name: str) -> bool:
 
 
 def by_collectives() -> list[str]:
-    """Returns the dispatchers whose rows travel by collectives: what is planned and simulated."""
+    """Returns the dispatchers whose rows travel by collectives: what is simulated, and planned where
+    none is asked for.
+    """
     return [name for name, entry in DISPATCHERS.items() if not entry.needs_outbox]
 
 

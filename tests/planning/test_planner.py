@@ -117,6 +117,34 @@ def test_constraints_are_kept() -> None:
     ]
 
 
+def test_what_no_gpu_has_run_is_planned_where_it_is_asked_for_and_inside_nodes() -> None:
+    base = scenario(tokens=16_384)
+    chosen = {entry.candidate.dispatcher for entry in rank_plans(base, 2).plans}
+    assert "symmetric" not in chosen
+    asked = rank_plans(base, 2, Constraints(dispatcher="symmetric")).plans
+    assert {entry.candidate.ep for entry in asked} == {1, 2, 4, 8}
+    with pytest.raises(ValueError, match="ep"):
+        rank_plans(base, 2, Constraints(ep=16, dispatcher="symmetric"))
+    for entry in asked:
+        if entry.candidate.ep == 1:
+            continue
+        memory, dedup = (
+            {
+                call.name: call
+                for call in predict(base, replace(entry.candidate, dispatcher=name)).collectives
+            }
+            for name in ("symmetric", "dedup")
+        )
+        for half in ("dispatch", "combine"):
+            own, other = memory[f"feed_forward {half}"], dedup[f"feed_forward {half}"]
+            assert own.num_bytes == other.num_bytes
+            saved = H200.exchange_start_s + (entry.candidate.ep - 1) * H200.fast_post_s
+            assert other.seconds_per_call - own.seconds_per_call == pytest.approx(
+                saved - H200.meet_s
+            )
+        assert memory["feed_forward counts"].seconds_per_call == H200.host_sync_s
+
+
 def test_ranks_that_do_not_divide_stay_unused() -> None:
     """10,000 ranks are no multiple of 64: 156 groups, 16 ranks unused."""
     found = rank_plans(scenario(64), 1250, Constraints(ep=64))
