@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS, TARGETS
+from ...kernels.addresses import ROUTES, ROWS
 from ...model.moe import Dispatched, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
@@ -38,7 +38,7 @@ from .alltoall import AllToAllDispatcher
 from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllToAll, Counters, Pending
 from .expert_map import ExpertMap
-from .setup import ExpertParallelDispatcher, Setup, has_equal_rows
+from .setup import ExpertParallelDispatcher, Setup
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,14 @@ class DedupDispatcher(ExpertParallelDispatcher):
         return _Dispatched(chunks, exchange)
 
     def _known_sizes(self, exchange: DedupAllToAll, expert_map: ExpertMap) -> ExchangeSizes | None:
-        """Returns the sizes where every rank serves equally many heads, each with experts of its
-        own, and all ranks have equally many rows: then every token sends the same to every rank.
-        None where that is not so, or is to be checked.
+        """Returns the sizes where every token sends the same to every rank; None where that is not
+        so, or is to be checked.
         """
-        heads, num_ranks = exchange.routes.equal_blocks, self.communicator.num_ranks
-        is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
-        if not (is_known and has_equal_rows()) or self.communicator.checking:
+        to, num_ranks = exchange.addresses, self.communicator.num_ranks
+        of_token = self.setup.counts_of_token(exchange.routes, to.num_sources, expert_map)
+        if of_token is None or self.communicator.checking:
             return None
-        to = exchange.addresses
         num_tokens = to.num_sources // to.rows_per_token
-        targets_per_token = to.num_targets // max(1, num_tokens)
-        of_token = [0, 0, 0]
-        of_token[ROWS] = -(-to.rows_per_token // num_ranks)  # one row, or those of its heads
-        of_token[ROUTES] = len(to.expert_N) // max(1, num_tokens) // num_ranks
-        of_token[TARGETS] = -(-targets_per_token // num_ranks)
         sizes_V = []
         for chunk in range(to.num_chunks):
             first, end = (-(-i * num_tokens // to.num_chunks) for i in (chunk, chunk + 1))

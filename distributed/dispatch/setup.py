@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...model.moe import Dispatched
 from ...model.recompute import recomputing
 from ...model.routing import Routes
@@ -36,11 +37,6 @@ def equal_rows() -> Iterator[None]:
         yield
     finally:
         _equal_rows.reset(token)
-
-
-def has_equal_rows() -> bool:
-    """Tells whether that was promised."""
-    return _equal_rows.get()
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,25 @@ class Setup:
         if expert_map is None:
             expert_map = contiguous_map(routes.num_experts, self.group.size())
         return expert_map.seen_from(self.group.rank())
+
+    def counts_of_token(
+        self, routes: Routes, num_sources: int, expert_map: ExpertMap
+    ) -> list[int] | None:
+        """Returns how many rows, routes and target rows of every token go to every rank, where that
+        is the same for all: every rank serves equally many heads, each with experts of its own, and
+        all ranks have equally many rows. None where it is not so, or not known.
+        """
+        heads, num_ranks = routes.equal_blocks, self.group.size()
+        is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
+        if not (is_known and _equal_rows.get()):
+            return None
+        rows_per_token = self.rows_per_token(routes, num_sources)
+        num_tokens = max(1, num_sources // rows_per_token)
+        counts = [0, 0, 0]
+        counts[ROWS] = -(-rows_per_token // num_ranks)  # one row, or those of its heads
+        counts[ROUTES] = len(routes.expert_N) // num_tokens // num_ranks
+        counts[TARGETS] = -(-(routes.num_targets // num_tokens) // num_ranks)
+        return counts
 
     @staticmethod
     def rows_per_token(routes: Routes, num_sources: int) -> int:

@@ -281,12 +281,14 @@ def start_exchange(
     num_slots: int,
     num_chunks: int = 1,
     counts_rows: bool = False,
+    of_token: Sequence[int] | None = None,
 ) -> SymmetricExchange:
     """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the rows that
     set out and the routes that come.
 
     Args:
         num_slots: of this rank.
+        of_token: what every token sends to every rank, where that is known of all.
 
     Raises:
         ValueError: a route is out of range.
@@ -298,6 +300,7 @@ def start_exchange(
         slot_E=places.slot_E,
         num_chunks=num_chunks,
         rows_per_token=Setup.rows_per_token(routes, x_UD.shape[0]),
+        of_token=of_token,
     )
     weight_dtype = routes.weight_N.dtype
     run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_rows)
@@ -367,5 +370,6 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=num_chunks,
             counts_rows=True,
+            of_token=self.setup.counts_of_token(routes, x_UD.shape[0], expert_map),
         )
         return _Dispatched(exchange)

@@ -66,12 +66,15 @@ class RowOutbox(Protocol):
         slot_E: Tensor,
         num_chunks: int,
         rows_per_token: int,
+        of_token: Sequence[int] | None = None,
     ) -> Any:
         """Writes down where every route goes; returns an `ExchangePlan`.
 
         Args:
             rank_E, slot_E: int32, where every expert is.
             rows_per_token: neighbouring source rows that travel in one chunk.
+            of_token: rows, routes and targets of every token for every rank, where all ranks know
+                that they have equally many tokens and it is the same for each.
 
         Raises:
             ValueError: a route is out of range, or the chunks are too many.

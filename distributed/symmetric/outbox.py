@@ -80,16 +80,19 @@ class Outbox:
         slot_E: Tensor,
         num_chunks: int,
         rows_per_token: int,
+        of_token: Sequence[int] | None = None,
     ) -> Plan:
         """Writes down where every route goes.
 
         Args:
             rank_E, slot_E: int32, where every expert is.
             rows_per_token: neighbouring source rows that travel in one chunk.
+            of_token: not needed: sizes are read where they lie.
 
         Raises:
             ValueError: a route is out of range.
         """
+        del of_token
         source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
         expert_N, num_routes = routes.expert_N.contiguous(), routes.source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources
