@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,18 @@ class CppLibrary:
             function = getattr(library, name)
             function.restype, function.argtypes = result, list(arguments)
         return library
+
+    def load_or_warn(self) -> ctypes.CDLL | None:
+        """Loads the library; None where it cannot be had, with a warning if a compiler is there and
+        does not work.
+        """
+        if self.reason_against() is not None:
+            return None
+        try:
+            return self.load()
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+            return None
 
     def compile(self, path: Path) -> None:
         """Compiles the source into that file, unless another process has done so meanwhile."""

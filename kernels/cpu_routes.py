@@ -8,7 +8,6 @@ torch needs eight operations, each of which costs more than the sorting does.
 
 import ctypes
 import functools
-import warnings
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -109,10 +108,4 @@ def sort_by_expert(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """None: torch adds instead, in two passes and the same order."""
-    if LIBRARY.reason_against() is not None:
-        return None
-    try:
-        return LIBRARY.load()
-    except ValueError as error:  # a compiler that is there and does not work
-        warnings.warn(str(error), stacklevel=2)
-        return None
+    return LIBRARY.load_or_warn()

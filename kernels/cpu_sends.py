@@ -4,7 +4,6 @@ passes over the routes.
 
 import ctypes
 import functools
-import warnings
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -153,10 +152,4 @@ def _empty_pairs(num_routes: int, num_rows: int) -> RowPairs:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """None: torch does it."""
-    if LIBRARY.reason_against() is not None:
-        return None
-    try:
-        return LIBRARY.load()
-    except ValueError as error:  # a compiler that is there and does not work
-        warnings.warn(str(error), stacklevel=2)
-        return None
+    return LIBRARY.load_or_warn()

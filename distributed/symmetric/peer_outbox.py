@@ -40,6 +40,7 @@ from ...kernels.peers import (
     take_weights,
 )
 from ...kernels.sends import count_sends, pack_sends
+from ...kernels.triton.available import reason_against
 from ...model.routing import Routes
 from .interface import OutboxError, ReceivedRows
 from .peer_memory import PeerMemory, SymmetricMemory
@@ -471,6 +472,10 @@ def open_peer_outbox(
 
     if not torch.cuda.is_available():
         return "the GPUs cannot read each other's memory: there is none here"
+    if reason := reason_against("cuda", torch.float32):
+        return (
+            f"what is in the GPUs' memory is read by Triton's kernels, which cannot run: {reason}"
+        )
 
     def allocate(num_bytes: int) -> PeerMemory:
         return SymmetricMemory(num_bytes, group, device, timeout_s)

@@ -20,6 +20,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
+from moebius.distributed.symmetric import peer_outbox
 from moebius.distributed.symmetric.interface import OutboxError
 from moebius.distributed.symmetric.peer_memory import SymmetricMemory
 from moebius.distributed.symmetric.peer_outbox import open_peer_outbox
@@ -219,3 +220,11 @@ def without_gpus() -> str:
         found = open_peer_outbox(group, torch.device("cuda"), timeout_s=5)
         assert isinstance(found, str)
         return found
+
+
+def test_gpus_without_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peer_outbox, "reason_against", lambda *_: "Triton is not installed")
+    group = mock.create_autospec(dist.ProcessGroup, instance=True)
+    found = open_peer_outbox(group, torch.device("cuda"), timeout_s=5)
+    assert "Triton is not installed" in str(found)

@@ -1,0 +1,76 @@
+"""How evenly runs use their feed-forward experts at the end, by arm and seed.
+
+    python -m benchmarks.load_evenness runs/compare/balancing/*/seed-*
+
+Of the mean `expert_load` of the last three `train` lines of a run's metrics.jsonl: the perplexity of
+the load ÷ experts (1: all alike), averaged over depth steps; the hottest expert of any depth step,
+as a multiple of its share; and which share of the experts has less than a tenth of its own.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_LINES = 3
+_IDLE = 0.1  # of an equal share
+
+
+@dataclass(frozen=True)
+class Evenness:
+    """Figures of one run."""
+
+    perplexity: float  # ÷ experts
+    hottest: float  # ÷ an equal share
+    idle: float  # share of the experts
+
+
+def evenness_of(load_DE: np.ndarray) -> Evenness:
+    """Reads the load of every depth step's experts."""
+    share_DE = load_DE / load_DE.sum(1, keepdims=True)
+    num_experts = share_DE.shape[1]
+    logarithms = np.log(share_DE, where=share_DE > 0, out=np.zeros_like(share_DE))
+    perplexity_D = np.exp(-(share_DE * logarithms).sum(1))
+    return Evenness(
+        float(perplexity_D.mean() / num_experts),
+        float(share_DE.max() * num_experts),
+        float((share_DE < _IDLE / num_experts).mean()),
+    )
+
+
+def last_load(folder: Path) -> np.ndarray:
+    """Returns the mean load of a run's last lines, (depth steps, experts).
+
+    Raises:
+        ValueError: the folder is no run that has trained with experts.
+    """
+    file = folder / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from None
+    loads = [record["expert_load"] for record in records if record.get("expert_load")]
+    if not loads:
+        raise ValueError(f"{file}: has no line with expert_load: no run with experts")
+    return np.array(loads[-_LINES:]).mean(0)
+
+
+def main() -> None:
+    """Prints a line for every run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    for run in parser.parse_args().runs:
+        try:
+            found = evenness_of(last_load(run))
+        except ValueError as error:
+            parser.error(str(error))
+        print(
+            f"{run.parent.name}/{run.name}: perplexity {found.perplexity:.3f}, "
+            f"hottest {found.hottest:.1f}, idle {found.idle:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Figures of how evenly experts are used, by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.load_evenness import evenness_of, last_load
+
+
+def test_figures_by_hand() -> None:
+    found = evenness_of(np.array([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 0.0, 0.0]]))
+    assert found.perplexity == pytest.approx((1 + 0.5) / 2)
+    assert found.hottest == pytest.approx(2)
+    assert found.idle == pytest.approx(2 / 8)
+
+
+def test_the_last_three_lines_are_read(tmp_path: Path) -> None:
+    loads = [[[9.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]], [[0.5, 0.5]]]
+    lines = [{"kind": "start"}, *({"kind": "train", "expert_load": load} for load in loads)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert last_load(tmp_path).tolist() == [[0.5, 0.5]]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train"}))
+    with pytest.raises(ValueError, match="no run with experts"):
+        last_load(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        last_load(tmp_path / "nowhere")
