@@ -59,7 +59,9 @@ def last_load(folder: Path) -> np.ndarray:
 
 def main() -> None:
     """Prints a line for every run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="How evenly runs use their feed-forward experts at the end."
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     for run in parser.parse_args().runs:
         try:

@@ -146,8 +146,9 @@ class _TakeRows(torch.autograd.Function):
         run: _Pass = ctx.run
         num_rows, num_routes = ctx.sizes
         grad_MD = run.rows.new_zeros(num_rows, run.rows.shape[1]) if grads[0] is None else grads[0]
-        no_grad_N = run.rows.new_zeros(num_routes, dtype=run.weight_dtype)
-        grad_N = no_grad_N if grads[1] is None else grads[1]
+        grad_N = grads[1]
+        if grad_N is None:
+            grad_N = run.rows.new_zeros(num_routes, dtype=run.weight_dtype)
         run.grads_answered[ctx.chunk] = run.outbox.post_row_gradients(
             grad_MD.contiguous(), grad_N.contiguous(), ctx.starts_3P1
         )

@@ -79,6 +79,28 @@ def _scan(
         tl.store(starts_E1 + E, base)
 
 
+@triton.jit
+def rank_in_block(
+    keys_N,
+    own,
+    block,
+    num_routes,
+    PAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    """How many earlier routes of the block have the key of each; `own` are those of the block."""
+    lane = tl.arange(0, BLOCK)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, BLOCK, COMPARED):
+        other_lane = first + tl.arange(0, COMPARED)
+        other_route = block * BLOCK + other_lane
+        other = tl.load(keys_N + other_route, mask=other_route < num_routes, other=PAST)
+        same = own[:, None] == other.to(tl.int32)[None, :]
+        rank += tl.sum((same & (other_lane[None, :] < lane[:, None])).to(tl.int32), 1)
+    return rank
+
+
 @triton.jit(do_not_specialize=["num_routes", "num_blocks"])
 def _scatter(
     expert_N,
@@ -96,17 +118,10 @@ def _scatter(
     It is its expert's base for this block, plus the earlier routes of the block with that expert.
     """
     block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    route = block * BLOCK + lane
+    route = block * BLOCK + tl.arange(0, BLOCK)
     live = route < num_routes
     expert = tl.load(expert_N + route, mask=live, other=E).to(tl.int32)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, BLOCK, COMPARED):
-        other_lane = first + tl.arange(0, COMPARED)
-        other_route = block * BLOCK + other_lane
-        other = tl.load(expert_N + other_route, mask=other_route < num_routes, other=E).to(tl.int32)
-        same = (expert[:, None] == other[None, :]) & (other_lane[None, :] < lane[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
+    rank = rank_in_block(expert_N, expert, block, num_routes, E, BLOCK, COMPARED)
     base = tl.load(bases_EB + expert * num_blocks + block, mask=live, other=0)
     tl.store(order_N + base + rank, route, mask=live)
     tl.store(place_N + route, base + rank, mask=live)

@@ -21,6 +21,7 @@ from torch import Tensor, empty, full, int32, int64
 
 from ..addresses import INTEGERS, Addresses, BlockCounts, PackedSends, RowPairs, SendCounts
 from .guard import launch, tl, triton
+from .routing import rank_in_block
 
 _BLOCK = 256  # routes of a program
 _COMPARED = 32
@@ -161,17 +162,10 @@ def _describe(
 ):
     """Writes a block of routes at their places: destination, block, then the order of routes."""
     block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    route = block * BLOCK + lane
+    route = block * BLOCK + tl.arange(0, BLOCK)
     live = route < num_routes
     to = tl.load(destination_N + route, mask=live, other=V)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, BLOCK, COMPARED):
-        other_lane = first + tl.arange(0, COMPARED)
-        other_route = block * BLOCK + other_lane
-        other = tl.load(destination_N + other_route, mask=other_route < num_routes, other=V)
-        same = (to[:, None] == other[None, :]) & (other_lane[None, :] < lane[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
+    rank = rank_in_block(destination_N, to, block, num_routes, V, BLOCK, COMPARED)
     first_route = tl.zeros((BLOCK,), tl.int32)
     for v in range(V):
         routes = tl.load(counts_V3 + 3 * v + 1).to(tl.int32)
