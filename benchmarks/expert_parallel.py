@@ -219,7 +219,7 @@ def build_run(way: Way, process: Process, folder: Path) -> tuple[Run, Batch]:
         (1, MICRO_BATCH, config.data.seq_len + 1),
         generator=torch.Generator().manual_seed(process.rank),
     )
-    return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0)
+    return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0, equal_shapes=True)
 
 
 def take_turn(run: Run, batch: Batch, steps: int) -> Turn:

@@ -194,7 +194,7 @@ def run_bare(run_dir: Path) -> None:
         tokens = torch.randint(
             config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank)
         )
-        batch = Batch(tokens.numpy(), 0, 0)
+        batch = Batch(tokens.numpy(), 0, 0, equal_shapes=True)
         times = []
         for _ in range(config.train.steps):
             started = time.perf_counter()

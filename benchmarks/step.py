@@ -305,7 +305,12 @@ def new_batch(case: Case, run: Run) -> Batch:
     """Random tokens, other ones in every step: so is the routing."""
     shape = (1, case.batch, case.seq_len + 1)
     seed = torch.Generator().manual_seed(run.progress.step)
-    return Batch(torch.randint(run.config.model.vocab_size, shape, generator=seed).numpy(), 0, 0)
+    return Batch(
+        torch.randint(run.config.model.vocab_size, shape, generator=seed).numpy(),
+        0,
+        0,
+        equal_shapes=True,
+    )
 
 
 def timed_step(case: Case, run: Run, way: Way) -> float:

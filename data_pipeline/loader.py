@@ -61,6 +61,7 @@ class Batch:
     loss_mask: np.ndarray | None = None  # bool [A, B, S], of the targets; None: every one counts
     # int32 [A, B, S+1], −1: padding; a document is a run of equal ids in a row; None: not asked for
     document_ids: np.ndarray | None = None
+    equal_shapes: bool = False  # the batches of all ranks have the same shape; a loader's do
 
 
 @dataclass(frozen=True)
@@ -390,6 +391,7 @@ class Loader:
             digest=self._samples.digest(local_first, refs),
             loss_mask=_split(rows.loss_mask, self._micro_batch),
             document_ids=_split(rows.document_ids, self._micro_batch),
+            equal_shapes=True,
         )
 
 

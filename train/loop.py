@@ -231,9 +231,8 @@ def accumulate_gradients(
     first = run.process.rank * len(micro_batches)
     for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        # Padding is no row of a sparse layer, and ranks have more or less of it.
-        alike = equal_rows() if micro_batch.documents is None else nullcontext()
-        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS), alike:
+        promise = equal_rows() if micro_batch.equal_rows else nullcontext()
+        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS), promise:
             result = micro_batch_loss(
                 forward,
                 micro_batch.inputs_BS,

@@ -41,6 +41,7 @@ class MicroBatch:
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
     documents: Documents | None = None  # of the input tokens; None: every row is one
     document_ids_BS: Tensor | None = None  # int32, on the host: what `documents` was made of
+    equal_rows: bool = False  # all ranks have equally many tokens, none of them padding
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,17 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
         mask = None if batch.loss_mask is None else batch.loss_mask[index]
         ids = None if batch.document_ids is None else batch.document_ids[index]
         ids_BS = None if ids is None else use.split(torch.from_numpy(ids))[0]
-        found.append(MicroBatch(*use.split(rows_BS1), *use.read(mask, ids, device), ids_BS))
+        mask_BS, documents = use.read(mask, ids, device)
+        found.append(
+            MicroBatch(
+                *use.split(rows_BS1),
+                mask_BS,
+                documents,
+                ids_BS,
+                # Padding is no row of a sparse layer, and ranks have more or less of it.
+                equal_rows=batch.equal_shapes and documents is None,
+            )
+        )
     return found
 
 

@@ -128,6 +128,7 @@ def test_the_shape_and_the_type(small, made):
     assert batch.tokens.shape == (4, 2, S + 1)
     assert batch.tokens.dtype == np.int64
     assert batch.first_sample == 0
+    assert batch.equal_shapes
     assert batch.loss_mask is None
     assert batch.document_ids is None
     ((full,),) = steps_of(made.config(document_attention=True), 1, micro_batch=2)

@@ -216,6 +216,14 @@ def test_documents_are_asked_for_where_there_are_none(data: Path) -> None:
     assert make_config(data, documents=True).train.balance_documents
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_only_a_batch_that_says_so_promises_equal_rows(equal: bool) -> None:
+    for ids, expected in ((None, equal), (document_ids().reshape(2, 4, -1), False)):
+        batch = Batch(rows().reshape(2, 4, -1), 0, 0, document_ids=ids, equal_shapes=equal)
+        found = split_batch(batch, torch.device("cpu"), DocumentUse(ids is not None, False))
+        assert [micro_batch.equal_rows for micro_batch in found] == [expected] * 2
+
+
 def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
     everything = np.ones((SEQUENCES, POSITIONS), bool)
     [masked], [plain] = (

@@ -1,19 +1,22 @@
 """Sizes that ranks know of each other: the same bits, without an exchange of counts or a read."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from dispatch_cases import Case, dispatcher_of, own_layer, run_layer, world
 from dispatch_scenes import EXPERTS, WIDTH
 from shared_files import open_files
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.dispatch.setup import equal_rows
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox
+from moebius.model.moe import SparseLayer
+from moebius.model.recompute import Recompute, run_recomputed
 from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes
 
 HEADS = 4
@@ -91,6 +94,45 @@ def test_heads_of_equal_ranks_need_no_counts(ranks: int, top_k: int) -> None:
             assert unequal == []
             assert before > 0
             assert after == (before if is_moved or is_checked else 0)
+
+
+def exchanges_when_recomputed() -> list[tuple[list[str], int, int]]:
+    """What differs where the promise is of the forward pass alone; and exchanges of counts without
+    and with it.
+    """
+    found = []
+    with world() as (process, group, nodes):
+        given = heads_case(True, 13, process.rank)
+        layer = own_layer(process, dispatcher_of("dedup", group, nodes))
+        plain = run_layer(layer, given)
+        for mode in get_args(Recompute):
+            counted, unequal = [], []
+            for promise in (nullcontext, equal_rows):
+                layer.zero_grad(set_to_none=True)
+                x = given.x.clone().requires_grad_()
+                with Integers() as integers:
+                    with promise():
+                        y = layer_twice(mode, layer, x, given.routes)
+                    y.backward(given.grad)
+                result = {"y": y.detach(), "x": x.grad, "w_up": layer.experts.w_up.grad}
+                unequal += [n for n, value in result.items() if not torch.equal(value, plain[n])]
+                counted.append(integers.count)
+            found.append((unequal, *counted))
+    return found
+
+
+def layer_twice(mode: Recompute, layer: SparseLayer, x: Tensor, routes: Routes) -> Tensor:
+    if mode == "none":
+        return layer(x, routes)
+    y, _ = run_recomputed(mode, layer, lambda x: (layer(x, routes), None), x)
+    return y
+
+
+def test_recomputing_remembers_the_promise() -> None:
+    for found in run_ranks(exchanges_when_recomputed, 2, timeout_s=60):
+        assert [unequal for unequal, _, _ in found] == [[]] * 3
+        assert all(before > 0 for _, before, _ in found)
+        assert [after for _, _, after in found] == [0] * 3
 
 
 def reads_of_headers() -> list[tuple[list[str], list[int]]]:
