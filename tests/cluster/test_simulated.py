@@ -21,7 +21,9 @@ from moebius.cluster.simulated import simulated_cluster
 pytest.importorskip("ray")
 
 USER = """
-import json, os, sys, time
+import json, os, signal, sys, time
+# a shell that starts the tests in the background lets them ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from moebius.cluster.simulated import simulated_cluster
 def use(cluster):
     import ray
