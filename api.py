@@ -1,6 +1,6 @@
 """moebius from Python: what `import moebius` offers, for notebooks and scripts.
 
-    config = moebius.recipe("smoke", train__steps=40, job__num_nodes=1)
+    config = moebius.recipe("smoke", train__steps=40, job__num_nodes=1, mesh__dp_replicate=1)
     model = moebius.build(config)                   # untrained, in this process
     status = moebius.train(config, "runs/mine")     # prepares the data, starts the ranks, waits
     trained = moebius.load("runs/mine")

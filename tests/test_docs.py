@@ -4,6 +4,7 @@ Each check is a function from a document's text to what is wrong in it, and must
 `FAULTS` plants: a check that cannot fail proves nothing.
 """
 
+import ast
 import functools
 import re
 import shlex
@@ -178,12 +179,31 @@ def _refusal(words: list[str]) -> str | None:
     return None
 
 
+def recipes_fit(text: str) -> list[str]:
+    """Every recipe of a Python block can be trained on the ranks that its job asks for."""
+    import moebius
+
+    wrong = []
+    for block in (found for found in blocks(text, "python") if "moebius.recipe(" in found):
+        for node in ast.walk(ast.parse(block)):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "moebius.recipe":
+                continue
+            words = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
+            try:
+                config = moebius.recipe(*map(ast.literal_eval, node.args), **words)
+                config.check_world(config.world_size)
+            except ValueError as error:
+                wrong.append(f"{ast.unparse(node)}: {error}")
+    return wrong
+
+
 CHECKS: list[Check] = [
     paths_exist,
     links_lead_somewhere,
     quotations_are_true,
     names_exist,
     commands_can_be_given,
+    recipes_fit,
 ]
 
 
@@ -207,6 +227,11 @@ FAULTS: list[tuple[Check, str, str]] = [
     (names_exist, "`NeverHeardOf(1)`", "no source knows NeverHeardOf"),
     (commands_can_be_given, "```console\n$ moebius trian smoke\n```\n", "the command line refuses"),
     (commands_can_be_given, "```console\n$ make nothing\n```\n", "no such target"),
+    (
+        recipes_fit,
+        '```python\nmoebius.recipe("smoke", job__num_nodes=1)\n```\n',
+        "the mesh does not fit the world",
+    ),
 ]
 
 
