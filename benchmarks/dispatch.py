@@ -268,6 +268,7 @@ def bare_plan(memory: Outbox, num_rows: int, routes: Routes, rank_E: Tensor) -> 
         num_rows,
         rank_E=rank_E.int(),
         slot_E=torch.zeros(len(rank_E), dtype=torch.int32),
+        num_slots=1,
         num_chunks=1,
         rows_per_token=1,
     )

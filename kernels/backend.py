@@ -127,6 +127,13 @@ def defers(backend: str) -> bool:
     return backend.partition("+")[0] in DEFERRING_BACKENDS
 
 
+def reads_unused(backend: str) -> bool:
+    """Returns whether a backend takes lists of routes with unused places, as they come where nobody
+    reads on the host how many routes there are.
+    """
+    return backend.partition("+")[0] == "triton"
+
+
 @functools.cache
 def implementation(backend: str) -> DefersWeightGradients:
     """Imports a backend that `resolve_backend` returned, and returns its functions.

@@ -10,7 +10,7 @@ Legend: U source rows, N routes, E experts, D input width, F hidden width, O out
 from torch import Tensor
 
 from . import ops, reference
-from .backend import resolve_backend
+from .backend import reads_unused, resolve_backend
 from .gradients import shared_weights
 from .operands import MLPBank, RouteList, check_counts
 
@@ -63,6 +63,7 @@ def routed_mlp(
     bank.check()
     check_counts(routes, w_up_EDF.shape[0])
     backend = resolve_backend(backend, x_UD.device, dtype)
+    routes = routes if reads_unused(backend) else routes.used()
     if backend == "reference":
         return reference.routed_mlp(x_UD, bank, routes)
     (w_up_EDF, w_down_EFO), number = shared_weights(w_up_EDF, w_down_EFO, defer=defer)
@@ -83,6 +84,7 @@ def routed_linear(
     x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     check_counts(routes, w_EDO.shape[0])
     backend = resolve_backend(backend, x_UD.device, x_UD.dtype)
+    routes = routes if reads_unused(backend) else routes.used()
     if backend == "reference":
         return reference.routed_linear(x_UD, w_EDO, routes)
     (w_EDO,), number = shared_weights(w_EDO, defer=defer)

@@ -5,7 +5,7 @@ activation (F, or 2F where it is gated), O output width.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -77,6 +77,15 @@ class RouteList(Protocol):
     @property
     def sorting(self) -> Sorting:
         """Returns the routes' order by expert."""
+        ...
+
+    @property
+    def has_unused(self) -> bool:
+        """Returns whether places of the list may name no expert."""
+        ...
+
+    def used(self) -> Self:
+        """Returns the list without them."""
         ...
 
 

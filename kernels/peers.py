@@ -10,19 +10,22 @@ Who is to read when is not said here (distributed/symmetric/device_outbox.py).
 On GPUs Triton's kernels read straight from the peers' memory (triton/peers.py); torch's operations
 here stand for them on CPUs.
 
-Legend: P ranks, W words of a header, M rows that came, R routes that came, N routes, U rows, D
-width.
+What comes is written where there is room for it, which may be more than comes (`Room`): so a
+caller who does not know the numbers need not ask. What is more than there is room for is left out,
+and said; nothing is read or written outside of a section, whatever the headers say.
+
+Legend: P ranks, W words of a header, M room for rows, R room for routes, N routes, U rows, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .addresses import INTEGERS, ROUTES
+from .addresses import INTEGERS, ROUTES, ROWS, TARGETS
 
 # Words of a header, int64. What two ranks must agree about is compared by the reader.
 NUMBER, ROW_BYTES, WEIGHT_BYTES, NUM_ROWS, NUM_TARGETS, NUM_ROUTES, TABLE = range(7)
@@ -71,6 +74,25 @@ class Layout:
         return _aligned(self.rows_at + self.row_bytes)
 
 
+class Room(NamedTuple):
+    """Says for how many rows, routes and target rows there is room; in the order of a header."""
+
+    rows: int
+    routes: int
+    targets: int
+
+
+class ReceivedRoutes(NamedTuple):
+    """Routes for this rank, in the order of ranks; a place that is unused has the first row, slot and
+    target row past the end, and the weight 0.
+    """
+
+    places_3R: Tensor  # int64: source row and target row as they came, and between them the slot
+    weight_R: Tensor
+    starts_3P1: Tensor  # int64: where every rank's rows, routes and targets begin, and end
+    is_over: Tensor  # bool, scalar: something had no room, and then all places are unused
+
+
 @dataclass(frozen=True)
 class Peers:
     """Holds the messages of all ranks, as this one sees them."""
@@ -91,12 +113,7 @@ class Peers:
 
 def read_headers(peers: Peers) -> Tensor:
     """Copies all ranks' headers, (P, W) int64."""
-    if _by_triton(peers):
-        return _triton().read_headers(peers)
-    words = peers.layout.words
-    return torch.stack(
-        [peers.part(rank, 0, words, torch.int64) for rank in range(len(peers.messages))]
-    )
+    return torch.ops.moebius.read_peer_headers(*_flat(peers))
 
 
 def take_rows(peers: Peers, header_PW: Tensor, column: int, num_rows: int, like: Tensor) -> Tensor:
@@ -104,44 +121,18 @@ def take_rows(peers: Peers, header_PW: Tensor, column: int, num_rows: int, like:
 
     Args:
         column: of the header's counts: rows or targets.
+        num_rows: M; rows past those that came are left as they are.
         like: has the rows' width and dtype.
     """
-    if _by_triton(peers):
-        return _triton().take_rows(peers, header_PW, column, num_rows, like)
-    found = [like.new_empty(0, like.shape[1])]
-    for rank, (first, count) in enumerate(_own_parts(peers, header_PW, column)):
-        every = peers.part(
-            rank, peers.layout.rows_at, int(header_PW[rank, NUM_ROWS]), like.dtype, like.shape[1]
-        )
-        listed = peers.part(rank, peers.layout.list_at, first + count, torch.int32)[first:]
-        found.append(every.index_select(0, listed))
-    taken = torch.cat(found)
-    assert len(taken) == num_rows, f"{len(taken)} rows came, and {num_rows} were counted"
-    return taken
+    return torch.ops.moebius.take_peer_rows(*_flat(peers), header_PW, column, num_rows, like)
 
 
 def take_routes(
-    peers: Peers, header_PW: Tensor, num_routes: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Reads the routes for this rank, in the order of ranks: source row, slot and target row as
-    they came, (3, R) int64, and weights like `like`, (R,).
-    """
-    if _by_triton(peers):
-        return _triton().take_routes(peers, header_PW, num_routes, like)
-    counts_PP3 = _counts(peers, header_PW)
-    own_P3 = counts_PP3[:, peers.rank]
-    first_P3 = own_P3.cumsum(0) - own_P3
-    places, weights = [like.new_empty(3, 0, dtype=torch.int64)], [like.new_empty(0)]
-    for rank, (first, count) in enumerate(_own_parts(peers, header_PW, ROUTES)):
-        metadata_R4 = peers.part(rank, peers.layout.routes_at, first + count, like.dtype, 4)[first:]
-        integers_R3 = metadata_R4[:, :3].contiguous().view(INTEGERS[like.dtype]).long()
-        slot_R, row_R, target_R = integers_R3.unbind(1)
-        rows, _, targets = first_P3[rank]
-        places.append(torch.stack((row_R + rows, slot_R, target_R + targets)))
-        weights.append(metadata_R4[:, 3])
-    places_3R, weight_R = torch.cat(places, 1), torch.cat(weights)
-    assert len(weight_R) == num_routes, f"{len(weight_R)} routes came, not {num_routes}"
-    return places_3R, weight_R
+    peers: Peers, header_PW: Tensor, room: Room, num_slots: int, like: Tensor
+) -> ReceivedRoutes:
+    """Reads the routes for this rank; their weights are like `like`."""
+    found = torch.ops.moebius.take_peer_routes(*_flat(peers), header_PW, room, num_slots, like)
+    return ReceivedRoutes(*found)
 
 
 def sum_rows(
@@ -153,18 +144,7 @@ def sum_rows(
         column: of the headers' starts.
         number_PU: int32: a row's number among those that went to a rank, −1 where it did not.
     """
-    if _by_triton(peers):
-        return _triton().sum_rows(peers, header_PW, column, number_PU, like)
-    starts_P = _starts(peers, header_PW)[:, column, peers.rank]
-    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    sums_UD = torch.zeros(number_PU.shape[1], like.shape[1], dtype=dtype, device=like.device)
-    for rank, number_U in enumerate(number_PU):
-        went = (number_U >= 0).nonzero().squeeze(1)
-        place = number_U[went].long() + starts_P[rank]
-        count = int(header_PW[rank, NUM_ROWS])
-        rows = peers.part(rank, peers.layout.rows_at, count, like.dtype, like.shape[1])
-        sums_UD.index_add_(0, went, rows.index_select(0, place).to(dtype))
-    return sums_UD.to(like.dtype)
+    return torch.ops.moebius.sum_peer_rows(*_flat(peers), header_PW, column, number_PU, like)
 
 
 def take_weights(
@@ -181,17 +161,182 @@ def take_weights(
         destination_N, place_N: int32: a route's rank, and where it stood among all that were sent.
         counts_P3: int64: what was sent to every rank.
     """
+    return torch.ops.moebius.take_peer_weights(
+        *_flat(peers), header_PW, destination_N, place_N, counts_P3, like
+    )
+
+
+# As operators: flat arguments, an implementation for CPUs and GPUs, and shapes for tracers ------------------------------
+
+
+_LIBRARY = torch.library.Library("moebius", "FRAGMENT")
+
+
+def _operator(name: str, *schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function of `Peers` as an operator of that name, for CPUs and GPUs.
+
+    Args:
+        schema: the other arguments, and at last what is returned.
+
+    Without `custom_op`, whose checks of every call would cost as much as the kernel.
+    """
+    *more, returned = schema
+    given = ", ".join(("Tensor address_P, Tensor[] messages, int[] layout, int rank", *more))
+    _LIBRARY.define(f"{name}({given}) -> {returned}")
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(
+            address_P: Tensor, messages: list[Tensor], layout: list[int], rank: int, *rest: Any
+        ) -> Any:
+            return function(Peers(Layout(*layout), messages, address_P, rank), *rest)
+
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, call, device)
+        return function
+
+    return register
+
+
+def _flat(peers: Peers) -> tuple:
+    layout = peers.layout
+    sizes = [layout.num_ranks, layout.routes, layout.row_bytes]
+    return peers.address_P, list(peers.messages), sizes, peers.rank
+
+
+@_operator("read_peer_headers", "Tensor")
+def _read_headers(peers: Peers) -> Tensor:
+    if _by_triton(peers):
+        return _triton().read_headers(peers)
+    words = peers.layout.words
+    return torch.stack(
+        [peers.part(rank, 0, words, torch.int64) for rank in range(len(peers.messages))]
+    )
+
+
+@_operator("take_peer_rows", "Tensor header_PW, int column, int num_rows, Tensor like", "Tensor")
+def _take_rows(peers: Peers, header_PW: Tensor, column: int, num_rows: int, like: Tensor) -> Tensor:
+    if _by_triton(peers):
+        return _triton().take_rows(peers, header_PW, column, num_rows, like)
+    taken_MD, end = like.new_empty(num_rows, like.shape[1]), 0
+    for rank, (first, count) in enumerate(_own_parts(peers, header_PW, column)):
+        every = peers.part(
+            rank, peers.layout.rows_at, int(header_PW[rank, NUM_ROWS]), like.dtype, like.shape[1]
+        )
+        listed = peers.part(rank, peers.layout.list_at, first + count, torch.int32)[first:]
+        here_MD = taken_MD[end : end + count]
+        here_MD.copy_(every.index_select(0, listed[: len(here_MD)]))
+        end += count
+    return taken_MD
+
+
+@_operator(
+    "take_peer_routes",
+    "Tensor header_PW, int[] room, int num_slots, Tensor like",
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+def _take_routes(
+    peers: Peers, header_PW: Tensor, sizes: list[int], num_slots: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    room = Room(*sizes)
+    if _by_triton(peers):
+        return _triton().take_routes(peers, header_PW, room, num_slots, like)
+    own_P3 = _counts(peers, header_PW)[:, peers.rank]
+    starts_3P1 = own_P3.new_zeros(3, peers.layout.num_ranks + 1)
+    starts_3P1[:, 1:] = own_P3.cumsum(0).T
+    is_over = (starts_3P1[:, -1] > starts_3P1.new_tensor(room)).any()
+    unused = starts_3P1.new_tensor([[room.rows], [num_slots], [room.targets]])
+    places_3R, weight_R = unused.repeat(1, room.routes), like.new_zeros(room.routes)
+    parts = [] if is_over else _own_parts(peers, header_PW, ROUTES)
+    for rank, (first, count) in enumerate(parts):
+        metadata_C4 = peers.part(rank, peers.layout.routes_at, first + count, like.dtype, 4)[first:]
+        integers_C3 = metadata_C4[:, :3].contiguous().view(INTEGERS[like.dtype]).long()
+        slot_C, row_C, target_C = integers_C3.unbind(1)
+        begin = int(starts_3P1[ROUTES, rank])
+        places_3R[:, begin : begin + count] = torch.stack(
+            (row_C + starts_3P1[ROWS, rank], slot_C, target_C + starts_3P1[TARGETS, rank])
+        )
+        weight_R[begin : begin + count] = metadata_C4[:, 3]
+    return places_3R, weight_R, starts_3P1, is_over
+
+
+@_operator("sum_peer_rows", "Tensor header_PW, int column, Tensor number_PU, Tensor like", "Tensor")
+def _sum_rows(
+    peers: Peers, header_PW: Tensor, column: int, number_PU: Tensor, like: Tensor
+) -> Tensor:
+    if _by_triton(peers):
+        return _triton().sum_rows(peers, header_PW, column, number_PU, like)
+    starts_P = _starts(peers, header_PW)[:, column, peers.rank]
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    sums_UD = torch.zeros(number_PU.shape[1], like.shape[1], dtype=dtype, device=like.device)
+    for rank, number_U in enumerate(number_PU):
+        count = int(header_PW[rank, NUM_ROWS])
+        place_U = number_U.long() + starts_P[rank]
+        went = ((number_U >= 0) & (place_U < count)).nonzero().squeeze(1)
+        place = place_U[went]
+        rows = peers.part(rank, peers.layout.rows_at, count, like.dtype, like.shape[1])
+        sums_UD.index_add_(0, went, rows.index_select(0, place).to(dtype))
+    return sums_UD.to(like.dtype)
+
+
+@_operator(
+    "take_peer_weights",
+    "Tensor header_PW, Tensor destination_N, Tensor place_N, Tensor counts_P3, Tensor like",
+    "Tensor",
+)
+def _take_weights(
+    peers: Peers,
+    header_PW: Tensor,
+    destination_N: Tensor,
+    place_N: Tensor,
+    counts_P3: Tensor,
+    like: Tensor,
+) -> Tensor:
     if _by_triton(peers):
         return _triton().take_weights(peers, header_PW, destination_N, place_N, counts_P3, like)
     starts_P = _starts(peers, header_PW)[:, ROUTES, peers.rank]
     first_P = counts_P3[:, ROUTES].cumsum(0) - counts_P3[:, ROUTES]
-    found_N = like.new_empty(len(destination_N))
+    found_N = like.new_zeros(len(destination_N))
     for rank in range(len(peers.messages)):
-        mine = (destination_N == rank).nonzero().squeeze(1)
         count = int(header_PW[rank, NUM_ROUTES])
+        place_N_there = place_N.long() - first_P[rank] + starts_P[rank]
+        mine = ((destination_N == rank) & (place_N_there < count)).nonzero().squeeze(1)
         weights = peers.part(rank, peers.layout.routes_at, count, like.dtype)
-        found_N[mine] = weights[place_N[mine].long() - first_P[rank] + starts_P[rank]]
+        found_N[mine] = weights[place_N_there[mine]]
     return found_N
+
+
+@torch.library.register_fake("moebius::read_peer_headers")
+def _(address_P: Tensor, messages: list[Tensor], layout: list[int], rank: int) -> Tensor:
+    return address_P.new_empty(layout[0], Layout(*layout).words)
+
+
+@torch.library.register_fake("moebius::take_peer_rows")
+def _(*given: Any) -> Tensor:
+    *_, num_rows, like = given
+    return like.new_empty(num_rows, like.shape[1])
+
+
+@torch.library.register_fake("moebius::take_peer_routes")
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, header_PW, room, _, like = given
+    return (
+        header_PW.new_empty(3, room[1]),
+        like.new_empty(room[1]),
+        header_PW.new_empty(3, header_PW.shape[0] + 1),
+        header_PW.new_empty((), dtype=torch.bool),
+    )
+
+
+@torch.library.register_fake("moebius::sum_peer_rows")
+def _(*given: Any) -> Tensor:
+    *_, number_PU, like = given
+    return like.new_empty(number_PU.shape[1], like.shape[1])
+
+
+@torch.library.register_fake("moebius::take_peer_weights")
+def _(*given: Any) -> Tensor:
+    *_, destination_N, _, _, like = given
+    return like.new_empty(destination_N.shape[0])
 
 
 def _counts(peers: Peers, header_PW: Tensor) -> Tensor:

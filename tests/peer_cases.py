@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moebius.kernels import peers, sends
 from moebius.kernels.addresses import Addresses, PackedSends, SendCounts
-from moebius.kernels.peers import Layout, Peers
+from moebius.kernels.peers import Layout, Peers, ReceivedRoutes, Room
 
 ONE_CHUNK = [name for name in CASES if CASES[name][6] == 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -182,16 +182,40 @@ def check_out(way: Any, name: str, dtype: torch.dtype, width: int) -> None:
         wanted = expected_rows(given, own.rank)
         taken = way.take_rows(own, header_PW, 0, len(wanted), given.rows[0][:0])
         assert torch.equal(taken, wanted)
-        places, weights = expected_routes(given, own.rank)
-        found = way.take_routes(own, header_PW, len(weights), given.weights[0][:0])
-        assert torch.equal(found[0], places)
-        assert torch.equal(found[1], weights)
+        roomy = way.take_rows(own, header_PW, 0, len(wanted) + 9, given.rows[0][:0])
+        assert torch.equal(roomy[:-9], wanted)
+        tight = way.take_rows(own, header_PW, 0, len(wanted) // 2, given.rows[0][:0])
+        assert torch.equal(tight, wanted[: len(wanted) // 2])
+        check_routes(way, given, own, header_PW)
     if any(to.num_targets > to.num_sources for to in given.to):
         return  # there are not as many rows as targets in these messages
     for own in out_messages(given, targets=True):
         wanted = expected_rows(given, own.rank, targets=True)
         taken = way.take_rows(own, way.read_headers(own), 2, len(wanted), given.rows[0][:0])
         assert torch.equal(taken, wanted)
+
+
+def check_routes(way: Any, given: Ranks, own: Peers, header_PW: Tensor) -> None:
+    """Compares the routes that a rank reads where there is just room, more of it, and too little."""
+    places, weights = expected_routes(given, own.rank)
+    starts, num_slots = starts_of(given, own.rank), 9
+    needed = Room(*starts[:, -1].tolist())
+    like = given.weights[0][:0]
+    for more in (0, 300):
+        room = Room(*(count + more for count in needed))
+        found = ReceivedRoutes(*way.take_routes(own, header_PW, room, num_slots, like))
+        unused = torch.tensor([[room.rows], [num_slots], [room.targets]]).expand(3, more)
+        assert torch.equal(found.places_3R, torch.cat((places, unused), 1))
+        assert torch.equal(found.weight_R, torch.cat((weights, weights.new_zeros(more))))
+        assert torch.equal(found.starts_3P1, starts)
+        assert not found.is_over
+    for column in range(3 if len(weights) else 0):
+        room = Room(*(count + 1 - 2 * (at == column) for at, count in enumerate(needed)))
+        found = ReceivedRoutes(*way.take_routes(own, header_PW, room, num_slots, like))
+        assert found.is_over
+        assert torch.equal(found.starts_3P1, starts)
+        assert (found.places_3R == torch.tensor([[room.rows], [num_slots], [room.targets]])).all()
+        assert not found.weight_R.any()
 
 
 def check_back(way: Any, name: str, dtype: torch.dtype, width: int) -> None:
@@ -228,3 +252,17 @@ def check_back(way: Any, name: str, dtype: torch.dtype, width: int) -> None:
                 weights[:0],
             )
             assert torch.equal(fetched, weights)
+            # of a rank that had no room nothing is read past what it has
+            short_PW = header_PW.clone()
+            short_PW[:, [peers.NUM_ROWS, peers.NUM_ROUTES]] = 0
+            nothing = way.sum_rows(own, short_PW, column, number_PU, given.rows[0][:0])
+            assert not nothing.any()
+            nothing = way.take_weights(
+                own,
+                short_PW,
+                counts.destination_N,
+                given.packed[own.rank].place_N,
+                counts.counts_V3,
+                weights[:0],
+            )
+            assert not nothing.any()

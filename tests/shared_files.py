@@ -45,3 +45,14 @@ def open_files(group: dist.ProcessGroup, *, row_bytes: int = 1 << 20) -> PeerOut
         routes=4,
         row_bytes=row_bytes,
     )
+
+
+def to_nearest(rows_MD: Tensor, by_row_M: Tensor, first_U: Tensor) -> Tensor:
+    """Sums as GPUs have them: in float32, rounded to nearest, ties to even. On CPUs `embedding_bag`
+    rounds ties of bfloat16 upwards.
+    """
+    last_U = torch.cat((first_U[1:], first_U.new_tensor([len(by_row_M)])))
+    row_M = torch.arange(len(first_U)).repeat_interleave(last_U - first_U)
+    wide = torch.float64 if rows_MD.dtype is torch.float64 else torch.float32
+    sums_UD = torch.zeros(len(first_U), rows_MD.shape[1], dtype=wide)
+    return sums_UD.index_add_(0, row_M, rows_MD[by_row_M].to(wide)).to(rows_MD.dtype)

@@ -33,7 +33,10 @@ def as_sorted(routes: Routes) -> SortedRoutes:
             * routes.per_expert
         )
     else:
-        order_N, place_N, starts_E1 = sort_routes(routes.expert_N, routes.num_experts)
+        order_N, place_N, starts_E1 = sort_routes(
+            routes.expert_N, routes.num_experts + routes.has_unused
+        )
+        starts_E1 = starts_E1[: routes.num_experts + 1]
     return SortedRoutes(
         routes.weight_N,
         order_N,
@@ -45,6 +48,25 @@ def as_sorted(routes: Routes) -> SortedRoutes:
         routes.per_source,
         routes.per_target,
         routes.per_expert,
+    )
+
+
+def with_unused(routes: Routes, num_sources: int, count: int) -> Routes:
+    """The same routes by index, and as many places after them that are unused."""
+
+    def and_then(values_N: Tensor, unused: float) -> Tensor:
+        return torch.cat((values_N, values_N.new_full((count,), unused)))
+
+    return Routes(
+        and_then(routes.source_N, num_sources),
+        and_then(routes.expert_N, routes.num_experts),
+        and_then(routes.weight_N, 0),
+        and_then(routes.target_N, routes.num_targets),
+        routes.num_experts,
+        routes.num_targets,
+        per_source=0,
+        per_target=0,
+        has_unused=True,
     )
 
 

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.loader import Batch, Loader
-from ..distributed.dispatch.choose import counters_of
+from ..distributed.dispatch.choose import counters_of, rooms_of
 from ..distributed.dispatch.setup import equal_rows
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
@@ -189,21 +190,15 @@ def step(
     which no target counts and, where `train.spikes` says so, a spike. `data_ready`: whether this rank
     has a batch for the next step.
     """
-    meter = StepMeter()
     micro_batches = split_batch(batch, run.process.device, document_use(run.config))
     counted = count_targets(micro_batches, run.process.device)
-    run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
-    began_s = time.perf_counter()
-    accumulate_gradients(run, micro_batches, meter, global_targets=counted)
-    own_s = time.perf_counter() - began_s - meter.waited_s
-    run.reducer.reduce()
     asked = run.process.rank == 0 and (end_is_asked(run.run_dir) or run.checkpoints.must_stop)
-    norm, (stops, waiting, *loss) = clip_gradients(
-        run.parameters,
-        run.mesh,
-        max_norm=run.config.optim.clip_norm,
-        numbers=(asked, not data_ready(), *([meter.loss] if run.spikes else [])),
+    meter, own_s, norm, (stops, waiting, *loss) = reduced_gradients(
+        run,
+        micro_batches,
+        global_targets=counted,
+        numbers=lambda meter: [asked, not data_ready(), *([meter.loss] if run.spikes else [])],
     )
     skipped, spike = judge(run, norm, counted, loss)
     update_weights(run, meter, batch, rate=rate, skipped=skipped)
@@ -218,6 +213,44 @@ def step(
         own_s if on_host else None,
         spike,
     )
+
+
+def reduced_gradients(
+    run: Run,
+    micro_batches: list[MicroBatch],
+    *,
+    global_targets: int | None,
+    numbers: Callable[[StepMeter], list[Tensor | float]],
+) -> tuple[StepMeter, float, float, list[float]]:
+    """Makes the step's gradients, the same on all ranks, and clips them. Collective.
+
+    Where a layer's experts got more routes than they had room for (distributed/dispatch/room.py)
+    they get more room, and all is done again.
+
+    Returns:
+        What the micro-batches report; how long they took here; the gradients' norm before clipping;
+        and the numbers' sums over ranks.
+    """
+    rooms = rooms_of(run.model)
+    while True:
+        meter = StepMeter()
+        run.optimizer.zero_grad()
+        began_s = time.perf_counter()
+        accumulate_gradients(run, micro_batches, meter, global_targets=global_targets)
+        own_s = time.perf_counter() - began_s - meter.waited_s
+        run.reducer.reduce()
+        used = [(room, is_over) for room in rooms if (is_over := room.take()) is not None]
+        norm, sums = clip_gradients(
+            run.parameters,
+            run.mesh,
+            max_norm=run.config.optim.clip_norm,
+            numbers=[*(is_over for _, is_over in used), *numbers(meter)],
+        )
+        if not any(sums[: len(used)]):
+            return meter, own_s, norm, list(sums[len(used) :])
+        for (room, _), is_over in zip(used, sums, strict=False):
+            if is_over:
+                room.grow()
 
 
 def accumulate_gradients(

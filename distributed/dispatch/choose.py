@@ -24,6 +24,7 @@ from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
 from ..symmetric.interface import RowOutbox
 from .exchange import Counters
 from .expert_map import ExpertMap
+from .room import RouteRoom
 from .setup import ExpertParallelDispatcher, NodeGroups, Setup
 from .table import DISPATCHERS, LOCAL, DispatcherEntry, resolved_dispatcher
 
@@ -93,5 +94,14 @@ def counters_of(model: nn.Module) -> dict[str, Counters]:
         if isinstance(layer, SparseLayer) and isinstance(
             layer.dispatcher, ExpertParallelDispatcher
         ):
-            found[name] = layer.dispatcher.stats()
+            found[name] = layer.dispatcher.setup.counters.copy()
     return found
+
+
+def rooms_of(model: nn.Module) -> list[RouteRoom]:
+    """Returns every sparse layer's room for routes that come, in the order of the model's modules."""
+    return [
+        layer.dispatcher.setup.room
+        for layer in model.modules()
+        if isinstance(layer, SparseLayer) and isinstance(layer.dispatcher, ExpertParallelDispatcher)
+    ]

@@ -23,6 +23,7 @@ from ..process.connections import noting_connections
 from ..symmetric.interface import RowOutbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
+from .room import RouteRoom
 
 _equal_rows: ContextVar[bool] = ContextVar("equal_rows", default=False)
 
@@ -65,6 +66,7 @@ class Setup:
     nodes: NodeGroups | None = None
     outbox: RowOutbox | None = None  # of this rank, for dispatchers that exchange through memory
     counters: Counters = field(default_factory=Counters)
+    room: RouteRoom = field(default_factory=RouteRoom)
     name: str = ""  # of the dispatcher
     why: str = ""  # it was chosen
 
@@ -127,6 +129,13 @@ class Setup:
         return counts
 
     @staticmethod
+    def sends_equally(routes: Routes) -> bool:
+        """Returns whether every rank is known to have as many routes: those of a choice per row, of
+        rows of which all ranks promise to have as many.
+        """
+        return _equal_rows.get() and routes.per_source > 0 and not routes.per_expert
+
+    @staticmethod
     def rows_per_token(routes: Routes, num_sources: int) -> int:
         """Returns how many neighbouring source rows are one token's, which no chunks part.
 
@@ -148,7 +157,7 @@ class ExpertParallelDispatcher(ABC):
 
     def stats(self) -> Counters:
         """Returns what this dispatcher has sent and served so far."""
-        return self.setup.counters.copy()
+        return self.setup.counters.read_all()
 
     def with_expert_map(self, expert_map: ExpertMap) -> Self:
         """Returns the same dispatcher for experts that have moved; its counters go on."""

@@ -24,21 +24,23 @@ Legend: U source rows, T target rows, N routes, P ranks.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...kernels.operands import check_counts
 from ...kernels.permute import gather_rows, sum_rows
 from ...model.moe import Dispatched, PendingRows
-from ...model.recompute import save_combine, save_dispatch, skip_combine
+from ...model.recompute import save_combine, save_decision, save_dispatch, skip_combine
 from ...model.routing import Routes
 from ..symmetric.interface import ExchangePlan, RowOutbox
 from .exchange import Counters
 from .expert_map import ExpertMap, ExpertPlaces
+from .room import RouteRoom
 from .setup import ExpertParallelDispatcher, Setup
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
@@ -57,6 +59,7 @@ class _Pass:
     rows: Tensor  # shape and dtype of the rows, (0, D)
     weight_dtype: torch.dtype
     counts_rows: bool  # and routes that came
+    room: RouteRoom | None  # where nobody asks how many come
     sent: list[int | None] = field(default_factory=list)
     answered: dict[int, int] = field(default_factory=dict)
     # of the backward pass
@@ -70,21 +73,73 @@ class _Pass:
         yield self.outbox
         self.counters.waited_s += self.outbox.waited_s - before
 
-    def count_sent(self) -> None:
-        """Counts what this rank has sent, which a device tells with what came."""
-        if not self.counters.is_counting:
-            return
-        (rows, metadata, _), own = self.outbox.sent(self.plan), self.outbox.rank
-        row_bytes = self.rows.shape[1] * self.rows.element_size()
+    def count(self, chunk: int, starts_3P1: Tensor) -> int:
+        """Counts what a chunk brought, and with the first one what this rank has sent.
+
+        Returns:
+            How many target rows came.
+        """
+        own, row_bytes = self.outbox.rank, self.rows.shape[1] * self.rows.element_size()
+        if chunk == 0 and self.counters.is_counting:
+            rows, metadata, _ = self.outbox.sent(self.plan)
+            self.counters.add(
+                rows_sent=sum(rows) if self.counts_rows else 0,
+                bytes_intra_node=(sum(rows) - rows[own]) * row_bytes
+                + (sum(metadata) - metadata[own]) * self.route_bytes,
+            )
+        _, (*_, num_routes), targets_P1 = starts_3P1.tolist()
+        num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
         self.counters.add(
-            rows_sent=sum(rows) if self.counts_rows else 0,
-            bytes_intra_node=(sum(rows) - rows[own]) * row_bytes
-            + (sum(metadata) - metadata[own]) * (_PLACE_BYTES + self.weight_dtype.itemsize),
+            routes_served=num_routes if self.counts_rows else 0,
+            bytes_intra_node=(num_targets - own_targets) * row_bytes,
         )
+        return num_targets
+
+    def count_unread(self, sent_P3: Tensor, starts_3P1: Tensor) -> None:
+        """Counts the same on the device."""
+        amounts_C3 = _amounts(
+            self.outbox.num_ranks,
+            self.outbox.rank,
+            self.rows.shape[1] * self.rows.element_size(),
+            self.route_bytes,
+            self.counts_rows,
+            starts_3P1.device,
+        )
+        counts = torch.cat((sent_P3.flatten(), starts_3P1.flatten()))
+        self.counters.add_unread(counts, amounts_C3)
+
+    @property
+    def route_bytes(self) -> int:
+        """Returns the bytes of a route that travels."""
+        return _PLACE_BYTES + self.weight_dtype.itemsize
 
     def answers_like(self, x: Tensor) -> Tensor:
         """Returns zeros without memory in place of the sums, for a recomputed pass."""
         return x.new_zeros(()).expand(self.plan.num_targets, x.shape[1])
+
+
+@lru_cache(maxsize=256)
+def _amounts(
+    num_ranks: int,
+    own: int,
+    row_bytes: int,
+    route_bytes: int,
+    counts_rows: bool,
+    device: torch.device,
+) -> Tensor:
+    """What every number of (counts that were sent, starts of what came) adds to rows sent, routes
+    served and bytes that travelled, (3 P + 3 (P + 1), 3).
+    """
+    sent_P33 = torch.zeros(num_ranks, 3, 3, dtype=torch.int64)
+    sent_P33[:, ROWS, 0] = int(counts_rows)
+    sent_P33[:, ROWS, 2], sent_P33[:, ROUTES, 2] = row_bytes, route_bytes
+    sent_P33[own, :, 2] = 0
+    starts_3P13 = torch.zeros(3, num_ranks + 1, 3, dtype=torch.int64)
+    starts_3P13[ROUTES, -1, 1] = int(counts_rows)
+    starts_3P13[TARGETS, -1, 2] += row_bytes
+    starts_3P13[TARGETS, own + 1, 2] -= row_bytes
+    starts_3P13[TARGETS, own, 2] += row_bytes
+    return torch.cat((sent_P33.view(-1, 3), starts_3P13.view(-1, 3))).to(device)
 
 
 class _PostRows(torch.autograd.Function):
@@ -130,6 +185,9 @@ class _TakeRows(torch.autograd.Function):
                 assert number is not None, "a pass that posts nothing has everything saved"
                 with run.counting() as outbox:
                     taken[0] = outbox.take_rows(number, run.rows, run.weight_dtype)
+                if taken[0].is_over is not None:
+                    assert run.room is not None, "nobody asked for room"
+                    run.room.note(taken[0].is_over)
             found = taken[0]
             return (found.rows_MD, found.weight_N, found.places_3N, found.starts_3P1)[part]
 
@@ -224,15 +282,13 @@ class _Chunk:
     @cached_property
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
         rows, weights, places, starts = _TakeRows.apply(self.posted, self.run, self.number)  # pyright: ignore[reportGeneralTypeIssues]
-        run, own = self.run, self.run.outbox.rank
-        if self.number == 0:
-            run.count_sent()
-        _, (*_, num_routes), targets_P1 = starts.tolist()
-        num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
-        run.counters.add(
-            routes_served=num_routes if run.counts_rows else 0,
-            bytes_intra_node=(num_targets - own_targets) * rows.shape[1] * rows.element_size(),
-        )
+        run, room = self.run, self.run.plan.room
+        if room is None:
+            num_targets = run.count(self.number, starts)
+        else:
+            assert run.plan.sent_P3 is not None
+            run.count_unread(run.plan.sent_P3, starts)
+            num_targets = room.targets
         routes = Routes(
             places[0],
             places[1],
@@ -242,6 +298,7 @@ class _Chunk:
             num_targets=num_targets,
             per_source=0,
             per_target=0,
+            has_unused=room is not None,
         )
         return rows, routes, starts
 
@@ -283,6 +340,7 @@ def start_exchange(
     num_chunks: int = 1,
     counts_rows: bool = False,
     of_token: Sequence[int] | None = None,
+    room: RouteRoom | None = None,
 ) -> SymmetricExchange:
     """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the rows that
     set out and the routes that come.
@@ -290,6 +348,7 @@ def start_exchange(
     Args:
         num_slots: of this rank.
         of_token: what every token sends to every rank, where that is known of all.
+        room: where every rank is known to send as many routes; it says how many there is room for.
 
     Raises:
         ValueError: a route is out of range.
@@ -299,12 +358,14 @@ def start_exchange(
         x_UD.shape[0],
         rank_E=places.rank_E,
         slot_E=places.slot_E,
+        num_slots=num_slots,
         num_chunks=num_chunks,
         rows_per_token=Setup.rows_per_token(routes, x_UD.shape[0]),
         of_token=of_token,
+        room=None if room is None else room.factor,
     )
     weight_dtype = routes.weight_N.dtype
-    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_rows)
+    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], weight_dtype, counts_rows, room)
     posted: tuple[Tensor, ...] = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
     chunks = [_Chunk(run, number, each, num_slots) for number, each in enumerate(posted)]
     return SymmetricExchange(run, chunks)
@@ -358,9 +419,18 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
         own = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(rows_ND))
         return replace(self._dispatch(rows_ND, own, expert_map, 1), one_per_route=routes)
 
+    def _may_leave_room(self, routes: Routes) -> bool:
+        """Whether every rank is known to send as many routes, in a pass that is not checked."""
+        return self.setup.sends_equally(routes) and not self.communicator.checking
+
     def _dispatch(
         self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap, num_chunks: int
     ) -> _Dispatched:
+        # Decisions, for a second run is in the backward pass, where nobody promises anything.
+        of_token = save_decision(
+            lambda: self.setup.counts_of_token(routes, x_UD.shape[0], expert_map)
+        )
+        is_equal = save_decision(lambda: self._may_leave_room(routes))
         places = expert_map.places(x_UD.device)
         exchange = start_exchange(
             self.outbox,
@@ -371,6 +441,7 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             num_slots=expert_map.slots_P[self.communicator.rank],
             num_chunks=num_chunks,
             counts_rows=True,
-            of_token=self.setup.counts_of_token(routes, x_UD.shape[0], expert_map),
+            of_token=of_token,
+            room=self.setup.room if is_equal else None,
         )
         return _Dispatched(exchange)

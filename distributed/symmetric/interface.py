@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.peers import Room
 from ...model.routing import Routes
 
 
@@ -31,18 +32,33 @@ class ExchangePlan(Protocol):
     def num_targets(self) -> int: ...
     @property
     def num_routes(self) -> int: ...
+    @property
+    def room(self) -> Room | None:
+        """For what comes, where nobody asks how much that is."""
+        ...
+
+    @property
+    def sent_P3(self) -> Tensor | None:
+        """With room: rows, routes and targets for every rank, int64 on the device."""
+        ...
 
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """Rows that came, in the order of ranks, and the routes that read them."""
+    """Rows that came, in the order of ranks, and the routes that read them.
+
+    With `num_targets` there was room for more: what is unused of it names the first row, slot and
+    target row past the end.
+    """
 
     rows_MD: Tensor
     weight_N: Tensor
     places_3N: Tensor  # int64: source row, slot, target row
-    starts_3P1: (
-        Tensor  # int64, on the host: where rows, routes and targets of a rank begin, and end
-    )
+    # int64: where rows, routes and targets of a rank begin, and end. On the host; with `num_targets`
+    # on the device
+    starts_3P1: Tensor
+    num_targets: int | None = None  # for how many there was room; None: they are as many as came
+    is_over: Tensor | None = None  # bool, scalar: there was too little, and no place is used
 
 
 class RowOutbox(Protocol):
@@ -64,17 +80,23 @@ class RowOutbox(Protocol):
         *,
         rank_E: Tensor,
         slot_E: Tensor,
+        num_slots: int,
         num_chunks: int,
         rows_per_token: int,
         of_token: Sequence[int] | None = None,
+        room: float | None = None,
     ) -> Any:
         """Writes down where every route goes; returns an `ExchangePlan`.
 
         Args:
             rank_E, slot_E: int32, where every expert is.
+            num_slots: of this rank.
             rows_per_token: neighbouring source rows that travel in one chunk.
             of_token: rows, routes and targets of every token for every rank, where all ranks know
                 that they have equally many tokens and it is the same for each.
+            room: where all ranks have equally many rows and routes: for how many routes that come
+                there is to be room, as a multiple of those that a rank sends; so nobody needs to
+                read how many come. Devices only; without meaning on CPUs, which know it for nothing.
 
         Raises:
             ValueError: a route is out of range, or the chunks are too many.

@@ -44,6 +44,8 @@ class Plan:
     num_sources: int
     num_targets: int
     num_routes: int
+    room: None = None  # sizes are read where they lie
+    sent_P3: None = None
 
 
 class Outbox:
@@ -78,21 +80,23 @@ class Outbox:
         *,
         rank_E: Tensor,
         slot_E: Tensor,
+        num_slots: int,
         num_chunks: int,
         rows_per_token: int,
         of_token: Sequence[int] | None = None,
+        room: float | None = None,
     ) -> Plan:
         """Writes down where every route goes.
 
         Args:
             rank_E, slot_E: int32, where every expert is.
             rows_per_token: neighbouring source rows that travel in one chunk.
-            of_token: not needed: sizes are read where they lie.
+            num_slots, of_token, room: not needed: sizes are read where they lie.
 
         Raises:
             ValueError: a route is out of range.
         """
-        del of_token
+        del num_slots, of_token, room
         source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
         expert_N, num_routes = routes.expert_N.contiguous(), routes.source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources

@@ -1,5 +1,5 @@
 """Messages through memory that the devices of a group read from each other: no collective, and one
-read on the host for a pass.
+read on the host for a pass; or none, where it is known how many come, or is left to chance.
 
 A message is written into the own memory, all ranks meet, and each reads what is its own from the
 others (kernels/peers.py). Messages alternate between two halves of the memory: who meets for a
@@ -10,9 +10,15 @@ Where a message has no room its header says so, and how much is wanted; all rank
 other, take larger memory together, and write the message again. What the following messages of the
 pass will want is known from the same headers, so that those always fit.
 
+Left to chance (`room`): where all ranks have equally many rows and routes, each has room for some
+multiple of the routes that it sends, whose number nobody asks. What comes may be more: then the pass
+computes nothing, says so on the device (`ReceivedRows.is_over`), and the step must be made again with
+more room. With P times as many there is always enough.
+
 Legend: P ranks, U source rows, T target rows, N routes, M rows that came, D width.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +39,7 @@ from ...kernels.peers import (
     WEIGHT_BYTES,
     Layout,
     Peers,
+    Room,
     read_headers,
     sum_rows,
     take_routes,
@@ -54,11 +61,18 @@ class PeerPlan:
 
     addresses: Addresses
     counts: SendCounts
+    num_slots: int  # of this rank
     # rows, routes and targets for every rank, where all ranks have the same; else None
     known: list[int] | None = None
+    room: Room | None = None  # for what comes, where nobody asks how much that is
     num_chunks: int = field(default=1, init=False)
     sent_3P: list[list[int]] | None = field(default=None, init=False)
     _packed: PackedSends | None = field(default=None, init=False)
+
+    @property
+    def sent_P3(self) -> Tensor:
+        """Returns rows, routes and targets for every rank, on the device."""
+        return self.counts.counts_V3
 
     @property
     def num_sources(self) -> int:
@@ -139,14 +153,16 @@ class PeerOutbox:
         *,
         rank_E: Tensor,
         slot_E: Tensor,
+        num_slots: int,
         num_chunks: int,
         rows_per_token: int,
         of_token: Sequence[int] | None = None,
+        room: float | None = None,
     ) -> PeerPlan:
         """Writes down where every route goes.
 
         Args:
-            of_token: as `RowOutbox` says; the pass then reads nothing on the host.
+            of_token, room: as `RowOutbox` says; with one of them the pass reads nothing on the host.
 
         Raises:
             ValueError: several chunks are asked for.
@@ -172,7 +188,21 @@ class PeerOutbox:
         if of_token is not None:
             num_tokens = num_sources // max(1, rows_per_token)
             counts = [num_tokens * count for count in of_token]
-        return PeerPlan(addresses, count_sends(addresses), counts)
+            room = None
+        places = None if room is None or self._checking else self._room(addresses, room)
+        return PeerPlan(addresses, count_sends(addresses), num_slots, counts, places)
+
+    def _room(self, to: Addresses, factor: float) -> Room:
+        """Returns the room for what may come to one rank: there are no more rows and target rows than
+        routes, nor than all ranks have.
+        """
+        num_routes, num_ranks = len(to.expert_N), self.num_ranks
+        routes = min(num_ranks * num_routes, math.ceil(factor * num_routes))
+        return Room(
+            min(num_ranks * to.num_sources, routes),
+            routes,
+            min(num_ranks * to.num_targets, routes),
+        )
 
     def sent(self, plan: PeerPlan) -> list[list[int]]:
         """Counts the rows, routes and targets of a pass by the rank that they go to, (3, P).
@@ -187,6 +217,10 @@ class PeerOutbox:
         """Posts the rows and the routes that read them; returns the message's number."""
         del chunk
         packed = plan.packed(weight_N)
+        if (room := plan.room) is not None:  # the same on all ranks
+            self._wanted_rows = max(plan.num_targets, room.targets)
+            most_rows = max(plan.num_sources, room.rows)
+            self._fit(max(plan.num_routes, room.routes), most_rows * _row_bytes(x_UD))
         return self._post(
             _Message(
                 self._next,
@@ -211,11 +245,15 @@ class PeerOutbox:
         Raises:
             OutboxError: a rank posted something else.
         """
-        posted = self._posted
-        header_PW = self._meet(number)
+        posted, header_PW = self._posted, self._meet(number)
+        assert posted is not None
+        plan = posted.plan
+        assert plan is not None, f"message {number} is not of rows"
+        if plan.room is not None:
+            self._posted = None
+            return self._take(plan, plan.room, header_PW, like, weight_dtype)
         heads = self._heads(posted, header_PW)
         if self._grow(heads):
-            assert posted is not None
             self._write(posted)
             header_PW = self._meet(number)
         self._posted = None
@@ -223,29 +261,46 @@ class PeerOutbox:
             [head[TABLE + 3 * rank : TABLE + 3 * rank + 3] for rank in range(self.num_ranks)]
             for head in heads
         ]
-        if posted is not None and posted.plan is not None:
-            own = counts_PP3[self.rank]
-            posted.plan.sent_3P = [[count[column] for count in own] for column in range(3)]
+        own = counts_PP3[self.rank]
+        plan.sent_3P = [[count[column] for count in own] for column in range(3)]
         came_P3 = [counts[self.rank] for counts in counts_PP3]
         starts = [[0] for _ in range(3)]
         for count in came_P3:
             for column in (ROWS, ROUTES, TARGETS):
                 starts[column].append(starts[column][-1] + count[column])
-        rows = take_rows(self._peers, header_PW, ROWS, starts[ROWS][-1], like)
+        came = Room(*(start[-1] for start in starts))
+        found = self._take(plan, came, header_PW, like, weight_dtype)
+        return ReceivedRows(found.rows_MD, found.weight_N, found.places_3N, torch.tensor(starts))
+
+    def _take(
+        self,
+        plan: PeerPlan,
+        room: Room,
+        header_PW: Tensor,
+        like: Tensor,
+        weight_dtype: torch.dtype,
+    ) -> ReceivedRows:
+        """Copies what is for this rank, as much as there is room for."""
+        rows = take_rows(self._peers, header_PW, ROWS, room.rows, like)
         weight_like = like.new_empty(0, dtype=weight_dtype)
-        places, weights = take_routes(self._peers, header_PW, starts[ROUTES][-1], weight_like)
-        return ReceivedRows(rows, weights, places, torch.tensor(starts))
+        found = take_routes(self._peers, header_PW, room, plan.num_slots, weight_like)
+        return ReceivedRows(
+            rows,
+            found.weight_R,
+            found.places_3R,
+            found.starts_3P1,
+            room.targets,
+            found.is_over,
+        )
 
     def post_answers(self, rows: Tensor, starts_3P1: Tensor) -> int:
         """Posts one row for every target that came; returns the message's number."""
-        wanted = self._wanted_rows * _row_bytes(rows)
-        if wanted > self._layout.row_bytes:  # the same on all ranks
-            self._take_memory(self._larger(self._layout.routes, wanted))
+        self._fit(0, self._wanted_rows * _row_bytes(rows))  # the same on all ranks
         return self._post_back(rows, None, starts_3P1)
 
     def sum_answers(self, plan: PeerPlan, numbers: Sequence[int], like: Tensor) -> Tensor:
         """Waits for the answers and adds them up, (T, D), in the order of ranks."""
-        header_PW = self._take(numbers[0])
+        header_PW = self._meet_fitting(numbers[0])
         counts = plan.counts
         number_PT = counts.number_VU if counts.number_VT is None else counts.number_VT
         return sum_rows(self._peers, header_PW, TARGETS, number_PT, like)
@@ -270,7 +325,7 @@ class PeerOutbox:
 
     def take_gradients(self, number: int, num_rows: int, like: Tensor) -> Tensor:
         """Waits for the gradients of answers of every rank, in the order of ranks."""
-        return take_rows(self._peers, self._take(number), TARGETS, num_rows, like)
+        return take_rows(self._peers, self._meet_fitting(number), TARGETS, num_rows, like)
 
     def post_row_gradients(self, rows: Tensor, weight_N: Tensor, starts_3P1: Tensor) -> int:
         """Posts the gradients of rows and weights that came; returns the message's number."""
@@ -280,7 +335,7 @@ class PeerOutbox:
         self, plan: PeerPlan, numbers: Sequence[int], like: Tensor, grad_weight_N: Tensor
     ) -> Tensor:
         """Waits for the gradients of rows and adds them up, (U, D); fills `grad_weight_N`."""
-        header_PW, counts = self._take(numbers[0]), plan.counts
+        header_PW, counts = self._meet_fitting(numbers[0]), plan.counts
         grad_weight_N.copy_(
             take_weights(
                 self._peers,
@@ -351,7 +406,7 @@ class PeerOutbox:
         self._memory.meet()
         return read_headers(self._peers)
 
-    def _take(self, number: int) -> Tensor:
+    def _meet_fitting(self, number: int) -> Tensor:
         """Meets for a message that has room, and returns the headers."""
         posted, header_PW = self._posted, self._meet(number)
         if self._checking:
@@ -366,12 +421,12 @@ class PeerOutbox:
         self._posted = None
         return header_PW
 
-    def _heads(self, posted: _Message | None, header_PW: Tensor) -> list[list[int]]:
+    def _heads(self, posted: _Message, header_PW: Tensor) -> list[list[int]]:
         """Reads all ranks' headers on the host: the one read of a pass. Or returns them unread, where
         all are like the own one.
         """
-        known = None if posted is None or posted.plan is None else posted.plan.known
-        if posted is not None and known is not None and not self._checking:
+        known = None if posted.plan is None else posted.plan.known
+        if known is not None and not self._checking:
             own = [posted.number, posted.row_bytes, posted.weight_bytes]
             own += [posted.num_rows, posted.num_targets, posted.num_routes]
             return [own + known * self.num_ranks] * self.num_ranks
@@ -415,9 +470,13 @@ class PeerOutbox:
             *(head[NUM_ROUTES] for head in heads), *(count[ROUTES] for count in received)
         )
         wanted = most_rows * heads[self.rank][ROW_BYTES]
-        if most_routes <= self._layout.routes and wanted <= self._layout.row_bytes:
+        return self._fit(most_routes, wanted)
+
+    def _fit(self, routes: int, row_bytes: int) -> bool:
+        """Takes larger memory if this is larger, as it then is on all ranks; returns whether it was."""
+        if routes <= self._layout.routes and row_bytes <= self._layout.row_bytes:
             return False
-        self._take_memory(self._larger(most_routes, wanted))
+        self._take_memory(self._larger(routes, row_bytes))
         return True
 
     def _larger(self, routes: int, row_bytes: int) -> Layout:

@@ -1,17 +1,18 @@
 """Reads what the ranks of a node have written for each other, straight from their memory.
 
 One kernel each; what they do is said in kernels/peers.py. Programs read a local copy of the
-headers, and of the peers' memory only lists, routes and rows. Sums go over the ranks in their
+headers, and of the peers' memory only lists, routes and rows, of which headers may promise more than
+there is room for: what would lie past a section is not read. Sums go over the ranks in their
 order, in float32 (float64 for float64), so that two runs agree bit for bit.
 
-Legend: P ranks, W words of a header, M rows that came, R routes that came, N routes, U rows, D
-width.
+Legend: P ranks, W words of a header, M room for rows, R room for routes, N routes, U rows, D width.
 """
 
 from torch import Tensor, empty, float64, int64
+from torch import bool as boolean
 
 from ..addresses import INTEGERS, ROUTES
-from ..peers import TABLE, Peers
+from ..peers import NUM_ROUTES, NUM_ROWS, TABLE, Peers, Room
 from .guard import launch, tl, triton
 
 _BLOCK = 256  # routes of a program
@@ -41,7 +42,7 @@ def _source_of(
     T: tl.constexpr,
 ):
     """Whose rows (or routes) stand at these places among all that come here: the message's address,
-    the place in the sender's own list, and where its block begins.
+    the place in the sender's own list; and how many come.
     """
     address = tl.zeros_like(place).to(tl.int64)
     listed = tl.zeros_like(place).to(tl.int64)
@@ -56,7 +57,7 @@ def _source_of(
         address = tl.where(here, tl.load(address_P + p), address)
         listed = tl.where(here, first + place - start, listed)
         start += count
-    return address, listed
+    return address, listed, start
 
 
 @triton.jit(do_not_specialize=["num_rows", "me", "list_at", "rows_at"])
@@ -80,8 +81,8 @@ def _take_rows(
     tiles: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     place = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    live = place < num_rows
-    address, listed = _source_of(place, header_PW, address_P, me, COLUMN, P, W, T)
+    address, listed, came = _source_of(place, header_PW, address_P, me, COLUMN, P, W, T)
+    live = (place < num_rows) & (place < came)
     lists = (address + list_at).to(tl.pointer_type(tl.int32))
     row = tl.load(lists + listed, mask=live, other=0).to(tl.int64)
     rows = (address + rows_at).to(tl.pointer_type(out_MD.dtype.element_ty))
@@ -90,13 +91,20 @@ def _take_rows(
     tl.store(out_MD + place.to(tl.int64)[:, None] * D + column[None, :], values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_routes", "me", "routes_at"])
+@triton.jit(
+    do_not_specialize=["num_routes", "num_rows", "num_targets", "num_slots", "me", "routes_at"]
+)
 def _take_routes(
     address_P,
     header_PW,
     places_3R,
     weight_R,
+    starts_3P1,
+    is_over,
     num_routes,
+    num_rows,
+    num_targets,
+    num_slots,
     me,
     routes_at,
     INTEGER: tl.constexpr,
@@ -108,25 +116,38 @@ def _take_routes(
 ):
     """Reads a block of routes from whoever has them; numbers of theirs become numbers of all."""
     route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = route < num_routes
-    address, listed = _source_of(route, header_PW, address_P, me, COLUMN, P, W, T)
+    address, listed, _ = _source_of(route, header_PW, address_P, me, COLUMN, P, W, T)
     first_row, first_target = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
-    end = tl.full((), 0, tl.int64)
+    rows, routes = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    targets = tl.full((), 0, tl.int64)
+    is_first = tl.program_id(0) == 0
     for p in range(P):
         at = header_PW + p * W + T + 3 * me
-        end += tl.load(at + 1)
-        first_row += tl.where(route >= end, tl.load(at), 0)
-        first_target += tl.where(route >= end, tl.load(at + 2), 0)
+        tl.store(starts_3P1 + p, rows, mask=is_first)
+        tl.store(starts_3P1 + (P + 1) + p, routes, mask=is_first)
+        tl.store(starts_3P1 + 2 * (P + 1) + p, targets, mask=is_first)
+        rows += tl.load(at)
+        routes += tl.load(at + 1)
+        targets += tl.load(at + 2)
+        first_row += tl.where(route >= routes, tl.load(at), 0)
+        first_target += tl.where(route >= routes, tl.load(at + 2), 0)
+    over = (rows > num_rows) | (routes > num_routes) | (targets > num_targets)
+    tl.store(starts_3P1 + P, rows, mask=is_first)
+    tl.store(starts_3P1 + (P + 1) + P, routes, mask=is_first)
+    tl.store(starts_3P1 + 2 * (P + 1) + P, targets, mask=is_first)
+    tl.store(is_over, over, mask=is_first)
+    came = (route < num_routes) & (route < tl.where(over, 0, routes))
     integers = (address + routes_at).to(tl.pointer_type(INTEGER)) + 4 * listed
     weights = (address + routes_at).to(tl.pointer_type(weight_R.dtype.element_ty)) + 4 * listed
     size = tl.full((), 1, tl.int64) * num_routes
-    slot = tl.load(integers, mask=live, other=0).to(tl.int64)
-    row = tl.load(integers + 1, mask=live, other=0).to(tl.int64)
-    target = tl.load(integers + 2, mask=live, other=0).to(tl.int64)
-    tl.store(places_3R + route, row + first_row, mask=live)
-    tl.store(places_3R + size + route, slot, mask=live)
-    tl.store(places_3R + 2 * size + route, target + first_target, mask=live)
-    tl.store(weight_R + route, tl.load(weights + 3, mask=live), mask=live)
+    slot = tl.load(integers, mask=came, other=0).to(tl.int64)
+    row = tl.load(integers + 1, mask=came, other=0).to(tl.int64) + first_row
+    target = tl.load(integers + 2, mask=came, other=0).to(tl.int64) + first_target
+    live = route < num_routes
+    tl.store(places_3R + route, tl.where(came, row, num_rows), mask=live)
+    tl.store(places_3R + size + route, tl.where(came, slot, num_slots), mask=live)
+    tl.store(places_3R + 2 * size + route, tl.where(came, target, num_targets), mask=live)
+    tl.store(weight_R + route, tl.load(weights + 3, mask=came, other=0.0), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows", "me", "rows_at"])
@@ -139,6 +160,7 @@ def _sum_rows(
     me,
     rows_at,
     COLUMN: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     P: tl.constexpr,
     W: tl.constexpr,
     T: tl.constexpr,
@@ -157,7 +179,8 @@ def _sum_rows(
         number = tl.load(number_PU + tl.full((), p, tl.int64) * num_rows + row, mask=live, other=-1)
         start = tl.load(header_PW + p * W + T + COLUMN * (P + 1) + me)
         rows = (tl.load(address_P + p) + rows_at).to(tl.pointer_type(out_UD.dtype.element_ty))
-        mask = (number >= 0)[:, None] & (column < D)[None, :]
+        there = start + number < tl.load(header_PW + p * W + NUM_ROWS)
+        mask = ((number >= 0) & there)[:, None] & (column < D)[None, :]
         at = (start + number) * D
         values = tl.load(rows + at[:, None] + column[None, :], mask=mask, other=0.0)
         total = tl.where(mask, total + values.to(SUM), total)
@@ -178,6 +201,7 @@ def _take_weights(
     me,
     routes_at,
     COLUMN: tl.constexpr,
+    NUM_ROUTES: tl.constexpr,
     P: tl.constexpr,
     W: tl.constexpr,
     T: tl.constexpr,
@@ -188,14 +212,15 @@ def _take_weights(
     live = route < num_routes
     to = tl.load(destination_N + route, mask=live, other=0)
     at = tl.load(place_N + route, mask=live, other=0).to(tl.int64)
-    address = tl.zeros((BLOCK,), tl.int64)
+    address, room = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for p in range(P):
         start = tl.load(header_PW + p * W + T + COLUMN * (P + 1) + me)
         address = tl.where(to == p, tl.load(address_P + p), address)
+        room = tl.where(to == p, tl.load(header_PW + p * W + NUM_ROUTES), room)
         at += tl.where(to == p, start, 0)
         at -= tl.where(to > p, tl.load(counts_P3 + 3 * p + COLUMN), 0)
     values = (address + routes_at).to(tl.pointer_type(out_N.dtype.element_ty))
-    tl.store(out_N + route, tl.load(values + at, mask=live), mask=live)
+    tl.store(out_N + route, tl.load(values + at, mask=live & (at < room), other=0.0), mask=live)
 
 
 def read_headers(peers: Peers) -> Tensor:
@@ -231,23 +256,26 @@ def take_rows(peers: Peers, header_PW: Tensor, column: int, num_rows: int, like:
 
 
 def take_routes(
-    peers: Peers, header_PW: Tensor, num_routes: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Reads the routes for this rank; as `peers.take_routes`."""
-    places_3R = empty((3, num_routes), dtype=int64, device=like.device)
-    weight_R = like.new_empty(num_routes)
+    peers: Peers, header_PW: Tensor, room: Room, num_slots: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reads the routes for this rank: the fields of a `ReceivedRoutes`."""
+    places_3R = empty((3, room.routes), dtype=int64, device=like.device)
+    starts_3P1 = empty((3, peers.layout.num_ranks + 1), dtype=int64, device=like.device)
+    is_over = empty((), dtype=boolean, device=like.device)
+    weight_R = like.new_empty(room.routes)
     is_double = INTEGERS[like.dtype] is int64
     launch(
         _take_routes,
-        triton.cdiv(num_routes, _BLOCK),
-        *(peers.address_P, header_PW, places_3R, weight_R),
-        *(num_routes, peers.rank, peers.layout.routes_at),
+        max(1, triton.cdiv(room.routes, _BLOCK)),
+        *(peers.address_P, header_PW, places_3R, weight_R, starts_3P1, is_over),
+        *(room.routes, room.rows, room.targets, num_slots),
+        *(peers.rank, peers.layout.routes_at),
         INTEGER=tl.int64 if is_double else tl.int32,
         COLUMN=ROUTES,
         **_shape(peers),
         BLOCK=_BLOCK,
     )
-    return places_3R, weight_R
+    return places_3R, weight_R, starts_3P1, is_over
 
 
 def sum_rows(
@@ -262,6 +290,7 @@ def sum_rows(
         *(peers.address_P, header_PW, number_PU, out_UD, num_rows, peers.rank),
         peers.layout.rows_at,
         COLUMN=column,
+        NUM_ROWS=NUM_ROWS,
         **_shape(peers),
         D=width,
         SUM=tl.float64 if like.dtype is float64 else tl.float32,
@@ -288,6 +317,7 @@ def take_weights(
         *(peers.address_P, header_PW, destination_N, place_N, counts_P3, out_N),
         *(num_routes, peers.rank, peers.layout.routes_at),
         COLUMN=ROUTES,
+        NUM_ROUTES=NUM_ROUTES,
         **_shape(peers),
         BLOCK=_BLOCK,
     )

@@ -36,6 +36,7 @@ def post(outbox: Outbox, *, tokens: int = 8, width: int = 4) -> int:
         tokens,
         rank_E=rank_E,
         slot_E=torch.zeros_like(rank_E),
+        num_slots=1,
         num_chunks=1,
         rows_per_token=1,
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
 from dispatch_scenes import SCENES
 from family import VOCABULARY, tiny_config
-from shared_files import open_files
+from shared_files import open_files, to_nearest
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
 from world import run_ranks
@@ -30,19 +30,6 @@ from moebius.model.recompute import Recompute
 from moebius.train.loss import micro_batch_loss
 
 QUICK = ("even", "a rank without tokens")  # of the scenes
-
-
-def to_nearest(
-    rows_MD: torch.Tensor, by_row_M: torch.Tensor, first_U: torch.Tensor
-) -> torch.Tensor:
-    """Sums as GPUs have them: in float32, rounded to nearest, ties to even. On CPUs `embedding_bag`
-    rounds ties of bfloat16 upwards.
-    """
-    last_U = torch.cat((first_U[1:], first_U.new_tensor([len(by_row_M)])))
-    row_M = torch.arange(len(first_U)).repeat_interleave(last_U - first_U)
-    wide = torch.float64 if rows_MD.dtype is torch.float64 else torch.float32
-    sums_UD = torch.zeros(len(first_U), rows_MD.shape[1], dtype=wide)
-    return sums_UD.index_add_(0, row_M, rows_MD[by_row_M].to(wide)).to(rows_MD.dtype)
 
 
 def differences(dtype: torch.dtype, scenes: tuple[str, ...]) -> dict[tuple, list[str]]:

@@ -49,7 +49,13 @@ PRODUCTS = {
     "fused_mlp",
     "ragged_product",
 }
-POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    BF16: "*bf16",
+    FP32: "*fp32",
+    torch.bool: "*i1",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 TOKENS_AND_EXPERTS = {
     "many": (4096, 16),
     "few": (1024, 128),
@@ -243,7 +249,7 @@ def test_peers(ranks: int, dtype: torch.dtype, launches: list[Launch]) -> None:
     own = peer_messages.Peers(layout, messages, torch.empty(ranks, dtype=torch.int64), 1)
     header_PW, like = peers.read_headers(own), torch.empty(0, 1024, dtype=dtype)
     peers.take_rows(own, header_PW, 0, 30000, like)
-    peers.take_routes(own, header_PW, 120000, torch.empty(0))
+    peers.take_routes(own, header_PW, peer_messages.Room(30000, 120000, 30000), 16, torch.empty(0))
     peers.sum_rows(own, header_PW, 2, torch.empty(ranks, 16384, dtype=torch.int32), like)
     to_N, counts_P3 = torch.empty(131072, dtype=torch.int32), torch.empty(ranks, 3).long()
     peers.take_weights(own, header_PW, to_N, to_N, counts_P3, torch.empty(0))

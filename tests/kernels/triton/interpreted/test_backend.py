@@ -25,6 +25,7 @@ from triton_cases import (
     make_bank,
     our_linear,
     our_mlp,
+    with_unused,
 )
 
 from moebius.kernels.activations import ACTIVATIONS
@@ -107,6 +108,25 @@ def test_any_shape(
 ) -> None:
     case = Case(tokens, width, hidden, experts, max(1, round(share * experts)))
     check_mlp(case, activation, biased, ours.Options(fused=fused))
+
+
+@pytest.mark.parametrize("name", ["random", "one expert takes all", slow("odd widths")])
+@pytest.mark.parametrize("options", [ours.DEFAULT, slow(ours.Options(scatter_add=True))])
+def test_unused_places_of_a_list_change_nothing(name: str, options: ours.Options) -> None:
+    case, generator = CASES[name], torch.Generator().manual_seed(1)
+    routes, bank = make_routes(case, generator), make_bank(case, "gelu", True, generator)
+    x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
+    count = len(routes.expert_N)
+    listed = with_unused(routes, len(x), 37)
+    found = {**our_mlp(grad, x, bank, listed, options)}
+    found["gate"] = present(found["gate"])[:count]
+    check(found, expected_mlp(grad, x, bank, routes))
+    for d_out in (5, 40):  # the gate's gradient is taken on the narrow side
+        w = torch.randn(case.experts, case.d_in, d_out, generator=generator)
+        grad = torch.randn(case.tokens, d_out, generator=generator)
+        found = {**our_linear(grad, x, w, listed, options)}
+        found["gate"] = present(found["gate"])[:count]
+        check(found, expected_linear(grad, x, w, routes))
 
 
 def test_routes_that_stand_in_expert_order() -> None:
