@@ -50,10 +50,16 @@ from .watch import follow, show_preparation
 FORWARDED = (
     "MOEBIUS_",
     "NCCL_",
+    "FI_",  # libfabric's, beneath NCCL
     "GLOO_",
     "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "CUDA_",
     "OMP_",
 )  # settings of the submitter's shell that ranks get
+FORWARDED_NAMES = ("CC", "CXX")  # the compilers of kernels
+_NEVER = "CUDA_VISIBLE_DEVICES"  # which GPUs a rank has is its own node's affair
 # and those of the services that the run's metrics go to, keys too, in memory and in no file of ours
 _OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
 RELEASE_TIMEOUT_S = 30.0
@@ -209,7 +215,11 @@ def _forwarded(config: Config) -> dict[str, str]:
     """Returns what ranks get of this shell's environment."""
     sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.metrics.sinks)
     prefixes = (*FORWARDED, *sinks)
-    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if (key.startswith(prefixes) or key in FORWARDED_NAMES) and key != _NEVER
+    }
 
 
 def patience(config: Config) -> dict[str, Any]:

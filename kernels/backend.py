@@ -1,6 +1,7 @@
 """Chooses the backend of an operation: by name, once, and never by what happens to import."""
 
 import functools
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from .avx512 import build as avx512_library
 from .interface import DefersWeightGradients
 from .libraries import megablocks_available as megablocks_library
 from .triton import available as triton_library
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
 DEFERRING_BACKENDS: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
@@ -87,9 +90,11 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
     """Returns what `auto` is: the first that can run, by the figures of docs/kernels.md."""
     wanted = {"cpu": ("avx512",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
-    return next(
-        (name for name in wanted if reason_against(name, device_type, dtype) is None), "segments"
-    )
+    reasons = {name: reason_against(name, device_type, dtype) for name in wanted}
+    found = next((name for name, reason in reasons.items() if reason is None), "segments")
+    if device_type == "cuda" and (reason := reasons["triton"]) and dtype is not torch.float64:
+        logger.warning("kernels.backend=auto is %s, which is slower: %s", found, reason)
+    return found
 
 
 @functools.cache

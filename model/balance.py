@@ -347,4 +347,8 @@ def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
     asked = [report.wanted for report in reports if report.wanted is not None]
     if len(asked) < len(reports):  # a router says it in every depth step, or never
         return DepthLoad(load_LN, load_LN.sum(1), gate_sum_L)
-    return DepthLoad(load_LN, load_LN.new_tensor(asked), gate_sum_L)
+    # Filled in on the device: a list would be copied there, and a GPU would wait for it.
+    if len(set(asked)) == 1:
+        return DepthLoad(load_LN, load_LN.new_full((len(asked),), asked[0]), gate_sum_L)
+    asked_L = torch.stack([load_LN.new_full((), number) for number in asked])
+    return DepthLoad(load_LN, asked_L, gate_sum_L)

@@ -12,15 +12,12 @@ then fits all further ones.
 """
 
 import importlib.util
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..kernels.toolchain import lacking
 from .attention import DenseAttention, SwitchHead
 from .halting import Halting
 from .layers import DenseMLP, LayerNorm
@@ -35,9 +32,6 @@ _METHODS = {
     MoMHA: "attend",
     Halting: "gate",
 }
-# By type of device: the language of what is compiled, the variable that names a compiler, and those
-# that are looked for else.
-_COMPILERS = {"cpu": ("C++", "CXX", ["g++"]), "cuda": ("C", "CC", ["gcc", "clang"])}
 
 
 def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> None:
@@ -59,46 +53,16 @@ def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that code for that device can be compiled here; else ValueError.
-
-    On CPUs torch writes C++; on GPUs Triton writes the kernels, but reaches the driver through a
-    module in C that it compiles when it is first used (triton/backends/nvidia/driver.c; versions
-    3.6 to 3.9). Both modules include Python's own header.
-    """
+    """Checks that code for that device can be compiled here; else ValueError."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ValueError(
             "train.compile=true needs Triton on GPUs: pip install triton, or set "
             "train.compile=false"
         )
-    if device.type not in _COMPILERS:
-        return
-    language, variable, known = _COMPILERS[device.type]
-    names = [os.environ[variable]] if variable in os.environ else known
-    if not any(shutil.which(name) for name in names):
+    if lack := lacking(device.type):
         raise ValueError(
-            f"train.compile=true needs a {language} compiler on {device.type.upper()} devices, and "
-            "there is no "
-            f"{' and no '.join(map(repr, names))} here: install {known[0]}, name another in the "
-            f"environment variable {variable}, "
-            "or set train.compile=false"
+            f"train.compile=true needs {lack.need}, and {lack.advice}, or set train.compile=false"
         )
-    if not any((folder / "Python.h").is_file() for folder in _include_folders()):
-        raise ValueError(
-            "train.compile=true needs the headers of Python, and there is no "
-            f"{_include_folders()[0] / 'Python.h'}: install them "
-            "(python3-dev on Debian and Ubuntu), name their folder in the environment variable "
-            "CPATH, or set "
-            "train.compile=false"
-        )
-
-
-def _include_folders() -> list[Path]:
-    """Returns the folders where compilers look for Python.h, the usual place first."""
-    named = os.environ.get("CPATH", "").split(os.pathsep)
-    return [
-        Path(sysconfig.get_path("include", "posix_prefix")),
-        *(Path(folder) for folder in named if folder),
-    ]
 
 
 def _parts(model: Transformer) -> Iterator[tuple[Any, str]]:

@@ -24,7 +24,7 @@ from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import train
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 MODEL = ModelConfig(
     vocab_size=257,
@@ -49,15 +49,40 @@ def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str
     }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
-    expected_loss, expected = loss_and_gradients("cpu", torch.float32)
-    loss, gradients = loss_and_gradients("cuda", dtype)
-    assert loss == pytest.approx(expected_loss, rel=tolerance)
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= tolerance * expected[name].norm(), name
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
+    """In bfloat16 as far as rounding goes: what it costs on the CPU, which rounds at other places."""
+    expected = loss_and_gradients("cpu", torch.float32)
+    found = errors(loss_and_gradients("cuda", dtype), expected)
+    allowed = dict.fromkeys(found, 1e-4)
+    if dtype is torch.bfloat16:
+        rounding = errors(loss_and_gradients("cpu", dtype), expected)
+        allowed = {name: max(1e-2, 2 * error) for name, error in rounding.items()}
+    too_far = {name: error for name, error in found.items() if error > allowed[name]}
+    assert not too_far, {name: (error, allowed[name]) for name, error in too_far.items()}
 
 
+def errors(
+    found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Relative, of the loss and of every gradient."""
+    by_name = {
+        name: ((gradient - expected[1][name]).norm() / expected[1][name].norm()).item()
+        for name, gradient in found[1].items()
+    }
+    return by_name | {"loss": abs(found[0] / expected[0] - 1)}
+
+
+def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() -> None:
+    """And less than a wrong kernel: on CPUs, so that the bounds above are known to mean something."""
+    expected = loss_and_gradients("cpu", torch.float32)
+    rounding = errors(loss_and_gradients("cpu", torch.bfloat16), expected)
+    assert 1e-2 < max(rounding.values()) < 0.2
+    assert rounding["loss"] < 1e-2
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_family_equals_the_cpu(name: str) -> None:
     """In evaluation, where nothing is drawn: a GPU draws other numbers than a CPU."""
@@ -83,6 +108,7 @@ def run_training(config: Config, run_dir: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@needs_gpu
 def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_path: Path) -> None:
     words = np.random.default_rng(0).choice(
         ["one", "two", "three", "band", "expert"], size=(60, 40)

@@ -360,7 +360,7 @@ def log_step(
         **({} if counted is None else {"counted_targets": counted}),
         **({"ranks_without_data_server": lost_servers} if lost_servers else {}),
         **expert_metrics(sums),
-        **exchange_metrics(sums, ep=run.mesh.layout.ep),
+        **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
     )
 
 

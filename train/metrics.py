@@ -71,7 +71,8 @@ class StepMeter:
         values = self._sums | {
             name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()
         }
-        for name, counters in self._exchanges.items():
+        for name, unread in self._exchanges.items():
+            counters = unread.read_all()
             values[f"exchange/{name}"] = torch.tensor(
                 [getattr(counters, each) for each in _SUMMED], dtype=torch.float64
             )
@@ -165,7 +166,7 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
     return record
 
 
-def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
+def exchange_metrics(sums: dict[str, Tensor], *, ep: int, on_host: bool) -> dict[str, Any]:
     """Returns what a step sent to experts and back, by "group member/kind".
 
     It is empty where every rank has every expert.
@@ -173,7 +174,8 @@ def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
     Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`,
     `rows_one_per_route` (what `alltoall` would have sent), `bytes_intra_node`, `bytes_inter_node`;
     a row that stays on its rank is a row and no bytes. `waited_s`: the time, backward included, in
-    which hosts stood still for an exchange or for the counts. `hottest_rank`: routes that the
+    which hosts stood still for an exchange or for the counts; only `on_host`, for where a GPU
+    computes the host's clock sees how long its queue is, and no waiting. `hottest_rank`: routes that the
     busiest rank served over the mean of its EP group, of the EP group where that is largest.
     """
     found = {}
@@ -181,7 +183,7 @@ def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
         figures = dict(zip(_SUMMED, sums[f"exchange/{name}"].tolist(), strict=True))
         found[_member_and_kind(name)] = {
             **{each: int(figures[each]) for each in _SUMMED[:-1]},
-            "waited_s": round(figures["waited_s"], 5),
+            **({"waited_s": round(figures["waited_s"], 5)} if on_host else {}),
             # ep is the innermost axis: an EP group's ranks are neighbours
             "hottest_rank": round(hottest_factor(sums[f"served/{name}"].view(-1, ep)), 5),
         }

@@ -73,13 +73,21 @@ class _Pass:
         yield self.outbox
         self.counters.waited_s += self.outbox.waited_s - before
 
-    def count(self, chunk: int, starts_3P1: Tensor) -> int:
-        """Counts what a chunk brought, and with the first one what this rank has sent.
-
-        Returns:
-            How many target rows came.
+    def count(self, chunk: int, starts_3P1: Tensor, answers: Tensor) -> None:
+        """Counts what a chunk brought and its answers, and with the first one what this rank has
+        sent: on the host, or where a device knows it there.
         """
-        own, row_bytes = self.outbox.rank, self.rows.shape[1] * self.rows.element_size()
+        row_bytes, answer_bytes = (x.shape[1] * x.element_size() for x in (self.rows, answers))
+        own, sent_P3 = self.outbox.rank, self.plan.sent_P3
+        if sent_P3 is not None:
+            amounts_C3 = _amounts(
+                *(self.outbox.num_ranks, own, row_bytes, self.route_bytes, answer_bytes),
+                self.counts_rows,
+                starts_3P1.device,
+            )
+            counts = torch.cat((sent_P3.flatten(), starts_3P1.flatten()))
+            self.counters.add_unread(counts, amounts_C3)
+            return
         if chunk == 0 and self.counters.is_counting:
             rows, metadata, _ = self.outbox.sent(self.plan)
             self.counters.add(
@@ -88,25 +96,11 @@ class _Pass:
                 + (sum(metadata) - metadata[own]) * self.route_bytes,
             )
         _, (*_, num_routes), targets_P1 = starts_3P1.tolist()
-        num_targets, own_targets = targets_P1[-1], targets_P1[own + 1] - targets_P1[own]
+        num_away = targets_P1[-1] - targets_P1[own + 1] + targets_P1[own]
         self.counters.add(
             routes_served=num_routes if self.counts_rows else 0,
-            bytes_intra_node=(num_targets - own_targets) * row_bytes,
+            bytes_intra_node=num_away * answer_bytes,
         )
-        return num_targets
-
-    def count_unread(self, sent_P3: Tensor, starts_3P1: Tensor) -> None:
-        """Counts the same on the device."""
-        amounts_C3 = _amounts(
-            self.outbox.num_ranks,
-            self.outbox.rank,
-            self.rows.shape[1] * self.rows.element_size(),
-            self.route_bytes,
-            self.counts_rows,
-            starts_3P1.device,
-        )
-        counts = torch.cat((sent_P3.flatten(), starts_3P1.flatten()))
-        self.counters.add_unread(counts, amounts_C3)
 
     @property
     def route_bytes(self) -> int:
@@ -124,6 +118,7 @@ def _amounts(
     own: int,
     row_bytes: int,
     route_bytes: int,
+    answer_bytes: int,
     counts_rows: bool,
     device: torch.device,
 ) -> Tensor:
@@ -136,9 +131,9 @@ def _amounts(
     sent_P33[own, :, 2] = 0
     starts_3P13 = torch.zeros(3, num_ranks + 1, 3, dtype=torch.int64)
     starts_3P13[ROUTES, -1, 1] = int(counts_rows)
-    starts_3P13[TARGETS, -1, 2] += row_bytes
-    starts_3P13[TARGETS, own + 1, 2] -= row_bytes
-    starts_3P13[TARGETS, own, 2] += row_bytes
+    starts_3P13[TARGETS, -1, 2] += answer_bytes
+    starts_3P13[TARGETS, own + 1, 2] -= answer_bytes
+    starts_3P13[TARGETS, own, 2] += answer_bytes
     return torch.cat((sent_P33.view(-1, 3), starts_3P13.view(-1, 3))).to(device)
 
 
@@ -282,13 +277,8 @@ class _Chunk:
     @cached_property
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
         rows, weights, places, starts = _TakeRows.apply(self.posted, self.run, self.number)  # pyright: ignore[reportGeneralTypeIssues]
-        run, room = self.run, self.run.plan.room
-        if room is None:
-            num_targets = run.count(self.number, starts)
-        else:
-            assert run.plan.sent_P3 is not None
-            run.count_unread(run.plan.sent_P3, starts)
-            num_targets = room.targets
+        room = self.run.plan.room
+        num_targets = int(starts[TARGETS, -1]) if room is None else room.targets
         routes = Routes(
             places[0],
             places[1],
@@ -314,6 +304,7 @@ class _Chunk:
 
     def send_back(self, y_TD: Tensor) -> _Answers:
         """Posts one row of answers for every target that came."""
+        self.run.count(self.number, self._received[2], y_TD)
         return _Answers(_PostAnswers.apply(y_TD, self.run, self.number, self._received[2]))  # pyright: ignore[reportArgumentType]
 
 

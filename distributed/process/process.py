@@ -231,11 +231,11 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     enough = num_gpus >= place.local_world_size
     if wanted == "auto":
         if num_gpus and not enough:
-            logger.warning(
-                "training on the CPU: this node has %d GPUs for %d ranks, and each rank needs its "
-                "own",
-                num_gpus,
-                place.local_world_size,
+            raise DeviceError(
+                f"rank {place.rank} sees {num_gpus} GPUs, and its node has "
+                f"{place.local_world_size} ranks, of which each needs its own: start as many ranks "
+                "per node as it has GPUs (job.ranks_per_node), let every rank see all GPUs of its "
+                "node (not one per task, as Slurm may bind them), or set train.device=cpu"
             )
         wanted = "cuda" if enough else "cpu"
     if wanted == "cpu":

@@ -70,9 +70,9 @@ class PeerPlan:
     _packed: PackedSends | None = field(default=None, init=False)
 
     @property
-    def sent_P3(self) -> Tensor:
-        """Returns rows, routes and targets for every rank, on the device."""
-        return self.counts.counts_V3
+    def sent_P3(self) -> Tensor | None:
+        """With room: returns rows, routes and targets for every rank, on the device."""
+        return None if self.room is None else self.counts.counts_V3
 
     @property
     def num_sources(self) -> int:

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
+from ..toolchain import lacking
+
 INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
 
 
@@ -34,6 +36,8 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
         return (
             f"Triton's kernels are for CUDA, and the weights are on {device_type}: choose segments"
         )
+    if lack := lacking(device_type):  # it would be found out in the middle of the first pass
+        return f"Triton needs {lack.need}, and {lack.advice}"
     return None
 
 

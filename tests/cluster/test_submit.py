@@ -210,6 +210,9 @@ def test_stop_now_ends_ranks_in_the_middle_of_a_step(tmp_path):
 
 def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/fast")
+    monkeypatch.setenv("CC", "gcc-12")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     config = config_of(
         tmp_path, num_nodes=2, ranks_per_node=2, max_restarts=7, rehearse_failure_at_step=9
@@ -218,6 +221,9 @@ def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
     assert (launch.num_nodes, launch.ranks_per_node, launch.max_restarts) == (2, 2, 7)
     assert launch.rehearse_failure_at_step == 9
     assert launch.environment["NCCL_DEBUG"] == "INFO"
+    assert launch.environment["TRITON_CACHE_DIR"] == "/fast"
+    assert launch.environment["CC"] == "gcc-12"
+    assert "CUDA_VISIBLE_DEVICES" not in launch.environment
     assert "AWS_SECRET_ACCESS_KEY" not in launch.environment
 
 

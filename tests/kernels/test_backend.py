@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from moebius.kernels import backend, permute
 from moebius.kernels.backend import KernelConfig, resolve_backend
 from moebius.kernels.triton import available as triton
 from moebius.kernels.workspace import workspace
@@ -41,12 +44,57 @@ def test_switches_of_triton_are_refused_elsewhere() -> None:
 def test_triton_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton, "lacking", lambda device_type: None)
     assert triton.reason_against("meta", torch.bfloat16) is None
     assert triton.reason_against("cuda", torch.bfloat16) is None
     assert "the weights are on cpu" in str(triton.reason_against("cpu", torch.float32))
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     reason = triton.reason_against("cuda", torch.bfloat16)
     assert reason == f"Triton is not installed: {triton.INSTALL_LINE}"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An image with Triton and without a compiler of C."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton, "find_spec", lambda name: name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for cached in (backend.reason_against, backend._fastest):
+        cached.cache_clear()
+    yield
+    for cached in (backend.reason_against, backend._fastest):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_gpu_without_a_compiler_is_known_before_the_first_launch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu = torch.device("cuda")
+    with pytest.raises(
+        ValueError, match=r"cannot run here: Triton needs a C compiler .* CC; or set"
+    ):
+        backend.resolve_backend("triton", gpu, torch.bfloat16)
+    assert backend.resolve_backend("auto", gpu, torch.bfloat16) == "grouped_mm"
+    assert backend.resolve_backend("auto", gpu, torch.float32) == "segments"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "auto is grouped_mm, which is slower: Triton needs a C compiler" in said[0]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_routes_are_sorted_by_torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backend sorts: without Triton's kernels it is done by torch's operations."""
+    expert_N = torch.tensor([2, 0, 2, 1, 0])
+    asked = list[str]()
+    monkeypatch.setattr(permute, "import_module", lambda name, package: asked.append(name))
+    monkeypatch.setattr(permute.cpu_routes, "can_sort", lambda expert_N: False)
+    assert permute.reason_against("cuda", torch.float32) is not None
+    sorting = permute.sort_routes(expert_N, 3)
+    assert sorting.order_N is not None
+    assert sorting.order_N.tolist() == [1, 4, 3, 0, 2]
+    assert asked == []
 
 
 def test_work_memory_is_kept_on_the_cpu_alone() -> None:

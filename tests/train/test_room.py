@@ -30,8 +30,8 @@ from moebius.train.run import assemble
 
 def steps(
     config: Config, run_dir: Path, factor: float
-) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[float], int, int]:
-    """Three steps: losses and norms, and the weights after them; the room in the end; how often
+) -> tuple[list[tuple], dict[str, Tensor], list[float], int, int]:
+    """Three steps: losses, norms and what was exchanged, and the weights after them; the room in the end; how often
     gradients were made, and headers read.
     """
     made, reads = list[int](), list[int]()
@@ -49,8 +49,11 @@ def steps(
         found = []
         for number in range(3):
             result = step(run, Batch(rows[number, :, process.rank], 0, 0, equal_shapes=True), 1e-2)
-            loss = result.meter.reduce()["loss"].item()
-            found.append((loss, result.grad_norm))
+            sums = result.meter.reduce()
+            exchanged = [
+                tuple(value[:4].tolist()) for key, value in sums.items() if "exchange/" in key
+            ]
+            found.append((sums["loss"].item(), result.grad_norm, exchanged))
         weights = {name: weight.detach() for name, weight in run.model.named_parameters()}
         return found, weights, [room.factor for room in rooms], len(made), len(reads)
 

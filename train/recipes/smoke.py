@@ -43,6 +43,7 @@ def smoke() -> Config:
             log_every=4,
             eval_every=40,
             eval_rows=256,
+            device="cpu",  # four ranks on one machine, which has not four GPUs
             eval_batch=16,
         ),
         checkpoint=CheckpointConfig(every=40, keep_last=2),

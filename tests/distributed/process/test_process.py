@@ -18,7 +18,13 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.process import process as process_module
 from moebius.distributed.process.agreement import AgreementError
-from moebius.distributed.process.process import Process, start_process, stop_process, store_prefix
+from moebius.distributed.process.process import (
+    DeviceError,
+    Process,
+    start_process,
+    stop_process,
+    store_prefix,
+)
 from moebius.distributed.process.store import bind, is_loopback, loopback_interface
 
 
@@ -304,7 +310,6 @@ def test_a_rank_beyond_the_world_is_explained(alone):
     [
         ("auto", 0, 1, "cpu"),
         ("auto", 1, 1, "cuda:0"),
-        ("auto", 1, 2, "cpu"),
         ("cpu", 8, 1, "cpu"),
         ("cuda", 2, 2, "cuda:0"),
     ],
@@ -318,6 +323,17 @@ def test_the_device_is_chosen_for_the_whole_node(
         rank=0, world_size=8, local_rank=0, local_world_size=local_world_size
     )
     assert str(process_module._choose_device(wanted, place)) == chosen
+
+
+def test_too_few_gpus_are_not_silently_left_idle(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = process_module._Place(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    with pytest.raises(
+        DeviceError, match=r"rank 5 sees 1 GPUs, and its node has 4 ranks.*train\.device=cpu"
+    ):
+        process_module._choose_device("auto", place)
+    assert str(process_module._choose_device("cpu", place)) == "cpu"
 
 
 def test_cuda_without_a_gpu_is_a_clear_error(alone):
