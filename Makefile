@@ -33,8 +33,8 @@ chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of t
 chaos-run: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## shoot at a small job at random, and compare (CHAOS="--minutes 20 --seed 7")
 	$(BIN)/python -m tests.chaos.run $(CHAOS)
 
-kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for sm_90 and look at what came out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/triton/test_compiles.py
+kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for seven kinds of GPUs and look at what came out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/kernels/triton/test_compiles.py
 
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py

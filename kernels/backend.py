@@ -83,6 +83,8 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         raise ValueError(
             f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto"
         )
+    if "tf32" in switches and (reason := triton_library.reason_against_tf32()):
+        raise ValueError(f'kernels.switches=["tf32"] cannot be had here: {reason}; leave it out')
     return backend
 
 

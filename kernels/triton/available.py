@@ -7,6 +7,8 @@ import torch
 
 from ..toolchain import lacking
 
+_AMD = ("gfx942", "gfx950")  # with tiles of their own (tiles.py)
+_AMD_WITHOUT_TF32 = ("gfx950",)
 INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
 
 
@@ -36,9 +38,47 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
         return (
             f"Triton's kernels are for CUDA, and the weights are on {device_type}: choose segments"
         )
+    if reason := _reason_against_chip():
+        return reason
     if lack := lacking(device_type):  # it would be found out in the middle of the first pass
         return f"Triton needs {lack.need}, and {lack.advice}"
     return None
+
+
+def reason_against_tf32() -> str | None:
+    """Says why float32 products cannot be in TensorFloat-32 on this process's GPU."""
+    if (name := _amd_name()) in _AMD_WITHOUT_TF32:
+        return f"{name} has no TensorFloat-32"
+    return None
+
+
+def _reason_against_chip() -> str | None:
+    """Says why the kernels do not run on this process's GPU, by what they were compiled for."""
+    if not torch.cuda.is_available():
+        return None
+    if (name := _amd_name()) is not None:
+        return (
+            None
+            if name in _AMD
+            else f"of AMD's GPUs Triton's kernels are compiled for {' and '.join(_AMD)}, and this is "
+            f"{name}: choose segments"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return (
+            "Triton's kernels want a compute capability of 8.0 at least, and this GPU has "
+            f"{major}.{minor}: choose segments"
+        )
+    return None
+
+
+def _amd_name() -> str | None:
+    """Returns what this process's GPU is called where it is AMD's."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[
+        0
+    ]
 
 
 def interpreted() -> bool:

@@ -11,6 +11,7 @@ Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,12 +47,13 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+Table = dict[tuple[str, str, str], Tile]  # by kernel, precision, load
 FEW = 300  # rows per expert
 ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
 # gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12;
 # ragged: K3 (_small: with an activation, or widths of no multiple of 16 bytes).
 TILES: dict[tuple[str, str, str], Tile] = {
-    ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 3),
     ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
     ("gather_two", "bf16", "many"): Tile(128, 128, 64, 8, 3),
     ("gather_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
@@ -59,8 +61,8 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("gather_back", "bf16", "few"): Tile(64, 128, 64, 4, 4),
     ("gather_back_smooth", "bf16", "many"): Tile(128, 64, 64, 8, 4),
     ("gather_back_smooth", "bf16", "few"): Tile(64, 64, 64, 4, 4),
-    ("rows", "bf16", "many"): Tile(128, 128, 128, 8, 2),
-    ("rows", "bf16", "few"): Tile(64, 128, 128, 4, 2),
+    ("rows", "bf16", "many"): Tile(128, 64, 128, 8, 3),
+    ("rows", "bf16", "few"): Tile(64, 64, 128, 4, 3),
     ("fused", "bf16", "many"): Tile(128, 128, 64, 8, 3),
     ("fused", "bf16", "few"): Tile(64, 128, 64, 8, 3),
     ("fused_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
@@ -83,11 +85,50 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
     ("fused_two", "fp32", "many"): Tile(64, 64, 32, 8, 2),
     ("fused_two", "fp32", "few"): Tile(64, 64, 32, 8, 2),
-    ("ragged_small", "fp32", "many"): Tile(64, 64, 32, 4, 3),
-    ("ragged_small", "fp32", "few"): Tile(64, 64, 32, 4, 3),
-    ("ragged", "fp32", "many"): Tile(64, 64, 32, 4, 3),
-    ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("ragged_small", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("ragged_small", "fp32", "few"): Tile(64, 64, 32, 8, 3),
+    ("ragged", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("ragged", "fp32", "few"): Tile(64, 64, 32, 8, 3),
 }
+# What other chips than those of sm_90 (H100, H200) have instead, by what the compiler says of each;
+# not measured. Without wgmma fewer registers are left; sm_89 (L4, L40, RTX 4000), sm_86, which is
+# alike, and sm_120 (RTX 5000) have 99 KiB of shared memory, gfx942 (MI300) 64, gfx950 (MI350) 160.
+_WITHOUT_WGMMA: Table = {
+    ("gather", "bf16", "many"): Tile(128, 64, 64, 8, 3),
+    ("gather", "bf16", "few"): Tile(64, 64, 64, 4, 3),
+    ("gather_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
+    ("fused", "bf16", "many"): Tile(64, 128, 64, 8, 3),
+    ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 4),
+}
+_AMD_SMALL: Table = {
+    ("ragged_small", "bf16", "many"): Tile(128, 64, 64, 8, 2),
+    ("ragged_small", "bf16", "few"): Tile(128, 64, 64, 8, 2),
+}
+OTHERS: dict[str, Table] = {
+    "sm_80": _WITHOUT_WGMMA,
+    "sm_89": _WITHOUT_WGMMA,
+    "sm_100": {
+        ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+        ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 4),
+        ("fused", "fp32", "many"): Tile(64, 64, 32, 4, 2),
+        ("fused", "fp32", "few"): Tile(64, 64, 32, 4, 2),
+    },
+    "sm_120": _WITHOUT_WGMMA,
+    "gfx942": {
+        **{key: replace(tile, stages=2) for key, tile in TILES.items() if key[1] == "bf16"},
+        ("fused", "bf16", "many"): Tile(64, 64, 64, 8, 2),
+        ("fused", "bf16", "few"): Tile(64, 64, 64, 8, 2),
+        ("fused_two", "bf16", "many"): Tile(64, 64, 32, 8, 2),
+        ("fused_two", "bf16", "few"): Tile(64, 64, 32, 8, 2),
+        ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 2),
+        ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 2),
+        **_AMD_SMALL,
+    },
+    "gfx950": _AMD_SMALL,
+}
+TARGETS = ("sm_90", *OTHERS)
+WITHOUT_TF32 = ("gfx950",)
 WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
 # The interpreter pays for programs and elements alike; small tiles give small cases several.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)
@@ -98,7 +139,30 @@ def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> 
     if INTERPRETED:
         return _INTERPRETED
     load = "few" if num_rows < FEW * num_experts else "many"
-    return TILES[kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load]
+    key = kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load
+    return OTHERS.get(target(), {}).get(key) or TILES[key]
+
+
+@lru_cache(maxsize=1)
+def target() -> str:
+    """Returns whose tiles this process takes: those of its GPU's kind, or of the next older one."""
+    if not torch.cuda.is_available():
+        return "sm_90"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if torch.version.hip is not None:
+        return properties.gcnArchName.partition(":")[0]
+    return target_of(10 * properties.major + properties.minor)
+
+
+def target_of(capability: int) -> str:
+    """Returns the column of the table for a compute capability of NVIDIA's, such as 90.
+
+    The last known one before it; 86 and 87 have the shared memory of 89.
+    """
+    if 80 < capability < 89:
+        return "sm_89"
+    known = [int(name.removeprefix("sm_")) for name in TARGETS if name.startswith("sm_")]
+    return f"sm_{max((each for each in known if each <= capability), default=min(known))}"
 
 
 def _power(width: int) -> int:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,50 @@ def test_routes_are_sorted_by_torch_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorting.order_N is not None
     assert sorting.order_N.tolist() == [1, 4, 3, 0, 2]
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("hip", "name", "capability", "reason"),
+    [
+        ("6.4", "gfx942:sramecc+:xnack-", (9, 4), None),
+        ("6.4", "gfx90a", (9, 0), "compiled for gfx942 and gfx950, and this is gfx90a"),
+        (None, "", (7, 5), "capability of 8.0 at least, and this GPU has 7.5"),
+        (None, "", (12, 0), None),
+    ],
+)
+def test_chips_that_it_was_not_compiled_for_are_refused_by_name(
+    hip: str | None,
+    name: str,
+    capability: tuple[int, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_chip(monkeypatch, hip, name, capability)
+    said = triton.reason_against("cuda", torch.bfloat16)
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_tf32_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_chip(monkeypatch, "7.0", "gfx950", (9, 5))
+    assert backend.resolve_backend("triton", torch.device("cuda"), torch.float32) == "triton"
+    with pytest.raises(ValueError, match=r'"tf32"\] cannot be had here: gfx950 has no TensorFloat'):
+        backend.resolve_backend("triton+tf32", torch.device("cuda"), torch.float32)
+    backend.reason_against.cache_clear()
+
+
+def pretend_chip(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, name: str, capability: tuple[int, int]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton, "lacking", lambda device_type: None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    properties = SimpleNamespace(gcnArchName=name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    backend.reason_against.cache_clear()
 
 
 def test_work_memory_is_kept_on_the_cpu_alone() -> None:

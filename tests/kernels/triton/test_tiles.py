@@ -10,13 +10,40 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.gpu import tune_tiles
 from moebius.kernels.triton import tiles as triton_tiles
-from moebius.kernels.triton.tiles import TILES, Tile, choose
+from moebius.kernels.triton.tiles import OTHERS, TILES, Tile, choose, target_of
 
 
 def test_a_tile_is_chosen_by_rows_per_expert() -> None:
     assert choose("rows", torch.bfloat16, 299 * 8, 8) == TILES["rows", "bf16", "few"]
     assert choose("rows", torch.bfloat16, 300 * 8, 8) == TILES["rows", "bf16", "many"]
     assert choose("ragged", torch.float32, 0, 8) == TILES["ragged", "fp32", "few"]
+
+
+def test_other_chips_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, table in OTHERS.items():
+        assert table.keys() <= TILES.keys()
+        monkeypatch.setattr(triton_tiles, "target", lambda target=target: target)
+        for (kernel, precision, load), tile in table.items():
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            rows = triton_tiles.FEW * 8 - (load == "few")
+            assert choose(kernel, dtype, rows, 8) == tile
+        assert choose("gather_back", torch.float32, 0, 8) == TILES["gather_back", "fp32", "few"]
+
+
+def test_a_capability_takes_the_column_of_the_next_older_one() -> None:
+    columns = {
+        80: 80,
+        86: 89,
+        87: 89,
+        89: 89,
+        90: 90,
+        100: 100,
+        103: 100,
+        120: 120,
+        121: 120,
+        75: 80,
+    }
+    assert {c: target_of(c) for c in columns} == {c: f"sm_{sm}" for c, sm in columns.items()}
 
 
 def test_a_tile_is_no_longer_than_what_there_is() -> None:
@@ -41,7 +68,7 @@ def test_candidates_begin_with_the_present_tile_and_differ() -> None:
         tiles = list(tune_tiles.candidates(key))
         assert tiles[0] == present
         assert len(set(tiles)) == len(tiles)
-        assert 5 < len(tiles) < 16
+        assert 5 < len(tiles) <= 16
 
 
 def test_the_new_table_is_the_module_with_other_entries(tmp_path: Path) -> None:
