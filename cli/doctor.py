@@ -25,6 +25,7 @@ def add_commands(commands: Commands) -> None:
             "doctor",
             "doctor --address auto --run-dir /shared/runs --links links.json",
             "doctor --address simulated --json",
+            "doctor --gpu",
         ],
         notes="exit code: 0, or 1 where a check fails, or 2 where it cannot be made",
     )
@@ -32,6 +33,12 @@ def add_commands(commands: Commands) -> None:
         "--address",
         metavar="HOST:PORT",
         help='check every node of a Ray cluster; "auto"; "simulated[:NAME]"; default: this machine',
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="instead: every kernel against plain PyTorch, a CUDA graph and NCCL on this machine's "
+        "GPUs, in under a minute",
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", default=RUNS, help=f"where runs go; default: {RUNS}/"
@@ -62,7 +69,12 @@ def _doctor(options: argparse.Namespace) -> int:
         raise ValueError(f"--processes {options.processes}: 2 to 16, or 1 with --address")
     if not 1.0 <= options.limit <= 3600.0:
         raise ValueError(f"--limit {options.limit:g}: 1 to 3600 seconds")
-    findings, links = _of_cluster(options) if on_cluster else _of_machine(options)
+    if options.gpu:
+        if on_cluster or options.links is not None:
+            raise ValueError("--gpu is of this machine, and does not go with --address or --links")
+        findings, links = _of_gpus(), None
+    else:
+        findings, links = _of_cluster(options) if on_cluster else _of_machine(options)
     if options.links is not None and links is not None:
         options.links.write_text(json.dumps(links, indent=1) + "\n", encoding="utf-8")
     if options.json:
@@ -71,6 +83,13 @@ def _doctor(options: argparse.Namespace) -> int:
         _show(findings)
         _show_matrix(links or {})
     return exit_code(findings)
+
+
+def _of_gpus() -> "list[Finding]":
+    """Checks what this machine's GPUs compute."""
+    from ..cluster.checks.gpus import look_at_gpus
+
+    return look_at_gpus()
 
 
 def _of_machine(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, Any]]":

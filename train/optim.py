@@ -41,15 +41,23 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
     return peak * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torch.optim.AdamW:
+def make_optimizer(
+    config: OptimConfig, parameters: Iterable[Parameter], *, fused: bool | None = None
+) -> torch.optim.AdamW:
     """Makes AdamW; its moments have the parameters' own precision.
-
-    `foreach` fuses the update over the tensors of a group.
 
     Sharded parameters of one mesh are a group, and so are those that are not sharded: one operation
     cannot mix them.
+
+    Args:
+        fused: one kernel updates a group, in another order of roundings; else some ten operations
+            over all of its tensors do, and the host reads every tensor's count of steps. None: on
+            GPUs, where launches are dear.
     """
     groups: dict[Any, list[Parameter]] = {}
+    parameters = list(parameters)
+    if fused is None:
+        fused = all(parameter.device.type == "cuda" for parameter in parameters)
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
@@ -59,5 +67,6 @@ def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torc
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        foreach=True,
+        foreach=not fused,
+        fused=fused,
     )

@@ -43,9 +43,11 @@ def allocate_moments(model: Transformer, optimizer: torch.optim.AdamW) -> None:
 
     So saving and loading know every tensor.
     """
+    is_fused = optimizer.defaults["fused"]
     for parameter in model.parameters():
         optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
+            # the fused kernel counts where the weights are
+            "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
             **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
         }
 

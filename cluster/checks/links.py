@@ -1,6 +1,6 @@
 """Measures an all-to-all among processes of this machine, and checks what arrives.
 
-    python -m moebius.cluster.checks.links STORE_FILE RANK WORLD
+    python -m moebius.cluster.checks.links STORE_FILE RANK WORLD BACKEND
 
 The rows are those of benchmarks/gloo_table.py, for one operation and some sizes, so the planner
 reads them (`moebius plan --measured`). Cost: some seconds, most of them imports.
@@ -13,21 +13,27 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)  # bytes of the whole tensor on one rank
 _CALLS = 12
 _TIMEOUT_S = 120.0
 
 
-def measure_links(world: int) -> tuple[list[dict[str, Any]], bool]:
+def measure_links(world: int, *, backend: str = "gloo") -> tuple[list[dict[str, Any]], bool]:
     """Returns the measured rows, and whether all numbers arrived as they were sent.
+
+    Args:
+        backend: "gloo"; or "nccl", a GPU for each process.
 
     Raises:
         RuntimeError: a process failed; with its last words.
     """
     with tempfile.TemporaryDirectory(prefix="moebius-doctor-") as folder:
-        processes = [_start(Path(folder) / "store", rank, world) for rank in range(world)]
+        processes = [_start(Path(folder) / "store", rank, world, backend) for rank in range(world)]
         try:
             answers = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
         finally:
@@ -42,12 +48,12 @@ def measure_links(world: int) -> tuple[list[dict[str, Any]], bool]:
     return found["rows"], found["sound"]
 
 
-def _start(store: Path, rank: int, world: int) -> subprocess.Popen[str]:
+def _start(store: Path, rank: int, world: int, backend: str) -> subprocess.Popen[str]:
     package = Path(__file__).resolve().parents[3]
     paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(store), str(rank), str(world)],
+        [sys.executable, "-m", __name__, str(store), str(rank), str(world), backend],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,38 +63,46 @@ def _start(store: Path, rank: int, world: int) -> subprocess.Popen[str]:
 
 def main() -> None:
     """Measures as one rank; rank 0 prints the rows."""
+    import torch
     import torch.distributed as dist
 
     from ..processes import bind_to_parent
 
     bind_to_parent()
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    store, rank, world, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    rows, sound = _measure(rank, world)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    rows, sound = _measure(rank, world, device)
     if rank == 0:
         print(json.dumps({"rows": rows, "sound": sound}))
     dist.destroy_process_group()
 
 
-def _measure(rank: int, world: int) -> tuple[list[dict[str, Any]], bool]:
+def _measure(rank: int, world: int, device: "torch.device") -> tuple[list[dict[str, Any]], bool]:
     import torch
     import torch.distributed as dist
 
-    rows, sound = [], torch.ones(1)
+    rows, sound = [], torch.ones(1, device=device)
     for size in SIZES:
-        sent = torch.full((size // 4,), float(rank))
+        share = size // 4 // world
+        sent = torch.full((share * world,), float(rank), device=device)
         received = torch.empty_like(sent)
         times = []
         for _ in range(_CALLS):
             dist.barrier()
             started_s = time.perf_counter()
             dist.all_to_all_single(received, sent)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - started_s)
-        expected = torch.arange(world, dtype=torch.float32).repeat_interleave(size // 4 // world)
-        sound *= float(torch.equal(received, expected))
+        expected = torch.arange(world, dtype=torch.float32).repeat_interleave(share)
+        sound *= float(torch.equal(received.cpu(), expected))
         slowest = torch.tensor(sorted(times[2:]), dtype=torch.float64)  # after connections are made
+        slowest = slowest.to(device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds = slowest[len(slowest) // 2].item()
         rows.append({"op": "all_to_all", "world": world, "bytes": size, "seconds": seconds})

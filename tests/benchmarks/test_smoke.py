@@ -162,7 +162,11 @@ def test_dispatch() -> None:
     assert sent["alltoall"] == 2 * 16 * 2  # a row for every route
     assert sent["dedup"] == by_name["dedup"]["distinct_destinations"] < sent["alltoall"]
     assert all(point["passes"] >= dispatch.FEWEST for point in points)
+    by_name["symmetric"]["ratio"] = 0.5  # how long it takes here is nobody's promise
     assert dispatch.print_report(points)
+    by_name["symmetric"]["ratio"] = 1.5
+    assert not dispatch.print_report(points)
+    by_name["symmetric"]["ratio"] = 0.5
     by_name["dedup"]["rows_sent"] += 1
     assert not dispatch.print_report(points)
 

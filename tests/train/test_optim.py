@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from family import tiny_model
 
 from moebius.train.optim import OptimConfig, learning_rate_at, make_optimizer
+from moebius.train.state import allocate_moments, set_updates, state_tensors
 
 
 def test_the_published_rates() -> None:
@@ -28,3 +30,40 @@ def test_every_parameter_decays() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert weight[0, 0].item() == bias[0].item() == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
+    """It is what GPUs take; here on a CPU, resumed in the middle as a checkpoint is."""
+    config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
+    found = []
+    for fused in (False, True):
+        model = tiny_model("moeut", dtype=dtype)
+        optimizer = make_optimizer(config, model.parameters(), fused=fused)
+        allocate_moments(model, optimizer)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = noise.to(parameter.dtype)
+            if step == 2:
+                saved, _ = state_tensors(model, optimizer)
+                saved = {name: tensor.clone() for name, tensor in saved.items()}
+                optimizer = make_optimizer(config, model.parameters(), fused=fused)
+                allocate_moments(model, optimizer)
+                set_updates(model, optimizer, step)
+                for name, tensor in state_tensors(model, optimizer)[0].items():
+                    tensor.copy_(saved[name])
+            optimizer.step()
+        found.append(state_tensors(model, optimizer)[0])
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for name, expected in found[0].items():
+        error = (found[1][name].double() - expected.double()).norm()
+        assert error <= tolerance * expected.double().norm(), name
+
+
+def test_gpus_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not make_optimizer(OptimConfig(), [weight]).defaults["fused"]
+    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda"), raising=False)
+    assert make_optimizer(OptimConfig(), [weight]).defaults["fused"]

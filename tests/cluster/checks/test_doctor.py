@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from moebius.cli.main import main
 from moebius.cluster.checks.findings import (
@@ -61,6 +62,18 @@ def test_a_number_of_processes_that_makes_no_sense(capsys: pytest.CaptureFixture
         main(["doctor", "--processes", "1"])
     assert ended.value.code == 2
     assert "--processes 1: 2 to 16" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_machine_without_gpus_has_none_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--gpu"], "torch sees no GPU here"),
+        (["--gpu", "--address", "auto"], "does not go with --address"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *words])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
