@@ -1,26 +1,12 @@
-"""Looks whether this machine's GPUs compute what they should: every kernel of the experts against plain
-PyTorch, a CUDA graph, an all-to-all over NCCL.
-
-In under a minute, of which most is compiling. Speed is not looked at: that is `python -m
-benchmarks.gpu`.
+"""What `moebius doctor --gpu` finds of this machine's GPUs: their kernels and a CUDA graph
+(train/gpu_check.py), and an all-to-all over NCCL.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from ...kernels.backend import reason_against, resolve_backend
-from ...kernels.functional import routed_linear, routed_mlp
-from ...model.routing import Routes, token_routes
+from ...train.gpu_check import TOLERANCE, check_graph, check_kernels
 from .findings import Finding
 from .links import measure_links
-
-TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
-# Relative errors of the norms: what rounding of the operands alone makes of sums of that length.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def look_at_gpus() -> list[Finding]:
@@ -36,127 +22,12 @@ def look_at_gpus() -> list[Finding]:
             "built for it, or look at nvidia-smi; `moebius doctor` checks the rest"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    findings = [look_at_kernels(device, dtype) for dtype in TOLERANCE]
-    return [*findings, _look_at_graph(device), _look_at_nccl()]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of the experts, and its weights in float64."""
-
-    name: str
-    weights: list[Tensor]
-    run: Callable[[Tensor, list[Tensor], Routes, str], Tensor]
-
-
-def look_at_kernels(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares outputs and gradients of every kernel, as `auto` chooses them, with the reference."""
-    check, began_s = f"kernels, {str(dtype).removeprefix('torch.')}", time.perf_counter()
-    if reason := reason_against("triton", device.type, dtype):
-        return Finding(check, "fail", f"Triton's cannot run: {reason}", "see docs/kernels.md")
-    backend, worst = resolve_backend("triton", device, dtype), 0.0
-    for call in _calls():
-        expected = _outputs(call, torch.device("cpu"), dtype, "reference")
-        for name, value in _outputs(call, device, dtype, backend).items():
-            error = ((value - expected[name]).norm() / expected[name].norm()).item()
-            if not error <= TOLERANCE[dtype]:  # NaN is not
-                found = f"{call.name}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
-                return Finding(
-                    check, "fail", found, "report it, with the GPU's name; kernels.backend=segments"
-                )
-            worst = max(worst, error)
-    seconds = time.perf_counter() - began_s
-    return Finding(
-        check, "ok", f"within {worst:.0e} of plain PyTorch; {seconds:.0f} s with compiling"
-    )
-
-
-def _calls() -> Iterator[_Call]:
-    generator = torch.Generator().manual_seed(0)
-
-    def new(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
-
-    def mlp(activation: str) -> _Call:
-        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
-        return _Call(
-            f"perceptrons with {activation}",
-            [new(EXPERTS, WIDTH, columns), new(EXPERTS, HIDDEN, WIDTH)],
-            lambda x, weights, routes, backend: routed_mlp(
-                x, weights[0], weights[1], routes, activation=activation, backend=backend
-            ),
-        )
-
-    yield from (mlp(activation) for activation in ("relu", "gelu", "swiglu"))
-    for width in (HIDDEN, 2 * WIDTH):  # the gate's gradient is taken on the narrow side
-        yield _Call(
-            f"matrices from {WIDTH} to {width}",
-            [new(EXPERTS, WIDTH, width)],
-            lambda x, weights, routes, backend: routed_linear(
-                x, weights[0], routes, backend=backend
-            ),
-        )
-
-
-def _outputs(
-    call: _Call, device: torch.device, dtype: torch.dtype, backend: str
-) -> dict[str, Tensor]:
-    """Output and gradients, float64 on the CPU; the reference computes in float64 with the operands of
-    `dtype`.
-    """
-    wide = torch.float64 if backend == "reference" else dtype
-    generator = torch.Generator().manual_seed(1)
-
-    def operand(value: Tensor) -> Tensor:
-        return value.to(dtype).to(device, wide).requires_grad_()
-
-    x = operand(torch.randn(TOKENS, WIDTH, generator=generator))
-    weights = [operand(weight) for weight in call.weights]
-    choice = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K].to(device)
-    gates = torch.rand(TOKENS, TOP_K, generator=generator).to(device).requires_grad_()
-    y = call.run(x, weights, token_routes(choice, gates, num_experts=EXPERTS), backend)
-    grad = torch.randn(y.shape, generator=generator).to(dtype).to(device, y.dtype)
-    gradients = torch.autograd.grad(y, [x, gates, *weights], grad)
-    names = ["output", "gradient of rows", "gradient of gates", "gradient of weights", "of w_down"]
-    found = [y.detach(), *gradients]
-    return {name: each.double().cpu() for name, each in zip(names, found, strict=False)}
-
-
-def _look_at_graph(device: torch.device) -> Finding:
-    """Captures a forward and backward pass in a CUDA graph, and replays it with other rows."""
-    check = "CUDA graph"
-    if reason := reason_against("triton", device.type, torch.bfloat16):
-        return Finding(check, "warn", f"not tried: {reason}")
-    call = next(_calls())
-    weights = [weight.to(device, torch.bfloat16).requires_grad_() for weight in call.weights]
-    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
-    choice = torch.arange(TOKENS * TOP_K, device=device).view(TOKENS, TOP_K) % EXPERTS
-    gates = torch.rand(TOKENS, TOP_K, device=device)
-
-    def step() -> list[Tensor]:
-        y = call.run(x, weights, token_routes(choice, gates, num_experts=EXPERTS), "triton")
-        return [y, *torch.autograd.grad(y.float().square().mean(), [x, *weights])]
-
-    try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        same = all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-    except RuntimeError as error:
-        words = str(error).strip().splitlines()[0]
-        return Finding(check, "fail", f"could not be captured: {words}", "run without graphs")
-    if not same:
-        return Finding(check, "fail", "a replay gives other numbers", "run without graphs")
-    return Finding(check, "ok", "a layer's forward and backward replay with the same bits")
+    checks = [*(check_kernels(device, dtype) for dtype in TOLERANCE), check_graph(device)]
+    findings = [
+        Finding(check.name, "ok" if check.is_ok else "fail", check.found, check.advice)
+        for check in checks
+    ]
+    return [*findings, _look_at_nccl()]
 
 
 def _look_at_nccl() -> Finding:

@@ -94,7 +94,7 @@ def test_a_version_of_ray_without_tokens_is_refused(version):
 
 def test_nodes_gpus_and_restarts_are_the_jobs():
     _, ray_job = documents("job.num_nodes=3", "job.ranks_per_node=8", "train.micro_batch=1",
-                           "train.global_batch=48")  # fmt: skip
+                           "train.global_batch=48", "train.device=auto")  # fmt: skip
     spec = ray_job["spec"]
     workers = spec["rayClusterSpec"]["workerGroupSpecs"][0]
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (3, 3, 3)

@@ -61,7 +61,7 @@ def directives(script: str) -> dict[str, str]:
 
 def test_what_slurm_is_asked_for():
     script = slurm_script(
-        config("job.ranks_per_node=4", "job.name=mine", "train.micro_batch=1"),
+        config("job.ranks_per_node=4", "job.name=mine", "train.micro_batch=1", "train.device=auto"),
         SlurmSettings("/runs/a", cpus_per_rank=6, options={"partition": "gpu", "output": "o.log"}),
     )
     assert directives(script) == {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moebius.cluster.checks import gpus
 from moebius.kernels.triton import backend as triton
+from moebius.train import gpu_check
 
 CPU = torch.device("cpu")
 
@@ -12,12 +12,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time."""
-    monkeypatch.setattr(gpus, "TOKENS", 12)
+    monkeypatch.setattr(gpu_check, "TOKENS", 12)
 
 
 def test_right_kernels_are_ok() -> None:
-    finding = gpus.look_at_kernels(CPU, torch.float32)
-    assert finding.verdict == "ok", finding
+    finding = gpu_check.check_kernels(CPU, torch.float32)
+    assert finding.is_ok, finding
     assert "of plain PyTorch" in finding.found
 
 
@@ -31,14 +31,14 @@ def test_a_wrong_kernel_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return (first * 1.001, *rest)
 
     monkeypatch.setattr(triton, name, wrong)
-    finding = gpus.look_at_kernels(CPU, torch.float32)
-    assert finding.verdict == "fail"
+    finding = gpu_check.check_kernels(CPU, torch.float32)
+    assert not finding.is_ok
     what = "perceptrons with relu: output" if name == "mlp_forward" else "matrices from 64 to 32"
     assert what in finding.found
     assert "kernels.backend=segments" in finding.advice
 
 
 def test_kernels_that_cannot_run_are_a_fault() -> None:
-    finding = gpus.look_at_kernels(CPU, torch.bfloat16)  # which the interpreter computes wrongly
-    assert finding.verdict == "fail"
+    finding = gpu_check.check_kernels(CPU, torch.bfloat16)  # which the interpreter computes wrongly
+    assert not finding.is_ok
     assert "Triton's cannot run" in finding.found
