@@ -8,17 +8,20 @@ benchmarks.gpu`.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import reason_against, resolve_backend
+from ..kernels.backend import reason_against
 from ..kernels.functional import routed_linear, routed_mlp
 from ..model.routing import Routes, token_routes
 
 TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
-# Relative errors of the norms: what rounding of the operands alone makes of sums of that length.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+# Relative errors of the norms; `segments` on a CPU has up to 3e-7 and 4.4e-3 in these calls.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# Both, for they launch different kernels.
+_BACKENDS = ("triton", "triton+fused+scatter_add")
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,17 @@ class _Call:
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
-    """Compares outputs and gradients of every kernel, as `auto` chooses them, with the reference."""
+    """Compares outputs and gradients of Triton's kernels of the experts with the reference."""
     check, began_s = f"kernels, {str(dtype).removeprefix('torch.')}", time.perf_counter()
     if reason := reason_against("triton", device.type, dtype):
         return GpuCheck(check, False, f"Triton's cannot run: {reason}", "see docs/kernels.md")
-    backend, worst = resolve_backend("triton", device, dtype), 0.0
-    for call in _calls():
+    worst = 0.0
+    for call, backend in product(_calls(), _BACKENDS):
         expected = _outputs(call, torch.device("cpu"), dtype, "reference")
         for name, value in _outputs(call, device, dtype, backend).items():
             error = ((value - expected[name]).norm() / expected[name].norm()).item()
             if not error <= TOLERANCE[dtype]:  # NaN is not
-                found = f"{call.name}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
+                found = f"{backend}, {call.name}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
                 return GpuCheck(
                     check, False, found, "report it, with the GPU's name; kernels.backend=segments"
                 )

@@ -189,7 +189,7 @@ class PeerOutbox:
             num_tokens = num_sources // max(1, rows_per_token)
             counts = [num_tokens * count for count in of_token]
             room = None
-        places = None if room is None or self._checking else self._room(addresses, room)
+        places = None if room is None else self._room(addresses, room)
         return PeerPlan(addresses, count_sends(addresses), num_slots, counts, places)
 
     def _room(self, to: Addresses, factor: float) -> Room:
