@@ -7,7 +7,7 @@ over Gloo with EP 4 and with pure data parallelism. Every operation that torch d
 counted, those inside our custom ops too, at the line's function in this library that launched it;
 in the backward pass, where nodes of torch's own have no line, at the function whose forward pass
 made the node. One with `_foreach_` in its name counts once. Counted too are `tolist`, which torch
-does not dispatch on a CPU, products in C++ (kernels/avx512) and our ops that are one call in C++;
+does not dispatch on a CPU, products in C++ (kernels/brgemm) and our ops that are one call in C++;
 not those of an exchange through shared memory (distributed/symmetric), some six per sparse layer.
 
 On a GPU all but views and allocations would be a kernel, and each costs a launch of some
@@ -46,7 +46,7 @@ from benchmarks.expert_parallel import Way, build_run
 from benchmarks.report import ROOT, save
 from moebius.distributed.dispatch.table import LOCAL
 from moebius.distributed.process.process import Process, start_process
-from moebius.kernels.avx512 import backend as avx512
+from moebius.kernels.brgemm import backend as brgemm
 from moebius.train.loop import step
 
 WARM_UP = 2  # steps: moments are there, workspaces have grown
@@ -71,6 +71,9 @@ PARTS = {
     "kernels/permute.py:sort_by_expert": "sorting of routes",
     "kernels/permute.py:inverse_order": "sorting of routes",
     "kernels/gradients.py": "sums of banks' gradients",
+    "kernels/router.py": "routers",
+    "kernels/cpu_top_k.py": "routers",
+    "kernels/softmax_sums.py": "balance and loads",
     "kernels/sends.py": "dispatch",
     "kernels/cpu_sends.py": "dispatch",
     "model/attention.py": "attention",
@@ -80,7 +83,10 @@ PARTS = {
     "model/layers.py": "norms, matrices, rotation",
     "model/layers.py:router_logits": "routers",
     "model/moe.py": "residual, layer",
+    "kernels/norm.py": "residual, layer",
+    "kernels/rotary.py": "norms, matrices, rotation",
     "model/recompute.py": "routers",
+    "model/residual.py": "residual, layer",
     "model/routers": "routers",
     "model/routing.py": "lists of routes",
     "model/transformer.py": "residual, layer",
@@ -254,8 +260,8 @@ def count_step(ep: int, process: Process, folder: Path, dispatcher: str) -> dict
 
 @contextmanager
 def calls_in_cpp(operations: Operations) -> Iterator[None]:
-    """Counts the products of the AVX-512 kernels, and what is read by `tolist`."""
-    call, read = avx512._call, Tensor.tolist
+    """Counts the products of the kernels for CPUs, and what is read by `tolist`."""
+    call, read = brgemm._call, Tensor.tolist
 
     def counted_call(name: str, like: Tensor, *arguments: object) -> None:
         operations.count(name, "call in C++")
@@ -265,11 +271,11 @@ def calls_in_cpp(operations: Operations) -> Iterator[None]:
         operations.count("tolist", "host read")
         return read(self)
 
-    avx512._call, Tensor.tolist = counted_call, counted_read
+    brgemm._call, Tensor.tolist = counted_call, counted_read
     try:
         yield
     finally:
-        avx512._call, Tensor.tolist = call, read
+        brgemm._call, Tensor.tolist = call, read
 
 
 def launches(counts: Mapping[tuple[str, str, str, str], int]) -> int:

@@ -97,7 +97,19 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
     )
     parser.add_argument(
+        "--launches",
+        type=float,
+        metavar="N",
+        help="operations that the host launches in a micro-batch; default: those of the list of kernels",
+    )
+    parser.add_argument(
         "--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults"
+    )
+    parser.add_argument(
+        "--measured-kernels",
+        type=Path,
+        metavar="FILE.json",
+        help="gpu_kernels.json of benchmarks.gpu: corrects the predictions of kernels",
     )
 
 
@@ -110,6 +122,11 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--detail",
         action="store_true",
         help="memory, time and collectives of the largest size's best",
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="the kernels of the largest size's best, with their predicted times and bounds",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs"
@@ -142,6 +159,8 @@ def _plan(options: argparse.Namespace) -> int:
             measured=options.measured,
             chunks=options.overlap_chunks,
             micro_batches=options.micro_batches,
+            launches=options.launches,
+            measured_kernels=options.measured_kernels,
         )
         constraints = Constraints(
             options.ep, options.sharding, options.dispatcher, options.recompute
@@ -167,6 +186,7 @@ def _show(
     """Prints the ranked layouts, `top` of every size unless told otherwise, and what else was asked
     for.
     """
+    from ..planning.kernel_report import render_kernels
     from ..planning.report import render_detail, render_plans, render_sources
 
     console.print(render_plans(report, top=options.top or top))
@@ -175,6 +195,8 @@ def _show(
         for with_ep in (False, True):
             if plan := largest.best(with_ep=with_ep):
                 console.print(render_detail(plan))
+    if options.kernels:
+        console.print(render_kernels(report.sizes[-1].fitting[0]))
     if options.sources:
         console.print(render_sources(scenario))
     if options.png:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..planning.hardware import find_hardware
-from ..planning.measured import read_table
+from ..planning.hardware import HARDWARE, find_hardware
+from ..planning.measured import read_kernel_ratios, read_table
 from ..planning.prediction import Scenario
 from ..planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
 from ..planning.workload import describe
@@ -22,6 +22,8 @@ def make_scenario(
     measured: Path | None = None,
     chunks: int = 1,
     micro_batches: int = 1,
+    launches: float | None = None,
+    measured_kernels: Path | None = None,
 ) -> Scenario:
     """Returns the scenario in which a run's configuration is planned: its work on a machine.
 
@@ -33,6 +35,9 @@ def make_scenario(
         measured: a table of measured collectives.
         chunks: parts in which rows travel.
         micro_batches: whose gradients a rank adds up in a step.
+        launches: operations that the host launches in a micro-batch; default: those of the list
+            of kernels.
+        measured_kernels: a file of measured kernels, whose ratios correct their predictions.
 
     Raises:
         ValueError: one of them is not what it should be.
@@ -57,6 +62,8 @@ def make_scenario(
             f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}, --micro-batches "
             f"{micro_batches}: all must be at least 1"
         )
+    if launches is not None and launches <= 0:
+        raise ValueError(f"--launches {launches:g}: a number above 0 is needed")
     workload = describe(
         config.model,
         seq_len=config.data.seq_len,
@@ -72,7 +79,19 @@ def make_scenario(
         read_table(measured) if measured else None,
         chunks,
         micro_batches,
+        launches,
+        _kernel_ratios(measured_kernels, machine.name) if measured_kernels else {},
     )
+
+
+def _kernel_ratios(path: Path, planned: str) -> dict[str, float]:
+    ratios, measured = read_kernel_ratios(path)
+    if measured in HARDWARE and planned in HARDWARE and measured != planned:
+        raise ValueError(
+            f"{path}: its kernels were measured on {measured}, and {planned} is planned: name "
+            f"--hardware {measured}, or a file of your own with a `base`"
+        )
+    return ratios
 
 
 def _skew(text: str | None) -> RoutingSkew:

@@ -5,20 +5,23 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from .avx512 import build as avx512_library
+from .brgemm import build as brgemm_library
 from .interface import DefersWeightGradients
 from .libraries import megablocks_available as megablocks_library
 from .triton import available as triton_library
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
+BACKENDS = ("reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks")
 DEFERRING_BACKENDS: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
+GONE = {"avx512": "set brgemm, which is as fast and runs on more CPUs, or auto"}
+# Those that write gradients of a perceptron's weights into memory that nobody has filled with zeros.
+WRITING_BACKENDS: tuple[str, ...] = ("brgemm",)
 Resolver = Callable[[str, torch.device, torch.dtype], str]
 
 
@@ -28,7 +31,7 @@ class KernelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal[
-        "auto", "reference", "segments", "avx512", "triton", "grouped_mm", "megablocks"
+        "auto", "reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks"
     ] = "auto"
     # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
     onednn: bool = False
@@ -38,6 +41,13 @@ class KernelConfig(BaseModel):
     #                is stored
     #   fused        a perceptron's forward is one kernel
     switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _is_not_gone(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in GONE:
+            raise ValueError(f"kernels.backend={name!r} is no more: {GONE[name]}")
+        return name
 
     @model_validator(mode="after")
     def _switches_belong_to_triton(self) -> Self:
@@ -70,11 +80,13 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     """Returns the backend that a name stands for on that device, for weights of that dtype.
 
     Raises:
-        ValueError: the name is unknown, or that backend cannot run here.
+        ValueError: the name is unknown or was given up, or that backend cannot run here.
     """
     if backend == "auto":
         return _fastest(device.type, dtype)
     name, *switches = backend.split("+")
+    if name in GONE:
+        raise ValueError(f"kernels.backend={backend!r} is no more: {GONE[name]}")
     if name not in BACKENDS or (switches and name != "triton"):
         raise ValueError(
             f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}"
@@ -91,7 +103,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 @functools.cache
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
     """Returns what `auto` is: the first that can run, by the figures of docs/kernels.md."""
-    wanted = {"cpu": ("avx512",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
+    wanted = {"cpu": ("brgemm",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
     reasons = {name: reason_against(name, device_type, dtype) for name in wanted}
     found = next((name for name, reason in reasons.items() if reason is None), "segments")
     if device_type == "cuda" and (reason := reasons["triton"]) and dtype is not torch.float64:
@@ -102,10 +114,10 @@ def _fastest(device_type: str, dtype: torch.dtype) -> str:
 @functools.cache
 def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | None:
     """Says why a backend cannot run on such a device in such a dtype; None where it can."""
-    if backend == "avx512":
+    if backend == "brgemm":
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
-        return avx512_library.reason_against(dtype)
+        return brgemm_library.reason_against(dtype)
     if backend == "triton":
         return triton_library.reason_against(device_type, dtype)
     if backend == "grouped_mm":
@@ -113,6 +125,18 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
     if backend == "megablocks":
         return megablocks_library.reason_against(device_type, dtype)
     return None  # plain torch operations: every device and dtype
+
+
+def runs_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether what stands beside the experts runs in Triton's kernels too, for rows of a dtype.
+
+    So it is where `backend`, that of the expert layers, is or comes to Triton's: another one that is
+    asked for, like every device that is no GPU, keeps plain operations.
+    """
+    if backend == "auto":
+        return resolve_backend(backend, device, dtype) == "triton"
+    named = backend.partition("+")[0] == "triton"
+    return named and reason_against("triton", device.type, dtype) is None
 
 
 def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | None:
@@ -164,13 +188,13 @@ def build_backend(backend: str) -> None:
     Raises:
         ValueError: it cannot be compiled.
     """
-    if backend == "avx512":
-        avx512_library.load_library()
+    if backend == "brgemm":
+        brgemm_library.load_library()
 
 
 # Where the backends are that a folder holds; others have their backend's name.
 _MODULES = {
-    "avx512": "avx512.backend",
+    "brgemm": "brgemm.backend",
     "triton": "triton.backend",
     "grouped_mm": "libraries.grouped_mm",
     "megablocks": "libraries.megablocks",

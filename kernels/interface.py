@@ -39,7 +39,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Computes the gradients of x, the gate weights (in route order) and the biases.
 
-        Those of the weights are added to `into`.
+        Those of the weights are added to `into`, or written there where `into.are_new`.
         """
         ...
 

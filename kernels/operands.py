@@ -189,10 +189,16 @@ class MLPBank:
 
 @dataclass(frozen=True)
 class MLPGradients:
-    """Holds gradients of a bank, as a backend adds to them and as a pass returns them."""
+    """Holds gradients of a bank, as a backend adds to them and as a pass returns them.
+
+    Args:
+        are_new: nobody has written them yet: they are to be written, and not added to. Only for
+            WRITING_BACKENDS (backend.py); others get zeros.
+    """
 
     w_up_EDW: Tensor
     w_down_EFO: Tensor
+    are_new: bool = False
 
 
 @dataclass(frozen=True)

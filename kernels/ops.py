@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .backend import defers, implementation
+from .backend import WRITING_BACKENDS, defers, implementation
 from .gradients import GradientSum, gradient_sum
 from .interface import ROW_SLACK
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
@@ -70,7 +70,9 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 )
 def _mlp_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     bank, routes, backend, saved = _mlp_records(*rest)
-    into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
+    writes = backend in WRITING_BACKENDS
+    new = torch.empty_like if writes else torch.zeros_like
+    into = MLPGradients(new(bank.w_up_EDW), new(bank.w_down_EFO), are_new=writes)
     rows = implementation(backend).mlp_backward(grad, x, bank, routes, saved, into)
     return *_without_none(x, rows), into.w_up_EDW, into.w_down_EFO
 

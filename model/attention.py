@@ -17,7 +17,7 @@ from .documents import Documents
 from .experts import ExpertLinears
 from .halting import Unhalted
 from .initialise import Initializer, Initializers
-from .layers import Linear, RotaryTable, rotate
+from .layers import Linear, RotaryTable, rotate_scaled
 from .moe import SparseLayer
 from .momha import MoMHA
 from .routers.router import Router
@@ -31,8 +31,9 @@ class RotaryAttention(Attention):
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
 
-    def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
+    def __init__(self, config: ModelConfig, *, init: Initializer, backend: str) -> None:
         super().__init__(config.attention)
+        self.backend = backend  # of the experts: it decides where positions are one kernel
         width = self.num_heads * self.d_head
         self.query = Linear(config.d_model, width, init=init)
         self.key = Linear(config.d_model, width, init=init)
@@ -56,8 +57,13 @@ class RotaryAttention(Attention):
             self.query.weight.dtype
         )  # once for both products, which keep it for the backward pass
         scale = self.d_head**-0.25
-        q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, rotary)
-        k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, rotary)
+        q_BHSC, k_BHSC = rotate_scaled(
+            self._heads(self.query(n_BSD)),
+            self._heads(self.key(n_BSD)),
+            rotary,
+            scale=scale,
+            backend=self.backend,
+        )
         v_BHSC = v_BHSC.to(q_BHSC.dtype)
         if cache is not None:
             k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
@@ -82,7 +88,7 @@ class SwitchHead(RotaryAttention):
     """
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
-        super().__init__(config, init=initializers.switchhead(config.d_model))
+        super().__init__(config, init=initializers.switchhead(config.d_model), backend=backend)
         assert isinstance(config.attention, SwitchHeadConfig)
         heads, d_model, d_head = config.attention.num_heads, config.d_model, config.attention.d_head
         self.num_experts = config.attention.expert_count
@@ -98,6 +104,7 @@ class SwitchHead(RotaryAttention):
         self.output_router = SigmoidRouter(
             choice, d_model, self.num_experts, init=init, num_heads=heads
         )
+        self.value_router.backend = self.output_router.backend = backend
         value_init, output_init = (
             initializers.attention_experts(d_model),
             initializers.attention_experts(heads * d_head),
@@ -118,6 +125,7 @@ class SwitchHead(RotaryAttention):
         value_input_BSD: Tensor,
         n_BSD: Tensor,
         *,
+        router_input_BSD: Tensor | None = None,
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
@@ -128,7 +136,7 @@ class SwitchHead(RotaryAttention):
         assert unhalted is None, "only MoMHA knows of tokens that have halted"
         batch, length, _ = n_BSD.shape
         heads, channels = self.num_heads, self.d_head
-        n_TD = n_BSD.flatten(0, 1)
+        n_TD = (n_BSD if router_input_BSD is None else router_input_BSD).flatten(0, 1)
         experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
         value_routes = token_to_head_routes(
             experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
@@ -161,10 +169,10 @@ class DenseAttention(RotaryAttention):
     The gated form is what the official MoEUT release makes of one attention expert per head.
     """
 
-    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+    def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         gated = config.attention.kind == "switchhead"
         rule = initializers.switchhead if gated else initializers.dense
-        super().__init__(config, init=rule(config.d_model))
+        super().__init__(config, init=rule(config.d_model), backend=backend)
         width = config.attention.num_heads * config.attention.d_head
         self.value = Linear(config.d_model, width, init=rule(config.d_model))
         self.output = Linear(width, config.d_model, init=rule(width))
@@ -179,6 +187,7 @@ class DenseAttention(RotaryAttention):
         value_input_BSD: Tensor,
         n_BSD: Tensor,
         *,
+        router_input_BSD: Tensor | None = None,
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
@@ -204,4 +213,4 @@ def make_attention(config: ModelConfig, initializers: Initializers, *, backend: 
         return MoMHA(config, initializers, backend=backend)
     if config.attention.expert_count:
         return SwitchHead(config, initializers, backend=backend)
-    return DenseAttention(config, initializers)
+    return DenseAttention(config, initializers, backend=backend)

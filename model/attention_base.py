@@ -3,13 +3,14 @@
 Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 """
 
+import torch
 from torch import Tensor, nn
 
 from .attention_config import AttentionConfig
 from .cache import LayerCache
 from .documents import Documents
 from .halting import Unhalted
-from .layers import RotaryTable
+from .layers import Linear, RotaryTable
 from .routers.router import Router
 from .routing import Routing
 
@@ -17,9 +18,16 @@ from .routing import Routing
 class Attention(nn.Module):
     """Attends causally; a subclass builds its weights and implements `forward`."""
 
+    key: Linear
+
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.num_heads, self.d_head = config.num_heads, config.d_head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the products."""
+        return self.key.weight.dtype
 
     def routers(self) -> dict[str, Router]:
         """Returns the routers inside, by the kind under which their routings are reported."""
@@ -30,6 +38,7 @@ class Attention(nn.Module):
         value_input_BSD: Tensor,
         n_BSD: Tensor,
         *,
+        router_input_BSD: Tensor | None = None,
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
@@ -39,7 +48,9 @@ class Attention(nn.Module):
 
         Args:
             value_input_BSD: what values are made of; the same tensor as `n_BSD` but in peri-norm.
-            n_BSD: what queries, keys and routers read.
+            n_BSD: what queries and keys read.
+            router_input_BSD: what routers read: the same rows, in the norm's own precision where
+                `n_BSD` is in the products'; None: `n_BSD`.
             rotary: cosine and sine of the new positions, of width 0 where nothing rotates; None
                 for an attention that has positions of its own.
             cache: keys and values of the positions before, extended in place.

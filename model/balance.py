@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.softmax_sums import softmax_sums
 from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
 
@@ -124,33 +125,46 @@ def count_chosen(index_TK: Tensor, routing: Routing, batch_size: int, num_expert
 
 
 def choice_sums(
-    routing: Routing, batch_size: int, *, with_z: bool = False, first_choices: bool = False
+    routing: Routing,
+    batch_size: int,
+    *,
+    with_z: bool = False,
+    with_load: bool = True,
+    first_choices: bool = False,
 ) -> dict[str, Tensor]:
     """Returns what the losses of a choice need, summed per sequence.
 
     `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,).
     With `first_choices` the load counts every row's first choice alone, as GShard, Switch and
-    torchscale publish it. Rows that are padding are left out.
+    torchscale publish it. Rows that are padding are left out. The form "entropy" reads no load:
+    without `with_load` nothing is counted.
     """
     logits_THA = routing.logits_THA
-    probabilities_THA = (
-        logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
-    )
-    routes, wanted_TK = routing.routes, _wanted(routing, first_choices=first_choices)
-    load_BN = (
-        count_routes(routes, batch_size)
-        if wanted_TK is None
-        else count_chosen(wanted_TK, routing, batch_size, routes.num_experts)
-    )
     sums = {
-        "probability": sum_per_sequence(probabilities_THA, routing, batch_size),
-        "load": load_BN,
+        "probability": _probability_sums(routing, batch_size),
         "rows": rows_per_sequence(routing, batch_size),
     }
+    if with_load:
+        routes, wanted_TK = routing.routes, _wanted(routing, first_choices=first_choices)
+        sums["load"] = (
+            count_routes(routes, batch_size)
+            if wanted_TK is None
+            else count_chosen(wanted_TK, routing, batch_size, routes.num_experts)
+        )
     if with_z:
         z_T = logits_THA.logsumexp(-1).square().sum(1)
         sums["z"] = sum_per_sequence(z_T, routing, batch_size)
     return sums
+
+
+def _probability_sums(routing: Routing, batch_size: int) -> Tensor:
+    is_padded = routing.rows is not None and routing.rows.real_T is not None
+    if routing.probabilities_THA is None and not is_padded:
+        return softmax_sums(routing.logits_THA, batch_size)
+    probabilities_THA = routing.probabilities_THA
+    if probabilities_THA is None:
+        probabilities_THA = routing.logits_THA.softmax(-1)
+    return sum_per_sequence(probabilities_THA, routing, batch_size)
 
 
 def document_sums(
@@ -292,7 +306,10 @@ class RouterReport:
     """Reports what one router did in one depth step."""
 
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
-    load_N: Tensor  # int64 or int32: routes per expert that were served
+    # Routes that were served, int64 or int32: of each expert, (N,); or where each expert's start in
+    # sorted order, (N + 1,), of which a pass makes the loads of all its depth steps at once.
+    load_N: Tensor | None
+    starts_N1: Tensor | None
     wanted: int | None  # routes that were asked for; None: those that were served
     # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
     gate_sum: Tensor
@@ -305,12 +322,15 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         groups, _, slots = routing.plan.merge_GMP.shape
         served = groups * slots // routing.plan.num_experts
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
-        return RouterReport(sums, load_N, None, routing.plan.merge_GMP.detach().amax(1).sum())
+        return RouterReport(sums, load_N, None, None, routing.plan.merge_GMP.detach().amax(1).sum())
     routes, wanted = routing.plan, None
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
         wanted = num_rows * routing.wanted_TK[0].numel()
-    return RouterReport(sums, routes.counts(), wanted, routes.weight_N.detach().sum())
+    load_N, starts_N1 = None, routes.known_starts()
+    if starts_N1 is None:
+        load_N = routes.counts()
+    return RouterReport(sums, load_N, starts_N1, wanted, routes.weight_N.detach().sum())
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -342,7 +362,7 @@ def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLo
 
 
 def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
-    load_LN = torch.stack([report.load_N for report in reports]).to(torch.int64)
+    load_LN = _loads(reports).to(torch.int64)
     gate_sum_L = torch.stack([report.gate_sum for report in reports])
     asked = [report.wanted for report in reports if report.wanted is not None]
     if len(asked) < len(reports):  # a router says it in every depth step, or never
@@ -352,3 +372,13 @@ def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
         return DepthLoad(load_LN, load_LN.new_full((len(asked),), asked[0]), gate_sum_L)
     asked_L = torch.stack([load_LN.new_full((), number) for number in asked])
     return DepthLoad(load_LN, asked_L, gate_sum_L)
+
+
+def _loads(reports: Sequence[RouterReport]) -> Tensor:
+    starts = [report.starts_N1 for report in reports if report.starts_N1 is not None]
+    if len(starts) == len(reports):
+        return torch.stack(starts).diff(dim=1)
+    loads = [
+        report.load_N if report.starts_N1 is None else report.starts_N1.diff() for report in reports
+    ]
+    return torch.stack([load_N.to(torch.int64) for load_N in loads if load_N is not None])

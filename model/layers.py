@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..kernels.activations import activate, columns_of
+from ..kernels.rotary import rotate_pair, rotate_reference, runs_fused
 from .initialise import Initializer, ones, parameter, zeros
 
 
@@ -16,6 +17,8 @@ class LayerNorm(nn.Module):
 
     Affine with bias unless told otherwise.
     """
+
+    eps = 1e-5
 
     def __init__(self, width: int, *, affine: bool = True) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class LayerNorm(nn.Module):
             (self.width,),
             None if weight is None else weight.to(dtype),
             None if bias is None else bias.to(dtype),
-            1e-5,
+            self.eps,
         )
 
 
@@ -152,24 +155,29 @@ def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
     return x_BHSC if table[0].shape[-1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
 
 
+def rotate_scaled(
+    q_BHSC: Tensor, k_BHSC: Tensor, table: RotaryTable, *, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Scales and rotates queries and keys.
+
+    Where `backend`, that of the expert layers, is Triton's on a GPU, one kernel does it for both,
+    and rounds once (kernels/rotary.py); elsewhere plain operations do.
+    """
+    if runs_fused(backend, q_BHSC, table[0]):
+        return rotate_pair(q_BHSC, k_BHSC, *table, scale=scale)
+    return rotate(q_BHSC * scale, table), rotate(k_BHSC * scale, table)
+
+
 class _Rotate(torch.autograd.Function):
     """Rotates; being linear in x, its backward pass rotates back and needs the table only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return rotate_reference(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, back=True), None, None
-
-
-def _turned(x_BHSC: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    width = cos.shape[-1]
-    turned = x_BHSC[..., :width].to(cos.dtype)
-    partner = turned.roll(width // 2, -1) * sin
-    turned = turned * cos - partner if back else turned * cos + partner
-    return torch.cat((turned.to(x_BHSC.dtype), x_BHSC[..., width:]), dim=-1)
+        return rotate_reference(grads[0], cos, sin, back=True), None, None

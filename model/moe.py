@@ -198,6 +198,7 @@ class SparseFeedForward(nn.Module):
         experts = config.experts
         assert experts is not None
         width = config.d_model // experts.sub_tokens
+        self.same_input = config.norm != "peri"
         self.view = None
         if experts.sub_tokens > 1:
             self.view = SubTokens(
@@ -206,6 +207,7 @@ class SparseFeedForward(nn.Module):
         self.router = make_router(
             experts.router, width, experts.num_experts, init=initializers.router(width)
         )
+        self.router.backend = backend
         up_init, down_init = (
             initializers.expert_up(width),
             initializers.expert_down(experts.num_experts, experts.d_expert),
@@ -252,10 +254,9 @@ class SparseFeedForward(nn.Module):
         """
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
-        same_input = router_input_BSD is x_BSD
         if self.view is not None:
             x_TD = self.view.split(x_TD)
-            router_input_TD = x_TD if same_input else self.view.split(router_input_TD)
+            router_input_TD = x_TD if self.same_input else self.view.split(router_input_TD)
         if rows is None:
             routing = self.router(router_input_TD, batch_size=batch)
         else:

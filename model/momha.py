@@ -86,6 +86,7 @@ class MoMHA(Attention):
         value_input_BSD: Tensor,
         n_BSD: Tensor,
         *,
+        router_input_BSD: Tensor | None = None,
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
@@ -96,7 +97,8 @@ class MoMHA(Attention):
         Tokens that have halted get 0 and cost no expert, as padding does. `rotary` is not read.
         """
         batch, length, _ = n_BSD.shape
-        experts_TK, weights_TK, logits_TE = self.router.choose(n_BSD.flatten(0, 1))
+        router_input_BSD = n_BSD if router_input_BSD is None else router_input_BSD
+        experts_TK, weights_TK, logits_TE = self.router.choose(router_input_BSD.flatten(0, 1))
         experts_TK1, weights_TK1 = experts_TK[..., None], weights_TK[..., None]
         query_routes = token_to_head_routes(
             experts_TK1, torch.ones_like(weights_TK1), num_experts=self.num_experts

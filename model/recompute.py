@@ -44,6 +44,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from ..kernels import cpu_top_k
+
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
 
@@ -69,12 +71,35 @@ def save_decision(make: Callable[[], T]) -> T:
 def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the `count` largest scores along the last axis, differentiable, and where they stand,
     which is a decision.
+
+    In float32 on a CPU with a C++ compiler the first of equal scores is taken; else any.
     """
-    if _saved.get() is None:
+    in_cpp = cpu_top_k.can_find(scores)
+    if _saved.get() is None and not in_cpp:
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
-    index = save_decision(lambda: scores.detach().topk(count, dim=-1).indices)
+
+    def places() -> Tensor:
+        known = scores.detach()
+        return cpu_top_k.top_k(known, count) if in_cpp else known.topk(count, dim=-1).indices
+
+    index = save_decision(places)
     return gather_unique(scores, index), index
+
+
+def save_choice(
+    choose: Callable[[Tensor | None], tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns choose(None): logits, experts and gates, of which the experts are a decision.
+
+    In a second run returns choose(experts of the first), which takes them instead of choosing.
+    """
+    saved = _saved.get()
+    if saved is not None and saved.replaying:
+        return choose(saved.save(lambda: None))
+    found = choose(None)
+    save_decision(lambda: found[1])
+    return found
 
 
 def gather_unique(scores: Tensor, index: Tensor) -> Tensor:

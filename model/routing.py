@@ -22,6 +22,8 @@ P slots (equally many for each of E experts).
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +77,13 @@ class Routes:
                 object.__setattr__(self, "_sorting", known)  # frozen, and still the same routes
         return known
 
+    def known_starts(self) -> Tensor | None:
+        """Returns where each expert's routes start in sorted order, (E + 1,) int32, if they are sorted.
+
+        A tensor of its own: what kernels keep with the sorting's goes with that (triton/routing.py).
+        """
+        return self.sorting.starts_E1.detach() if "_sorting" in self.__dict__ else None
+
     def counts(self) -> Tensor:
         """Counts the routes of each expert, (E,) int64; int32 where there is a sorting to read."""
         if "_sorting" in self.__dict__:
@@ -126,6 +135,71 @@ class Routes:
             per_source=0,
             per_target=0,
         )
+
+
+@dataclass(frozen=True)
+class _RuledRoutes(Routes):
+    """Routes whose source and target rows follow from their rules; they are listed when first read.
+
+    Kernels do not read them: where rows stay on their rank, nobody does. Built with None in their
+    places.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("source_N", "target_N"):
+            if self.__dict__[name] is None:
+                del self.__dict__[name]  # so that its first reader makes it
+
+    @cached_property
+    def source_N(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns the row that each route reads."""
+        return _rows_by_rule(self.expert_N, self.per_source)
+
+    @cached_property
+    def target_N(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns the row that each route is added into: the same list, where the rule is."""
+        if self.per_target == self.per_source:
+            return self.source_N
+        return _rows_by_rule(self.expert_N, self.per_target)
+
+
+def routes_by_rule(
+    expert_N: Tensor,
+    weight_N: Tensor,
+    *,
+    num_experts: int,
+    num_targets: int,
+    per_source: int,
+    per_target: int,
+    per_expert: int = 0,
+    equal_blocks: int = 0,
+) -> Routes:
+    """Returns the routes of which route n reads row n // per_source and is added into n // per_target.
+
+    Rows are listed when somebody reads the lists. The rules are positive, and divide N.
+    """
+    rows: tuple[Any, Any] = (None, None)
+    kind: type[Routes] = _RuledRoutes
+    if torch.compiler.is_compiling():  # it leaves out by itself what nobody reads
+        kind = Routes
+        rows = _rows_by_rule(expert_N, per_source), _rows_by_rule(expert_N, per_target)
+    return kind(
+        rows[0],
+        expert_N,
+        weight_N,
+        rows[1],
+        num_experts,
+        num_targets,
+        per_source,
+        per_target,
+        per_expert=per_expert,
+        equal_blocks=equal_blocks,
+    )
+
+
+def _rows_by_rule(expert_N: Tensor, per_row: int) -> Tensor:
+    row_R = torch.arange(len(expert_N) // per_row, device=expert_N.device)
+    return row_R if per_row == 1 else row_R.repeat_interleave(per_row)
 
 
 @dataclass(frozen=True)
@@ -193,16 +267,13 @@ class Routing:
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:
     """Routes every token through its K experts and back into the token."""
     num_tokens, top_k = experts_TK.shape
-    token_N = torch.arange(num_tokens, device=experts_TK.device).repeat_interleave(top_k)
-    return Routes(
-        token_N,
+    return routes_by_rule(
         experts_TK.reshape(-1),
         weights_TK.reshape(-1),
-        token_N,
-        num_experts,
-        num_tokens,
-        top_k,
-        top_k,
+        num_experts=num_experts,
+        num_targets=num_tokens,
+        per_source=top_k,
+        per_target=top_k,
     )
 
 
@@ -214,18 +285,13 @@ def token_to_head_routes(
     Experts are numbered over all heads. `own_experts`: each head has an equal block of them.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
-    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
-        top_k
-    )
-    return Routes(
-        head_row_N // num_heads,
+    return routes_by_rule(
         experts_THK.reshape(-1),
         weights_THK.reshape(-1),
-        head_row_N,
-        num_experts,
-        num_tokens * num_heads,
-        num_heads * top_k,
-        top_k,
+        num_experts=num_experts,
+        num_targets=num_tokens * num_heads,
+        per_source=num_heads * top_k,
+        per_target=top_k,
         equal_blocks=num_heads if own_experts else 0,
     )
 
@@ -238,18 +304,13 @@ def head_to_token_routes(
     `own_experts`: each head has an equal block of the experts.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
-    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
-        top_k
-    )
-    return Routes(
-        head_row_N,
+    return routes_by_rule(
         experts_THK.reshape(-1),
         weights_THK.reshape(-1),
-        head_row_N // num_heads,
-        num_experts,
-        num_tokens,
-        top_k,
-        num_heads * top_k,
+        num_experts=num_experts,
+        num_targets=num_tokens,
+        per_source=top_k,
+        per_target=num_heads * top_k,
         equal_blocks=num_heads if own_experts else 0,
     )
 
@@ -258,15 +319,12 @@ def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Rou
     """Routes rows that stand by expert, equally many for each, through their expert and back in
     place.
     """
-    row_N = torch.arange(num_rows, device=device)
     per_expert = num_rows // num_experts
-    return Routes(
-        row_N,
-        row_N // per_expert,
+    return routes_by_rule(
+        torch.arange(num_rows, device=device) // per_expert,
         torch.ones(num_rows, device=device),
-        row_N,
-        num_experts,
-        num_rows,
+        num_experts=num_experts,
+        num_targets=num_rows,
         per_source=1,
         per_target=1,
         per_expert=per_expert,

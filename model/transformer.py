@@ -18,7 +18,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 = L/G repeats.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -40,6 +40,7 @@ from .initialise import Initializers, parameter
 from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, rotary_table_of, wide_dtype
 from .moe import SparseFeedForward
 from .recompute import Recompute, run_recomputed
+from .residual import Order, Reader, read_residual
 from .routers.router import Router
 from .routing import Routing
 
@@ -88,7 +89,8 @@ class Layer(nn.Module):
         self, config: ModelConfig, initializers: Initializers, member: int, *, backend: str
     ) -> None:
         super().__init__()
-        self.norm = config.norm
+        self.norm: Order = config.norm
+        self.backend = backend
         self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
         self.attention_norm = LayerNorm(config.d_model)
         self.attention = make_attention(config, initializers, backend=backend)
@@ -109,6 +111,10 @@ class Layer(nn.Module):
                 up_init=initializers.dense(config.d_model),
                 down_init=initializers.dense(config.feed_forward.d_feed_forward),
             )
+
+        routes = bool(self.attention.routers())
+        self._attends: tuple[Reader, ...] = ("queries", "values", *(("routers",) if routes else ()))
+        self._feeds: tuple[Reader, ...] = ("values", *(("routers",) if sparse else ()))
 
     def routers(self) -> dict[str, Router]:
         """Returns all routers of this layer, by the kind under which they report."""
@@ -162,31 +168,47 @@ class Layer(nn.Module):
         unhalted: Unhalted | None,
         documents: Documents | None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
+        is_post = self.norm == "post"
+        read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
         y_BSD, routings = self.attention(
-            values_BSD, n_BSD, rotary=rotary, cache=cache, unhalted=unhalted, documents=documents
+            read["values"],
+            read["queries"],
+            router_input_BSD=read.get("routers"),
+            rotary=rotary,
+            cache=cache,
+            unhalted=unhalted,
+            documents=documents,
         )
-        x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
-        n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
+        norm = self.attention_norm if is_post else self.feed_forward_norm
+        read = self._read(read["residual"], y_BSD, norm, self._feeds)
         if isinstance(self.feed_forward, SparseFeedForward):
             # under halting padding has halted from the start, and needs no second word
             rows = None if documents is None or unhalted is not None else documents.rows
-            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, unhalted, rows)
+            y_BSD, routings["feed_forward"] = self.feed_forward(
+                read["values"], read["routers"], unhalted, rows
+            )
         else:
-            y_BSD = self.feed_forward(values_BSD)
-        return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(
-            routings, x_BSD.shape[0]
+            y_BSD = self.feed_forward(read["values"])
+        read = self._read(read["residual"], y_BSD, self.feed_forward_norm if is_post else None)
+        return read["residual"], self._reports(routings, x_BSD.shape[0])
+
+    def _read(
+        self,
+        x_BSD: Tensor,
+        y_BSD: Tensor | None,
+        norm: LayerNorm | None,
+        readers: Collection[Reader] = (),
+    ) -> dict[Reader, Tensor]:
+        """Adds y, normalises, and returns what the next map and the residual read."""
+        return read_residual(
+            x_BSD,
+            y_BSD,
+            norm,
+            order=self.norm,
+            readers=readers,
+            low=self.attention.dtype,
+            backend=self.backend,
         )
-
-    def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
-        """Returns what queries, keys and routers read, and what values and experts read."""
-        if self.norm == "post" or norm is None:
-            return x_BSD, x_BSD
-        n_BSD = norm(x_BSD)
-        return n_BSD, x_BSD if self.norm == "peri" else n_BSD
-
-    def _add(self, x_BSD: Tensor, y_BSD: Tensor, norm: LayerNorm | None) -> Tensor:
-        return norm(x_BSD + y_BSD) if self.norm == "post" and norm is not None else x_BSD + y_BSD
 
     def _reports(self, routings: dict[str, Routing], batch_size: int) -> dict[str, RouterReport]:
         routers = self.routers()

@@ -25,6 +25,10 @@ that; rows travel in the precision of the products; one exchange in each directi
 in the forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions;
 selective keeps also what travelled, and full sends it once more.
 
+Computation is that of a step's kernels, one by one (kernel_times.py, roofline.py), where the list of
+kernels knows the model; else, and where the machine's figures were fitted to measured runs, that of
+products at a flat share of the peak and of passes over memory, below.
+
 step_collectives.py counts what travels, step_memory.py what a rank must hold.
 """
 
@@ -33,6 +37,7 @@ from math import log, sqrt
 
 from .communication import collective_s, strided_group
 from .prediction import Collective, LayoutCandidate, Prediction, Scenario, StepTime
+from .rank_kernels import kernel_launches, kernel_seconds, rank_kernels
 from .step_collectives import (
     GRADIENT_BYTES,
     dispatch_launches,
@@ -93,15 +98,8 @@ def _step_time(
     quantile: str,
 ) -> StepTime:
     hardware, work = scenario.hardware, scenario.workload
-    passes = scenario.micro_batches * _passes(candidate.recompute)
-    experts = passes * sum(
-        uses
-        * expert_s(
-            scenario, bank, candidate.ep, scenario.skew.factor(bank, candidate.ep).at(quantile)
-        )
-        for bank, uses in work.uses
-    )
-    compute = passes * dense_s(scenario) + elementwise_s(scenario, passes) + experts
+    experts, others = computation_s(scenario, candidate, quantile)
+    compute = experts + others
     moved = sum(call.seconds for call in exchanges)
     hidden = 0.0 if scenario.chunks == 1 else min(experts, hardware.chunk_overlap * moved)
     core, gathered = compute + moved - hidden, sum(call.seconds for call in gathers)
@@ -120,14 +118,45 @@ def _step_time(
     return StepTime(compute, moved - hidden, gather, gradients, optimizer, waiting, straggler)
 
 
+def computation_s(
+    scenario: Scenario, candidate: LayoutCandidate, quantile: str = "p50"
+) -> tuple[float, float]:
+    """Returns the seconds of a step's computation: of the experts, and of all else.
+
+    Kernel by kernel (kernel_times.py) where the model's are known and the machine is one of the
+    catalogue; else by what large products reach of the peak.
+    """
+    kernels = rank_kernels(scenario, candidate, quantile)
+    if kernels is not None:
+        experts, others = kernel_seconds(kernels)
+        return scenario.micro_batches * experts, scenario.micro_batches * others
+    passes = scenario.micro_batches * _passes(candidate.recompute)
+    experts = passes * sum(
+        uses
+        * expert_s(
+            scenario, bank, candidate.ep, scenario.skew.factor(bank, candidate.ep).at(quantile)
+        )
+        for bank, uses in scenario.workload.uses
+    )
+    return experts, passes * dense_s(scenario) + elementwise_s(scenario, passes)
+
+
 def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """Returns the seconds that the host needs to launch a step's operations one by one.
 
     A step that is shorter waits for the host. The model's are launched anew where it is
-    recomputed, the dispatcher's only where rows travel again.
+    recomputed, the dispatcher's only where rows travel again. They are those that were counted
+    (`Scenario.launches`), or those of the list of kernels, or where the list does not know the model
+    three times the operations of a forward pass.
     """
     work = scenario.workload
-    launches = _passes(candidate.recompute) * work.launches
+    passes, kernels = _passes(candidate.recompute), rank_kernels(scenario, candidate)
+    if scenario.launches is not None:
+        launches = passes / 3 * scenario.launches
+    elif kernels is not None:
+        launches = kernel_launches(kernels)
+    else:
+        launches = passes * work.launches
     if candidate.ep > 1:
         again = 4 if candidate.recompute == "full" else 3
         uses = sum(uses for _, uses in work.uses)

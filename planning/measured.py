@@ -1,4 +1,5 @@
-"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it.
+"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it; and of
+kernels, what they took of their prediction.
 
     t = α + β·bytes         α: latency, 1/β: bandwidth,
                             α/β: the message size at which half of the bandwidth is reached
@@ -134,6 +135,36 @@ def read_table(path: Path) -> MeasuredTable:
     return make_table(found, ranks_per_node=content.get("ranks_per_node"), source=str(path))
 
 
+def read_kernel_ratios(path: Path) -> tuple[dict[str, float], str | None]:
+    """Reads what kernels took over their prediction, by name, and the GPU that they were predicted for.
+
+    The file is what benchmarks/gpu/kernel_times.py writes: {"hardware", "kernels": [{"name", "ratio"}
+    …]}. Of several by one name it takes the mean; those without a prediction are left out.
+
+    Raises:
+        ValueError: the file cannot be read, or has no such kernel.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is not valid JSON: {error}") from None
+    try:
+        measured = _Kernels.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: is no file of benchmarks/gpu/kernel_times.py: {_why(error)}"
+        ) from None
+    found: dict[str, list[float]] = {}
+    for kernel in measured.kernels:
+        if kernel.ratio is not None:
+            found.setdefault(kernel.name, []).append(kernel.ratio)
+    if not found:
+        raise ValueError(f"{path}: none of its kernels has a prediction that it was compared with")
+    return {name: sum(of) / len(of) for name, of in found.items()}, measured.hardware
+
+
 def make_table(
     times: Mapping[tuple[str, int], Mapping[float, float]],
     *,
@@ -159,12 +190,28 @@ class _Row(BaseModel):
     seconds: PositiveFloat
 
 
+class _Kernel(BaseModel):
+    """One measured kernel."""
+
+    name: str
+    ratio: PositiveFloat | None
+
+
+class _Kernels(BaseModel):
+    """A file of measured kernels."""
+
+    hardware: str | None
+    kernels: list[_Kernel]
+
+
 def _checked(row: Any, path: Path) -> _Row:
     try:
         return _Row.model_validate(row)
     except ValidationError as error:
-        why = "; ".join(
-            f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}"
-            for entry in error.errors()
-        )
-        raise ValueError(f"{path}: {row!r} is no measurement: {why}") from None
+        raise ValueError(f"{path}: {row!r} is no measurement: {_why(error)}") from None
+
+
+def _why(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}" for entry in error.errors()
+    )

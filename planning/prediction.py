@@ -1,6 +1,7 @@
 """What is asked of the cost model, and what it answers: records without arithmetic of their own."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from .hardware import Hardware
 from .measured import MeasuredTable
@@ -19,6 +20,11 @@ class Scenario:
     table: MeasuredTable | None = None
     chunks: int = 1  # that an exchange is cut into, to hide it behind the experts
     micro_batches: int = 1  # whose gradients a rank adds up in a step
+    # Operations that the host launches in a micro-batch without expert parallelism, where they were
+    # counted; None: those of the list of kernels, or three times a forward pass's on the meta device.
+    launches: float | None = None
+    # What kernels took of their prediction, by name, where a GPU has measured them.
+    kernel_ratios: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

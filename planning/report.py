@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cost_model import Comparison, compare, host_s, predict
+from .kernel_report import computation_line, kernels_as_json
 from .planner import (
     UNCONSTRAINED,
     Constraints,
@@ -326,6 +327,7 @@ def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
             "~: ep must divide every bank of experts, so this is planned with more of them: "
             f"{_rounded_up(report.scenario, changes)}"
         )
+    lines.append(computation_line(report.scenario))
     lines.append(
         "--sources says where every figure comes from; speeds are predictions, not measurements"
     )
@@ -446,6 +448,7 @@ def plans_as_json(report: PlanReport) -> dict[str, Any]:
         else {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
         "expert_parallelism": [asdict(size_range) for size_range in report.size_ranges],
         "experts_grow_until_it_pays": report.growth,
+        "kernels": kernels_as_json(report.sizes[-1].fitting[0]),
     }
 
 

@@ -67,6 +67,15 @@ class RoutingSkew:
             self._known[key] = _quantiles(loads_of(bank, num_ranks))
         return self._known[key]
 
+    def spread(self, bank: Bank) -> float:
+        """Returns the coefficient of variation of the loads of a bank's experts."""
+        if bank.balanced:
+            return 0.0
+        if self.recorded:
+            loads = self.recorded[bank.router]
+            return float((loads.std(-1) / loads.mean(-1)).mean())
+        return 0.0 if self.concentration is None else self.concentration**-0.5
+
     def check(self, banks: list[Bank]) -> None:
         """Checks that the recorded loads are of these banks.
 

@@ -123,6 +123,10 @@ class Workload:
     launches: float = (
         0.0  # operations of a forward pass, which the host must launch, whatever they work on
     )
+    # What the kernels of a step follow from (kernel_times.py); None: the model is known by its
+    # sums alone.
+    model: ModelConfig | None = None
+    seq_len: int = 0
 
     @property
     def bytes_per_element(self) -> int:
@@ -210,6 +214,8 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
         dense_flops=forward_flops(config, seq_len).forward - experts_flops,
         saved_bytes=saved_bytes - experts_bytes,
         launches=launches,
+        model=config,
+        seq_len=seq_len,
     )
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moebius.kernels.avx512 import build as avx512_library
+from moebius.kernels.brgemm import build as brgemm_library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take
@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     config.stash[LEFT_BEHIND] = {}
     os.environ[SESSION_MARK] = _mark_of(config)
-    if avx512_library.reason_against(torch.float32) is None:
-        avx512_library.load_library()  # ranks that compiled it each for itself would be late
+    if brgemm_library.reason_against(torch.float32) is None:
+        brgemm_library.load_library()  # ranks that compiled it each for itself would be late
 
 
 @pytest.hookimpl(trylast=True)

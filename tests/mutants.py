@@ -83,15 +83,15 @@ MUTANTS = (
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "a closed ReLU lets gradients through in C++", "kernels/avx512/avx512.cpp",
-        "if (e.mode == kReluGradient)", "if (false)",
-        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-avx512-float32]",),
+        "a closed ReLU lets gradients through in C++", "kernels/brgemm/brgemm.cpp",
+        "relu && h <= 0 ? 0 : gz", "gz",
+        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-brgemm-float32]",),
     ),
     Mutant(
         "the last of an odd number of columns is forgotten in "
-        "bfloat16", "kernels/avx512/avx512.cpp",
-        "if (wide * whole < k) {", "if (false) {",
-        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-avx512-bfloat16]",),
+        "bfloat16", "kernels/brgemm/brgemm.cpp",
+        "even = up(k, pair)", "even = k / pair * pair",
+        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-brgemm-bfloat16]",),
     ),
     Mutant(
         "the next expert's rows are in a weight gradient", "kernels/segments.py",
@@ -214,9 +214,13 @@ MUTANTS = (
     ),
     Mutant(
         "a recomputed step routes anew", "model/recompute.py",
-        "index = save_decision(lambda: scores.detach().topk(count, dim=-1).indices)",
-        "index = scores.detach().topk(count, dim=-1).indices",
+        "index = save_decision(places)", "index = places()",
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
+    ),
+    Mutant(
+        "a recomputed router's kernel chooses anew", "model/recompute.py",
+        "return choose(saved.save(lambda: None))", "return choose(None)",
+        ("tests/kernels/test_router.py::test_a_second_run_takes_the_first_ones_experts[selective]",),
     ),
     Mutant(
         "experts that move leave their moments behind", "distributed/placement/move.py",

@@ -77,13 +77,15 @@ def evaluate(
             mask_BS = mask_BS.to(process.device)
             losses_BS = losses_BS.where(mask_BS, 0.0)
             counted_B = mask_BS.sum(1) * valid_B
-        sums[0] += losses_BS.sum(1, dtype=torch.float64)[valid_B].sum()
+        # not by an index, for whose length the host would wait
+        sums[0] += losses_BS.sum(1, dtype=torch.float64).where(valid_B, 0.0).sum()
         sums[1] += counted_B.sum()
     model.train()
     dist.all_reduce(sums)
-    if not sums[1]:
+    loss, tokens = sums.tolist()
+    if not tokens:
         raise ValueError(
             f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
             "there is nothing to measure: look at the data's loss mask (prompts without answers?)"
         )
-    return Evaluation(loss=(sums[0] / sums[1]).item(), tokens=int(sums[1].item()))
+    return Evaluation(loss=loss / tokens, tokens=int(tokens))

@@ -1,5 +1,5 @@
-"""Looks whether this machine's GPUs compute what they should: every kernel of the experts against plain
-PyTorch, and a CUDA graph.
+"""Looks whether this machine's GPUs compute what they should: every kernel of the experts, of
+norms, rotation and routers against plain PyTorch, and a CUDA graph.
 
 In under a minute, of which most is compiling. Speed is not looked at: that is `python -m
 benchmarks.gpu`.
@@ -15,11 +15,16 @@ from torch import Tensor
 
 from ..kernels.backend import reason_against
 from ..kernels.functional import routed_linear, routed_mlp
+from ..kernels.norm import NormedRows, add_norm, add_norm_reference
+from ..kernels.rotary import rotate_pair, rotate_reference
+from ..kernels.router import route_top_k
+from ..model.layers import rotary_table
 from ..model.routing import Routes, token_routes
 
 TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
 # Relative errors of the norms; `segments` on a CPU has up to 3e-7 and 4.4e-3 in these calls.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+ROUTER_TOLERANCE = 5e-5  # logits are made of bfloat16 products: 4e-6 in the interpreter
 # Both, for they launch different kernels.
 _BACKENDS = ("triton", "triton+fused+scatter_add")
 
@@ -44,17 +49,23 @@ class _Call:
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
-    """Compares outputs and gradients of Triton's kernels of the experts with the reference."""
+    """Compares outputs and gradients of Triton's kernels of experts, norms, rotation and routers with the references."""
     check, began_s = f"kernels, {str(dtype).removeprefix('torch.')}", time.perf_counter()
     if reason := reason_against("triton", device.type, dtype):
         return GpuCheck(check, False, f"Triton's cannot run: {reason}", "see docs/kernels.md")
     worst = 0.0
-    for call, backend in product(_calls(), _BACKENDS):
-        expected = _outputs(call, torch.device("cpu"), dtype, "reference")
-        for name, value in _outputs(call, device, dtype, backend).items():
-            error = ((value - expected[name]).norm() / expected[name].norm()).item()
-            if not error <= TOLERANCE[dtype]:  # NaN is not
-                found = f"{backend}, {call.name}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
+    for what, name, value, expected in _compared(device, dtype):
+        error = ((value - expected).norm() / expected.norm()).item()
+        if not error <= TOLERANCE[dtype]:  # NaN is not
+            found = f"{what}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
+            return GpuCheck(
+                check, False, found, "report it, with the GPU's name; kernels.backend=segments"
+            )
+        worst = max(worst, error)
+    if dtype is torch.float32:  # routers compute in it, whatever the experts' dtype is
+        for name, error in _router_errors(device).items():
+            if not error <= ROUTER_TOLERANCE:
+                found = f"router: {name} are off by {error:.1e} (at most {ROUTER_TOLERANCE:g})"
                 return GpuCheck(
                     check, False, found, "report it, with the GPU's name; kernels.backend=segments"
                 )
@@ -63,6 +74,22 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
     return GpuCheck(
         check, True, f"within {worst:.0e} of plain PyTorch; {seconds:.0f} s with compiling"
     )
+
+
+def _compared(
+    device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yields what was computed, the name of a value, what the kernels found and what is expected."""
+    for call, backend in product(_calls(), _BACKENDS):
+        expected = _outputs(call, torch.device("cpu"), dtype, "reference")
+        for name, value in _outputs(call, device, dtype, backend).items():
+            yield f"{backend}, {call.name}", name, value, expected[name]
+    expected = _norms(torch.device("cpu"), dtype, add_norm_reference)
+    for name, value in _norms(device, dtype, add_norm).items():
+        yield "triton, residual and norm", name, value, expected[name]
+    expected = _rotations(torch.device("cpu"), dtype, _rotated_by_reference)
+    for name, value in _rotations(device, dtype, rotate_pair).items():
+        yield "triton, rotation", name, value, expected[name]
 
 
 def _calls() -> Iterator[_Call]:
@@ -114,6 +141,95 @@ def _outputs(
     names = ["output", "gradient of rows", "gradient of gates", "gradient of weights", "of w_down"]
     found = [y.detach(), *gradients]
     return {name: each.double().cpu() for name, each in zip(names, found, strict=False)}
+
+
+def _norms(
+    device: torch.device, dtype: torch.dtype, run: Callable[..., NormedRows]
+) -> dict[str, Tensor]:
+    """Outputs and gradients of a norm after an addition, float64 on the CPU; the reference computes in
+    float64. Rows are added, and copied, in `dtype`.
+    """
+    exact = run is add_norm_reference
+    generator = torch.Generator().manual_seed(2)
+
+    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        value = torch.randn(shape, generator=generator).to(of)
+        return value.to(device, torch.float64 if exact else of)
+
+    given = [operand(TOKENS, WIDTH), operand(TOKENS, WIDTH, of=dtype)]
+    given += [operand(WIDTH), operand(WIDTH)]
+    given = [value.requires_grad_() for value in given]
+    low = torch.float64 if exact else dtype
+    rows = run(*given, 1e-5, low=low, copies=("normed", "total"))
+    names = ("sum", "norm", "copy of the norm", "copy of the sum")
+    assert rows.normed is not None, "it is wanted"
+    outputs = dict(zip(names, (rows.total, rows.normed, *rows.copies), strict=True))
+    grads = [operand(TOKENS, WIDTH) for _ in outputs]
+    grads = [grad.to(out.dtype) for grad, out in zip(grads, outputs.values(), strict=True)]
+    gradients = torch.autograd.grad(list(outputs.values()), given, grads)
+    names = ("gradient of rows", "gradient of added rows", "gradient of weight", "of bias")
+    found = outputs | dict(zip(names, gradients, strict=True))
+    return {name: value.detach().double().cpu() for name, value in found.items()}
+
+
+def _rotations(
+    device: torch.device, dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """Rotated queries and keys, of which some channels are not rotated, and their gradients, float64 on
+    the CPU; the reference computes in float64.
+    """
+    exact = run is _rotated_by_reference
+    generator = torch.Generator().manual_seed(3)
+
+    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        value = torch.randn(shape, generator=generator).to(of)
+        return value.to(device, torch.float64 if exact else of)
+
+    rows = [operand(2, 60, 3, WIDTH, of=dtype).transpose(1, 2).requires_grad_() for _ in range(2)]
+    wide = torch.float64 if exact else torch.float32
+    table = rotary_table(3, 60, WIDTH // 2, 10_000.0, device, wide)
+    outputs = run(*rows, *table, scale=0.5)
+    grads = [operand(*out.shape).to(out.dtype) for out in outputs]
+    found = (*outputs, *torch.autograd.grad(outputs, rows, grads))
+    names = ("queries", "keys", "gradient of queries", "gradient of keys")
+    return {name: value.detach().double().cpu() for name, value in zip(names, found, strict=True)}
+
+
+def _rotated_by_reference(
+    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    q_BHSC, k_BHSC = (rotate_reference(x, cos, sin, scale=scale) for x in (q_BHSC, k_BHSC))
+    return q_BHSC, k_BHSC
+
+
+def _router_errors(device: torch.device) -> dict[str, float]:
+    """Returns relative errors of a router's logits, gates and gradients, against float64's.
+
+    Of 300 rows none is so near to another choice that rounding could change it.
+    """
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(TOKENS, WIDTH, generator=generator)
+    weight = torch.randn(2 * EXPERTS, WIDTH, generator=generator) / WIDTH**0.5
+    exact_x, exact_weight = (each.double().requires_grad_() for each in (x, weight))
+    logits_THA = (exact_x @ exact_weight.T).unflatten(1, (2, EXPERTS))
+    gates_THK = logits_THA.topk(TOP_K, dim=-1).values.sigmoid()
+    expected = (
+        logits_THA,
+        gates_THK,
+        *_square_gradients(logits_THA, gates_THK, exact_x, exact_weight),
+    )
+    x, weight = (each.to(device).requires_grad_() for each in (x, weight))
+    logits_THA, _, gates_THK = route_top_k(x, weight, top_k=TOP_K, gate="sigmoid", heads=2)
+    found = (logits_THA, gates_THK, *_square_gradients(logits_THA, gates_THK, x, weight))
+    names = ("logits", "gates", "gradients of rows", "gradients of weights")
+    return {
+        name: ((mine.detach().double().cpu() - other).norm() / other.norm()).item()
+        for name, mine, other in zip(names, found, expected, strict=True)
+    }
+
+
+def _square_gradients(logits_THA: Tensor, gates_THK: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(logits_THA.square().sum() + 9 * gates_THK.square().sum(), of)
 
 
 def check_graph(device: torch.device) -> GpuCheck:

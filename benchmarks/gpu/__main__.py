@@ -6,9 +6,11 @@ layer of experts, whole steps.
 Made for a machine with one H100 or H200, torch ≥ 2.11 and Triton ≥ 3.6, and no network. Every part
 is a process of its own with a time limit, and figures are written as they come, so a part that
 fails or hangs costs the others nothing. Into FOLDER go gpu_ceilings.json, tune_tiles.json and the
-triton_tiles.py that follows from it, expert_layer_gpu.json and .png, step_gpu.json and .png, and
+triton_tiles.py that follows from it, gpu_kernels.json, expert_layer_gpu.json and .png, step_gpu.json and .png, and
 gpu_log.txt: all that the parts said, and how each ended. The parts after the tuning run with its
-tiles. Last comes a short table: measured beside expected (results/expert_layer_gpu_expected.json).
+tiles. Last come short tables: kernels, layers and steps, measured beside what the roofline model
+predicts of them for this GPU (predicted.py), and beside what was expected by arithmetic
+(results/expert_layer_gpu_expected.json).
 """
 
 import argparse
@@ -27,7 +29,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.kernel_times import kernel_table
+from benchmarks.gpu.predicted import predicted_ms, step_prediction
+from benchmarks.kernels.problem import GPU_SETTINGS
 from benchmarks.report import RESULTS, ROOT
+from moebius.planning.hardware import Hardware, hardware_of_gpu
+from moebius.train.recipes.smoke import RECIPES
 
 EXPECTED = RESULTS / "expert_layer_gpu_expected.json"
 LEAST_S = 30.0  # a part is not begun with less
@@ -80,20 +87,14 @@ def parts(out: Path) -> list[Part]:
 
     return [
         Part("ceilings", script("gpu.ceilings"), 50),
-        Part("tests", (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *gpu_tests()), 110),
+        Part("tests", script("gpu.parallel_tests", "--seconds", TIME), 110),
         Part("tuning", script("gpu.tune_tiles", "--seconds", TIME), 95),
+        Part("kernels", script("gpu.kernel_times"), 45),
         Part(
             "expert layer", script("kernels.expert_layer", "--device", "cuda", "--limit", TIME), 125
         ),
         Part("whole step", script("step", "--device", "cuda", "--limit", TIME), 200),
     ]
-
-
-def gpu_tests() -> list[str]:
-    """The test files that ask for a GPU."""
-    kernels = sorted((ROOT / "tests" / "kernels").rglob("test_*.py"))
-    asking = [path for path in kernels if "cuda.is_available" in path.read_text(encoding="utf-8")]
-    return [str(path) for path in (ROOT / "tests" / "test_gpu.py", *asking)]
 
 
 def chosen(every: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
@@ -160,12 +161,16 @@ def summary(console: Console, ended: Sequence[Ended], out: Path) -> None:
     for name, value in (load(out / "gpu_ceilings.json") or {}).get("ceilings", {}).items():
         if not name.endswith(("columns", "warps")):
             console.print(f"  {name}: {value:,.4g}")
+    hardware = hardware_of_gpu(torch.cuda.get_device_name(0))
+    kernels = load(out / "gpu_kernels.json")
+    if kernels is not None:
+        console.print(kernel_table(kernels))
     layers = load(out / "expert_layer_gpu.json")
     if layers is not None:
-        console.print(layer_table(layers, expected))
+        console.print(layer_table(layers, expected, hardware))
     steps = load(out / "step_gpu.json")
     if steps is not None:
-        console.print(step_table(steps, expected["goals"]["step_244m_ratio"]))
+        console.print(step_table(steps, expected["goals"]["step_244m_ratio"], hardware))
     console.print("; ".join(f"{part.name}: {part.state}" for part in ended))
     console.print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
@@ -174,7 +179,9 @@ def load(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
+def layer_table(
+    figures: dict[str, Any], expected: dict[str, Any], hardware: Hardware | None = None
+) -> Table:
     """Fastest milliseconds under skewed routing: everybody in setting 244M and bfloat16, ours and
     dense layers elsewhere.
     """
@@ -184,6 +191,8 @@ def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
         "dtype",
         "ms",
         "expected ms",
+        "predicted ms",
+        "measured ÷ predicted",
         "of ceiling",
         "saved ÷ ideal",
         "error",
@@ -196,6 +205,7 @@ def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
         if not expectable and (entry["role"] == "peer" or not cells):
             continue
         wanted = expected["expected_ms"].get(entry["name"]) if expectable else None
+        predicted = _layer_ms(hardware, entry)
         time_text = (
             f"{cells[0]['fastest_ms']:.3f}" if cells else (entry["why_not"] or "not reached")[:40]
         )
@@ -205,11 +215,21 @@ def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
             entry["dtype"],
             time_text,
             range_text(wanted),
+            "" if predicted is None else f"{predicted:.3f}",
+            f"{cells[0]['fastest_ms'] / predicted:.2f}" if predicted and cells else "",
             f"{cells[0]['of_ceiling']:.2f}" if cells else "",
             "" if entry["saved_over_ideal"] is None else f"{1 + entry['saved_over_ideal']:.2f}",
             "" if entry["error"] is None else f"{entry['error']:.0e}",
         )
     return table
+
+
+def _layer_ms(hardware: Hardware | None, entry: dict[str, Any]) -> float | None:
+    """What the model predicts for a contender's layer; None: it knows the GPU or the contender not."""
+    settings = {setting.name: setting for setting in GPU_SETTINGS}
+    if hardware is None or entry["setting"] not in settings:
+        return None
+    return predicted_ms(hardware, settings[entry["setting"]], entry["name"], entry["dtype"])
 
 
 def range_text(wanted: dict[str, Any] | None) -> str:
@@ -224,8 +244,12 @@ def range_text(wanted: dict[str, Any] | None) -> str:
     )
 
 
-def step_table(figures: dict[str, Any], goal: float) -> Table:
-    table = Table("step", "MoEUT ms", "dense ms", "ratio", "goal", "tokens/s", "best")
+def step_table(figures: dict[str, Any], goal: float, hardware: Hardware | None = None) -> Table:
+    """Measured milliseconds, those predicted, and what one is of the other: MoEUT's, the dense
+    model's.
+    """
+    heads = ("step", "MoEUT ms", "dense ms", "ratio", "goal", "tokens/s", "best")
+    table = Table(*heads, "predicted ms", "measured ÷ predicted")
     for case in figures["cases"]:
         name = f"{case['size']} {case['precision']}"
         if "ratio" not in case:
@@ -239,8 +263,29 @@ def step_table(figures: dict[str, Any], goal: float) -> Table:
             f"≤ {goal:g}" if case["size"] == "244m" else "",
             f"{case['tokens_per_s']['moeut']:,.0f}",
             f"{best['backend']}{', compiled' * best['compiled']}",
+            *_step_cells(case, hardware),
         )
     return table
+
+
+def _step_cells(case: dict[str, Any], hardware: Hardware | None) -> tuple[str, str]:
+    if hardware is None:
+        return "", ""
+    found = {
+        side: step_prediction(
+            hardware,
+            RECIPES[f"{side}_{case['size']}"]().model,
+            tokens=case["seq_len"] * case["batch"],
+            seq_len=case["seq_len"],
+            precision=case["precision"],
+        ).seconds
+        for side in ("moeut", "dense")
+    }
+    ratios = (case["seconds"][side] / found[side] for side in found)
+    return (
+        ", ".join(f"{1e3 * seconds:.1f}" for seconds in found.values()),
+        ", ".join(f"{ratio:.2f}" for ratio in ratios),
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The Triton backend of the expert operations: which kernels a call launches, and in which order.
 
-    forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's
-                outputs
-    backward    the same two; K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd
-                over each source's; K3 twice
+    first       tile tables and sorted rows, once for all products over a list of routes
+    forward     K1 (activation); K2 in route order; Rd over each target's outputs
+    backward    K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd over each
+                source's; K3 twice
 
 Nothing is read from the device: grids follow from the number of routes alone, so a call may be
 captured in a CUDA graph. What lives longer than a call is `saved`. In between there is one N × D
@@ -15,7 +15,6 @@ before the activation (F or 2F), O output width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,10 +32,17 @@ from .grouped_gemm import (
     rows_product,
 )
 from .guard import check_tensor, launch, triton
-from .routing import SortedRows, TileTable, sorted_rows, tile_table
+from .routing import SortedRows, plan_of
 from .rows import sum_rows
 from .tiles import WIDEST_HIDDEN, Tile, choose
-from .weight_gradients import Operands, Work, cut_work, ragged_gradient, segment_sums
+from .weight_gradients import (
+    Operands,
+    Work,
+    cut_work,
+    ragged_gradient,
+    segment_sums,
+    tile_of,
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,11 @@ class _Pass:
         self.routes, self.options, self.dtype = routes, options, rows.dtype
         self.num_experts = routes.starts_E1.shape[0] - 1
         self.precision = "tf32" if options.tf32 else "ieee"
-        self._tables: dict[int, TileTable] = {}
+        self._plan = plan_of(routes)
 
-    @cached_property
+    @property
     def rows(self) -> SortedRows:
-        return sorted_rows(self.routes)
+        return self._plan.rows(self.routes)
 
     def tile(self, kernel: str, **widths: int) -> Tile:
         return choose(kernel, self.dtype, self.routes.num_routes, self.num_experts).fit(**widths)
@@ -81,8 +87,8 @@ class _Pass:
 
         The row tiles' table goes last among the arguments.
         """
-        table = self._table(tile.rows)
-        index = (table.expert_L, table.first_L, table.starts_E1)
+        table = self._plan.table(self.routes, tile.rows)
+        index = (table.expert_L, table.first_L, self.routes.starts_E1)
         numbers = constants.pop("numbers", ())
         launch(
             kernel,
@@ -97,13 +103,6 @@ class _Pass:
             PRECISION=self.precision,
             **tile.options(),
         )
-
-    def _table(self, rows: int) -> TileTable:
-        if rows not in self._tables:
-            self._tables[rows] = tile_table(
-                self.routes.starts_E1, self.routes.num_routes, rows=rows
-            )
-        return self._tables[rows]
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,7 @@ def _mlp_weights(
         )
     activation = None if bank.activation == "relu" else bank.activation
     into_up, into_down = (None, None) if into is None else (into.w_up_EDW, into.w_down_EFO)
-    common = _ragged(passes)
+    common = _ragged(passes, bank.w_up_EDW)
     w_up = ragged_gradient(up, *common, bank.w_up_EDW, into=into_up)
     w_down = ragged_gradient(down, *common, bank.w_down_EFO, into=into_down, activation=activation)
     return w_up, w_down
@@ -440,13 +439,18 @@ def _linear_weights(
         )
         for call, p in zip(calls, passes, strict=True)
     ]
-    return ragged_gradient(operands, *_ragged(passes), w_EDO, into=into)
+    return ragged_gradient(operands, *_ragged(passes, w_EDO), w_EDO, into=into)
 
 
-def _ragged(passes: Sequence[_Pass]) -> tuple[Work, str]:
-    """What K3 shares between the matrices of a bank: how the rows are cut, and the precision."""
+def _ragged(passes: Sequence[_Pass], weights: Tensor) -> tuple[Work, str]:
+    """What K3 shares between the matrices of a bank: how the rows are cut, and the precision.
+
+    `weights`: one of them.
+    """
     num_rows = sum(p.routes.num_routes for p in passes)
-    return cut_work([p.routes.starts_E1 for p in passes], num_rows), passes[0].precision
+    _, tiles = tile_of(weights, num_rows, None)
+    work = cut_work([p.routes.starts_E1 for p in passes], num_rows, tiles=tiles)
+    return work, passes[0].precision
 
 
 def _rows_product(

@@ -9,6 +9,9 @@ host.
   3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product
      reads one index per row.
 
+What follows from a sorting is made once (`plan_of`), however many products there are over its
+routes, in the forward pass and in the backward pass.
+
 Integers all through, and integer atomics alone: two runs agree bit for bit.
 
 Legend: N routes, E experts, B blocks of routes, L entries of a table.
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..operands import SortedRoutes
 from .guard import launch, tl, triton
@@ -186,7 +190,6 @@ class TileTable:
     first_L: Tensor
     slot_L: Tensor
     slots_E1: Tensor
-    starts_E1: Tensor
 
     @property
     def length(self) -> int:
@@ -258,7 +261,7 @@ def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -
         LEAST=least,
         ENTRIES=entries,
     )
-    return TileTable(expert_L, first_L, slot_L, slots_E1, starts_E1)
+    return TileTable(expert_L, first_L, slot_L, slots_E1)
 
 
 @dataclass(frozen=True)
@@ -325,3 +328,49 @@ def sorted_rows(routes: SortedRoutes) -> SortedRows:
         BLOCK=_SCAN,
     )
     return SortedRows(source_N, target_N, gate_N)
+
+
+class RoutePlan:
+    """Holds what all products over one list of sorted routes share, each made when first asked for.
+
+    It holds none of the list's own tensors, for it is kept as long as one of them.
+    """
+
+    def __init__(self, routes: SortedRoutes) -> None:
+        self._of = [None if each is None else TensorWeakRef(each) for each in _lists(routes)]
+        self._rules = routes.per_source, routes.per_target
+        self._rows: SortedRows | None = None
+        self._tables: dict[int, TileTable] = {}
+
+    def is_of(self, routes: SortedRoutes) -> bool:
+        """Returns whether it was made for these very tensors."""
+        known = [None if each is None else each() for each in self._of]
+        same = all(a is b for a, b in zip(known, _lists(routes), strict=True))
+        return same and self._rules == (routes.per_source, routes.per_target)
+
+    def rows(self, routes: SortedRoutes) -> SortedRows:
+        """Returns what the sorted places read and write; 12 bytes for each, kept with the routes."""
+        if self._rows is None:
+            self._rows = sorted_rows(routes)
+        return self._rows
+
+    def table(self, routes: SortedRoutes, rows: int) -> TileTable:
+        """Returns the table of tiles of so many rows."""
+        if rows not in self._tables:
+            self._tables[rows] = tile_table(routes.starts_E1, routes.num_routes, rows=rows)
+        return self._tables[rows]
+
+
+_plans = WeakTensorKeyDictionary()  # by `starts_E1`, which a pass keeps as long as its routes
+
+
+def plan_of(routes: SortedRoutes) -> RoutePlan:
+    """Returns the plan of these routes: the one that was made for the same tensors, if any was."""
+    found = _plans.get(routes.starts_E1)
+    if found is None or not found.is_of(routes):
+        found = _plans[routes.starts_E1] = RoutePlan(routes)
+    return found
+
+
+def _lists(routes: SortedRoutes) -> tuple[Tensor | None, ...]:
+    return routes.weight_N, routes.order_N, routes.source_N, routes.target_N

@@ -12,11 +12,12 @@ Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import torch
 
-from .guard import INTERPRETED, triton
+from .available import interpreted
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ _WITHOUT_WGMMA: Table = {
     ("fused", "bf16", "many"): Tile(64, 128, 64, 8, 3),
     ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 4),
+    ("ragged_small", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("ragged_small", "bf16", "few"): Tile(128, 128, 64, 8, 4),
 }
 _AMD_SMALL: Table = {
     ("ragged_small", "bf16", "many"): Tile(128, 64, 64, 8, 2),
@@ -125,11 +128,21 @@ OTHERS: dict[str, Table] = {
         ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 2),
         **_AMD_SMALL,
     },
-    "gfx950": _AMD_SMALL,
+    "gfx950": {
+        ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 5),
+        ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 5),
+        **_AMD_SMALL,
+    },
 }
 TARGETS = ("sm_90", *OTHERS)
 WITHOUT_TF32 = ("gfx950",)
+_WAVE = 128 * 128  # rows from which on routers have 128 for a program on every multiprocessor
+# Of a router's gradients: enough programs for every multiprocessor, and the fewest rows that one of
+# them adds up.
+_PROGRAMS, _LEAST_ROWS = 128, 256
+_FEW_REGISTERS = ("sm_80", "sm_89", "sm_120")  # both operands of a product are in registers
 WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
+INTERPRETED = interpreted()
 # The interpreter pays for programs and elements alike; small tiles give small cases several.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)
 
@@ -138,9 +151,61 @@ def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> 
     """Returns the table's tile for a kernel, of rows in that dtype."""
     if INTERPRETED:
         return _INTERPRETED
+    return tile_of(target(), entry_of(kernel, dtype, num_rows, num_experts))
+
+
+def entry_of(
+    kernel: str, dtype: torch.dtype, num_rows: float, num_experts: float
+) -> tuple[str, str, str]:
+    """Returns the entry of the table that a kernel takes: kernel, precision, load."""
     load = "few" if num_rows < FEW * num_experts else "many"
-    key = kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load
-    return OTHERS.get(target(), {}).get(key) or TILES[key]
+    return kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load
+
+
+def tile_of(target: str, entry: tuple[str, str, str]) -> Tile:
+    """Returns the tile of an entry on a target."""
+    return OTHERS.get(target, {}).get(entry) or TILES[entry]
+
+
+def router_tile(target: str, num_rows: float, num_experts: float) -> Tile:
+    """Returns the tile of a router's logits on a target, by rows and by experts of all heads."""
+    columns = 64 if num_experts <= 64 else 128
+    if num_rows >= _WAVE and target not in _FEW_REGISTERS:
+        return Tile(128, columns, 32, 8, 3)
+    return Tile(64, columns, 32, 4, 3)
+
+
+def router_gradient_tiles(
+    target: str, num_rows: float, num_experts: float, width: int
+) -> tuple[Tile, Tile]:
+    """Returns the tiles of a router's backward pass on a target: of grad_x and of grad_W.
+
+    The first one's depth is along experts, whose number is padded to it. The second one's rows are
+    channels, its columns experts.
+    """
+    if target in _FEW_REGISTERS:
+        return Tile(64, 128, 32, 4, 3), Tile(64, 128, 32, 8, 3)
+    columns = 64 if num_experts <= 64 else 128
+    if target != "sm_90":
+        stages = 2 if target.startswith("gfx") else 3
+        return Tile(128, 128, 32, 8, stages), Tile(128, columns, 32, 8, stages)
+    of_rows, of_weights = Tile(128, 128, 32, 8, 3), Tile(128, columns, 32, 8, 4)
+    if num_experts > 64:
+        of_weights = Tile(128, 256, 32, 8, 4)
+        if ceil(num_rows / 256) * ceil(width / 128) >= _PROGRAMS:
+            of_rows = Tile(256, 128, 32, 8, 4)
+    return of_rows, of_weights
+
+
+def tiles_of_weights(num_experts: int, width: int, tile: Tile) -> int:
+    """Returns how many tiles the gradient of a router's weights (E, D) has."""
+    return ceil(width / tile.rows) * ceil(num_experts / tile.columns)
+
+
+def rows_of_part(num_rows: float, num_experts: int, width: int, tile: Tile) -> int:
+    """Returns how many rows a program adds up of a tile of a router's weights' gradient."""
+    parts = max(1, _PROGRAMS // tiles_of_weights(num_experts, width, tile))
+    return max(_LEAST_ROWS, round_up(ceil(num_rows / parts), tile.depth))
 
 
 @lru_cache(maxsize=1)
@@ -165,5 +230,10 @@ def target_of(capability: int) -> str:
     return f"sm_{max((each for each in known if each <= capability), default=min(known))}"
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is no smaller."""
+    return -(-number // multiple) * multiple
+
+
 def _power(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,23 +1,28 @@
 """K3: the weights' gradients, ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one call
 or several at once.
 
-Work is cut into (expert, chunk of its rows, tile of dW), so that an expert with many rows does not
-hold up the rest. The first chunk of an expert writes dW; later ones write tiles of their own, which
-`_add_chunks` adds in order: deterministic, and no traffic at all where no expert has more than one
-chunk.
+  1. `_write_addresses`: where every call has its operands, in one table;
+  2. `_list_rows`: for every expert the rows of the first call, then those of the second …, as
+     addresses: 20 bytes for each;
+  3. `ragged_product`: one loop over that list. Work is cut into (expert, chunk of its rows, tile of
+     dW), so that an expert with many rows does not hold up the rest. The first chunk of an expert
+     writes dW; later ones write tiles of their own, which
+  4. `_add_chunks` adds in order: deterministic, and no traffic at all where no expert has more than
+     one chunk.
 
-Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's
-rows are those of the first call, then those of the second …; a table of addresses says where each
-has its operands. dW is then read and written once for all of them, not once for each. The
-activation is applied to u, and the gate to the narrower of both, on their way to the tensor cores,
-so nothing but what the forward saved is needed.
+Several calls (the repeats of a layer group in a Universal Transformer) are one launch: dW is then
+read and written once for all of them, not once for each, and the copies of one call's last rows
+overlap with the next one's first. The activation is applied to u, and the gate to the narrower of
+both, on their way to the tensor cores, so nothing but what the forward saved is needed.
 
-Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a
-time; CHUNK rows of an expert.
+Legend: C calls, N routes of all calls, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH
+rows at a time; CHUNK rows of an expert.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +30,12 @@ from torch import Tensor
 from .grouped_gemm import smooth
 from .guard import launch, tl, triton
 from .routing import TileTable, tile_table
-from .tiles import choose
+from .tiles import Tile, choose
 
 _LEAST_CHUNK = 2048
+_PROGRAMS = 4 * 132  # of K3: fewer would leave multiprocessors of large GPUs without work
 _FIELDS = 6
+_LISTED = 512  # rows of an expert that are listed at a time
 
 
 @dataclass(frozen=True)
@@ -47,38 +54,81 @@ class Operands:
 
 
 @triton.jit
-def _write_addresses(table, call, u, v, u_rows, v_rows, gate, starts, FIELDS: tl.constexpr):
-    """Writes one call's addresses into the table."""
-    at = table + call * FIELDS
-    tl.store(at, u.to(tl.int64))
-    tl.store(at + 1, v.to(tl.int64))
-    if u_rows is not None:
-        tl.store(at + 2, u_rows.to(tl.int64))
-    if v_rows is not None:
-        tl.store(at + 3, v_rows.to(tl.int64))
-    if gate is not None:
-        tl.store(at + 4, gate.to(tl.int64))
-    tl.store(at + 5, starts.to(tl.int64))
+def _write_addresses(table, tensors):
+    """Writes the addresses of all calls' operands into the table; nothing where there is none."""
+    for field in tl.static_range(len(tensors)):
+        if tensors[field] is not None:
+            tl.store(table + field, tensors[field].to(tl.int64))
 
 
 @triton.jit
-def _pointer(at, DTYPE: tl.constexpr):
-    """Reads an address from the table.
-
-    Tensors start at multiples of 16 bytes (`_addresses` sees to it).
-    """
-    return tl.multiple_of(tl.load(at).to(tl.pointer_type(DTYPE)), 16)
+def _list_rows(
+    table,
+    total_starts,
+    u_at,
+    v_at,
+    gates,
+    E: tl.constexpr,
+    U_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    U_GATHERED: tl.constexpr,
+    V_GATHERED: tl.constexpr,
+    GATED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lists the rows that one call has for one expert, behind those of the calls before it."""
+    call = tl.program_id(0) // E
+    expert = tl.program_id(0) % E
+    to = tl.load(total_starts + expert)
+    for earlier in range(call):
+        starts = tl.load(table + earlier * FIELDS + 5).to(tl.pointer_type(tl.int32))
+        to += tl.load(starts + expert + 1) - tl.load(starts + expert)
+    fields = table + call * FIELDS
+    u = tl.load(fields).to(tl.pointer_type(DTYPE))
+    v = tl.load(fields + 1).to(tl.pointer_type(DTYPE))
+    starts = tl.load(fields + 5).to(tl.pointer_type(tl.int32))
+    first = tl.load(starts + expert)
+    count = tl.load(starts + expert + 1) - first
+    for begin in range(0, count, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        live = place < count
+        rows = first + place
+        u_rows, v_rows = rows, rows
+        if U_GATHERED:
+            index = tl.load(fields + 2).to(tl.pointer_type(tl.int32))
+            u_rows = tl.load(index + rows, mask=live, other=0)
+        if V_GATHERED:
+            index = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
+            v_rows = tl.load(index + rows, mask=live, other=0)
+        if GATED:
+            weights = tl.load(fields + 4).to(tl.pointer_type(tl.float32))
+            gate = tl.load(weights + rows, mask=live, other=0.0)
+            tl.store(gates + to + place, gate, mask=live)
+        tl.store(u_at + to + place, (u + u_rows.to(tl.int64) * U_STRIDE).to(tl.int64), mask=live)
+        tl.store(v_at + to + place, (v + v_rows.to(tl.int64) * V_STRIDE).to(tl.int64), mask=live)
 
 
 @triton.jit
-def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """Loads (DEPTH, columns): gate · a(base[rows]), zero where not live.
+def _operand(
+    rows_at,
+    place,
+    live,
+    cols,
+    gate,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ACT: tl.constexpr,
+):
+    """Loads (DEPTH, columns): gate · a(the listed rows), zero where not live.
 
     What has no activation and no gate is passed on as it is.
     """
-    STRIDE: tl.constexpr = 2 * WIDTH if ACT == "swiglu" or ACT == "geglu" else WIDTH
     mask = live[:, None] & (cols < WIDTH)[None, :]
-    at = base + rows.to(tl.int64)[:, None] * STRIDE + cols[None, :]
+    rows = tl.load(rows_at + place, mask=live, other=0).to(tl.pointer_type(DTYPE))
+    at = tl.multiple_of(rows, ALIGNED)[:, None] + cols[None, :]
     tile = tl.load(at, mask=mask, other=0.0)
     if ACT is not None or gate is not None:
         value = tile.to(tl.float32)
@@ -94,30 +144,29 @@ def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexp
 
 @triton.jit
 def ragged_product(
-    table,
+    u_at,
+    v_at,
+    gates,
     out,
     chunks,
     total_starts,
     chunk_expert,
     chunk_first,
     chunk_slot,
-    num_calls,
     chunk_rows,
     M: tl.constexpr,
     K: tl.constexpr,
-    U_GATHERED: tl.constexpr,
-    V_GATHERED: tl.constexpr,
-    GATED: tl.constexpr,
+    U_ALIGNED: tl.constexpr,
+    V_ALIGNED: tl.constexpr,
     ACT: tl.constexpr,
     DTYPE: tl.constexpr,
-    FIELDS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes one tile of dW[e] over one chunk of an expert's rows, over all calls."""
+    """Computes one tile of dW[e] over one chunk of an expert's listed rows."""
     TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
     TILES: tl.constexpr = (M + TALL - 1) // TALL * TILES_K
     entry = tl.program_id(0) // TILES
@@ -128,33 +177,20 @@ def ragged_product(
     tall = (tile // TILES_K) * TALL + tl.arange(0, TALL)
     wide = (tile % TILES_K) * WIDE + tl.arange(0, WIDE)
     depth = tl.arange(0, DEPTH)
-    # of the expert's rows, counted over all calls
-    first = tl.load(chunk_first + entry) - tl.load(total_starts + expert)
-    before = 0
+    begin = tl.load(chunk_first + entry)
+    end = tl.minimum(begin + chunk_rows, tl.load(total_starts + expert + 1))
     total = tl.zeros((TALL, WIDE), tl.float32)
-    for call in range(num_calls):
-        fields = table + call * FIELDS
-        u = _pointer(fields, DTYPE)
-        v = _pointer(fields + 1, DTYPE)
-        starts = _pointer(fields + 5, tl.int32)
-        start = tl.load(starts + expert)
-        count = tl.load(starts + expert + 1) - start
-        begin = start + tl.maximum(first - before, 0)
-        end = start + tl.minimum(first + chunk_rows - before, count)
-        before += count
-        for row in range(begin, end, DEPTH):
-            rows = row + depth
-            live = rows < end
-            u_rows, v_rows, gate = rows, rows, None
-            if U_GATHERED:
-                u_rows = tl.load(_pointer(fields + 2, tl.int32) + rows, mask=live, other=0)
-            if V_GATHERED:
-                v_rows = tl.load(_pointer(fields + 3, tl.int32) + rows, mask=live, other=0)
-            if GATED:
-                gate = tl.load(_pointer(fields + 4, tl.float32) + rows, mask=live, other=0.0)
-            u_tile = _operand(u, u_rows, live, tall, gate if M <= K else None, M, ACT)
-            v_tile = _operand(v, v_rows, live, wide, None if M <= K else gate, K, None)
-            total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision=PRECISION)
+    for row in range(begin, end, DEPTH):
+        place = row + depth
+        live = place < end
+        gate = None
+        if gates is not None:
+            gate = tl.load(gates + place, mask=live, other=0.0)
+        u_gate = gate if M <= K else None
+        v_gate = None if M <= K else gate
+        u_tile = _operand(u_at, place, live, tall, u_gate, M, U_ALIGNED, DTYPE, ACT)
+        v_tile = _operand(v_at, place, live, wide, v_gate, K, V_ALIGNED, DTYPE, None)
+        total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision=PRECISION)
     out += expert.to(tl.int64) * M * K
     at = tall[:, None] * K + wide[None, :]
     mask = (tall < M)[:, None] & (wide < K)[None, :]
@@ -191,6 +227,7 @@ class Work:
     """Holds what the products of a pass share: how the rows of all calls are cut into chunks."""
 
     table: TileTable
+    total_starts_E1: Tensor
     chunk: int
     num_rows: int
 
@@ -200,10 +237,11 @@ class Work:
         return self.num_rows // self.chunk
 
 
-def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
-    """Cuts rows into chunks of twice an expert's mean load, and of 2048 rows at least.
+def cut_work(starts_CE1: Sequence[Tensor], num_rows: int, *, tiles: int) -> Work:
+    """Cuts rows into chunks of twice an expert's mean load, so that few experts have a second one;
+    into smaller ones where there would be too few programs, but of 2048 rows at least.
 
-    So few experts have a second one.
+    `tiles`: of one expert's gradient, as many programs as it has chunks.
     """
     total_starts = (
         starts_CE1[0]
@@ -211,8 +249,29 @@ def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
         else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
     )
     num_experts = total_starts.shape[0] - 1
-    chunk = max(_LEAST_CHUNK, triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts)))
-    return Work(tile_table(total_starts, num_rows, rows=chunk, least=1), chunk, num_rows)
+    chunk = triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts))
+    while chunk > _LEAST_CHUNK and tiles * max(num_experts, num_rows // chunk) < _PROGRAMS:
+        chunk //= 2
+    chunk = max(_LEAST_CHUNK, chunk)
+    table = tile_table(total_starts, num_rows, rows=chunk, least=1)
+    return Work(table, total_starts, chunk, num_rows)
+
+
+def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Tile, int]:
+    """Returns the tile of a gradient that is shaped as the weights (E, M, K), and how many of them
+    one expert has.
+    """
+    num_experts, tall, wide = weights.shape
+    # narrow copies want more addresses, an activation more values: neither leaves the registers for
+    # large tiles
+    small = activation is not None or any(
+        width * weights.element_size() % 16 for width in (tall, wide)
+    )
+    tile = choose("ragged_small" if small else "ragged", weights.dtype, num_rows, num_experts)
+    if tall < wide:  # the longer side along the wider operand
+        tile = replace(tile, rows=tile.columns, columns=tile.rows)
+    tile = tile.fit(rows=tall, columns=wide)
+    return tile, triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
 
 
 def ragged_gradient(
@@ -230,40 +289,31 @@ def ragged_gradient(
     """
     if into is not None and not into.is_contiguous():
         return into.add_(ragged_gradient(calls, work, precision, weights, activation=activation))
-    (num_experts, tall, wide), sample = weights.shape, calls[0]
+    (num_experts, tall, wide), sample, table = weights.shape, calls[0], work.table
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
-    # narrow copies want more addresses, an activation more values: neither leaves the registers for
-    # large tiles
-    small = activation is not None or any(
-        width * weights.element_size() % 16 for width in (tall, wide)
-    )
-    tile = choose("ragged_small" if small else "ragged", weights.dtype, work.num_rows, num_experts)
-    if tall < wide:  # the longer side along the wider operand
-        tile = replace(tile, rows=tile.columns, columns=tile.rows)
-    tile, table = tile.fit(rows=tall, columns=wide), work.table
-    tiles = triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
+    tile, tiles = tile_of(weights, work.num_rows, activation)
+    u_at_N, v_at_N, gate_N = _listed(calls, work, element)
     launch(
         ragged_product,
         table.length * tiles,
-        _addresses(calls),
+        u_at_N,
+        v_at_N,
+        gate_N,
         out,
         chunks,
-        table.starts_E1,
+        work.total_starts_E1,
         table.expert_L,
         table.first_L,
         table.slot_L,
-        len(calls),
         work.chunk,
         M=tall,
         K=wide,
-        U_GATHERED=sample.u_rows_N is not None,
-        V_GATHERED=sample.v_rows_N is not None,
-        GATED=sample.gate_N is not None,
+        U_ALIGNED=_alignment(sample.u),
+        V_ALIGNED=_alignment(sample.v),
         ACT=activation,
         DTYPE=element,
-        FIELDS=_FIELDS,
         ACCUMULATE=into is not None,
         TALL=tile.rows,
         WIDE=tile.columns,
@@ -285,18 +335,52 @@ def ragged_gradient(
     return out
 
 
-def _addresses(calls: Sequence[Operands]) -> Tensor:
-    """Writes the addresses of the calls' operands: (C, fields) int64.
+def _listed(
+    calls: Sequence[Operands], work: Work, element: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Lists every expert's rows of all calls: addresses of u's and v's (N,) int64, and gates (N,).
 
-    A kernel writes them: a copy from the host could not be captured in a CUDA graph.
+    Kernels write them: a copy from the host could not be captured in a CUDA graph.
     """
-    table = torch.empty(len(calls), _FIELDS, dtype=torch.int64, device=calls[0].u.device)
-    for number, call in enumerate(calls):
-        tensors = (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
-        # `_pointer` counts on it
-        assert not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)
-        launch(_write_addresses, 1, table, number, *tensors, FIELDS=_FIELDS)
-    return table
+    sample, num_experts = calls[0], work.total_starts_E1.shape[0] - 1
+    table, u_at_N, v_at_N = (
+        torch.empty(length, dtype=torch.int64, device=sample.u.device)
+        for length in (len(calls) * _FIELDS, work.num_rows, work.num_rows)
+    )
+    gate_N = None
+    if sample.gate_N is not None:
+        gate_N = torch.empty(work.num_rows, dtype=torch.float32, device=sample.u.device)
+    tensors = tuple(
+        tensor
+        for call in calls
+        for tensor in (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
+    )
+    launch(_write_addresses, 1, table, tensors)
+    launch(
+        _list_rows,
+        len(calls) * num_experts,
+        table,
+        work.total_starts_E1,
+        u_at_N,
+        v_at_N,
+        gate_N,
+        E=num_experts,
+        U_STRIDE=sample.u.shape[1],
+        V_STRIDE=sample.v.shape[1],
+        U_GATHERED=sample.u_rows_N is not None,
+        V_GATHERED=sample.v_rows_N is not None,
+        GATED=gate_N is not None,
+        DTYPE=element,
+        FIELDS=_FIELDS,
+        BLOCK=_LISTED,
+    )
+    return u_at_N, v_at_N, gate_N
+
+
+def _alignment(rows: Tensor) -> int:
+    """Returns a power of two, at most 16, that the address of every row is a multiple of."""
+    assert rows.data_ptr() % 16 == 0, "rows must begin at a multiple of 16 bytes"
+    return math.gcd(16, rows.shape[1] * rows.element_size())
 
 
 @triton.jit

@@ -21,8 +21,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from ...kernels.router import Gate, can_route, route_top_k
 from ..balance import RunningSum, balance_value, choice_sums, document_sums
 from ..initialise import Initializer
+from ..recompute import save_choice
 from ..routing import Routes, Routing, token_routes
 
 
@@ -66,6 +68,16 @@ class RouterConfig(BaseModel):
     def evaluation_group_sequences(self) -> int:
         """Returns how many sequences are routed together in evaluation."""
         return self.group_sequences
+
+    @property
+    def is_static(self) -> bool:
+        """Returns whether a training pass launches the same kernels at every step and for all rows.
+
+        A pass that does can be repeated as one CUDA graph (train/cuda_graph.py). No, unless a router
+        says so: what depends on the step's number, on values read by the host or on sums that other
+        micro-batches have left would be repeated wrongly.
+        """
+        return False
 
     @property
     def reads_whole_sequences(self) -> bool:
@@ -131,6 +143,7 @@ class Router(nn.Module):
     """
 
     Config: ClassVar[type[RouterConfig]]
+    backend: str = "auto"  # of the experts (`kernels.backend`): Triton's has a kernel for routers
     carried: tuple[
         str, ...
     ] = ()  # names of statistics that `after_step` wants, summed over the whole step
@@ -228,6 +241,23 @@ class ChoiceRouter(Router):
         """Chooses K experts for every row."""
         raise NotImplementedError
 
+    def route_in_one(
+        self, x_TD: Tensor, weight_ED: Tensor, *, gate: Gate, heads: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns logits (T, H, A), experts (T, H, K) and gates (T, H, K), of one kernel.
+
+        None where there is no kernel for these rows and the backend: then the router goes its steps.
+        """
+        if not can_route(self.backend, x_TD, weight_ED, heads=heads):
+            return None
+        top_k = self.config.experts_per_row
+        assert isinstance(top_k, int)
+        return save_choice(
+            lambda given_THK: route_top_k(
+                x_TD, weight_ED, top_k=top_k, gate=gate, heads=heads, given_THK=given_THK
+            )
+        )
+
     def admit(
         self, choice: Choice, routes: Routes, batch_size: int, real_T: Tensor | None
     ) -> Routes:
@@ -255,7 +285,13 @@ class ChoiceRouter(Router):
         """Sums probabilities, choices and squared log-partition functions per sequence."""
         config = self.config
         first = config.balance_choices == "first"
-        sums = choice_sums(routing, batch_size, with_z=config.z_loss > 0, first_choices=first)
+        sums = choice_sums(
+            routing,
+            batch_size,
+            with_z=config.z_loss > 0,
+            with_load=config.balance_form == "load" or "load" in self.carried,
+            first_choices=first,
+        )
         if config.balance and config.balance_scope == "sequence":
             sums |= document_sums(routing, first_choices=first)
         return sums

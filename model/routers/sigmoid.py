@@ -35,6 +35,13 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
         """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
+    @property
+    def is_static(self) -> bool:
+        """Returns whether a pass can be repeated: nothing is drawn, and the global batch's sums, which
+        change from one pass to the next, are not asked for.
+        """
+        return self.balance_scope != "global_batch" and not self.expert_dropout
+
 
 class SigmoidRouter(ChoiceRouter):
     """Gates with sigmoids, top-k, without renormalisation (σ-MoE, arXiv 2310.10837, §5).
@@ -66,8 +73,14 @@ class SigmoidRouter(ChoiceRouter):
         """Chooses experts (T, H, K) int64, with gates (T, H, K) and logits (T, H, A), float32.
 
         Float32 whatever the products' dtype: a choice must not flip with it. The choice is made on
-        the logits, which do not saturate as their sigmoids do.
+        the logits, which do not saturate as their sigmoids do. One kernel where there is one
+        (kernels/router.py), but in training with `expert_dropout`, whose draws it does not know.
         """
+        if not self._drops:
+            found = self.route_in_one(x_TD, self.weight, gate="sigmoid", heads=self.num_heads)
+            if found is not None:
+                logits_THA, experts_THK, weights_THK = found
+                return experts_THK, weights_THK, logits_THA
         per_head = self.num_experts // self.num_heads
         logits_THA = router_logits(x_TD, self.weight).unflatten(1, (self.num_heads, per_head))
         values_THK, chosen_THK = save_topk(self._eligible(logits_THA), self.config.top_k)
@@ -81,12 +94,16 @@ class SigmoidRouter(ChoiceRouter):
         experts_T1K, weights_T1K, logits_T1E = self.choose_per_head(x_TD)
         return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
 
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.config.expert_dropout > 0
+
     def _eligible(self, logits_THA: Tensor) -> Tensor:
         """Drops experts for the choice only; the balancing term sees the raw logits.
 
         Source: arXiv 2310.10837, §5.1.
         """
-        rate = self.config.expert_dropout
-        if not self.training or rate == 0:
+        if not self._drops:
             return logits_THA
-        return logits_THA.masked_fill(torch.rand_like(logits_THA) < rate, float("-inf"))
+        dropped_THA = torch.rand_like(logits_THA) < self.config.expert_dropout
+        return logits_THA.masked_fill(dropped_THA, float("-inf"))

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from ...kernels.router import Gate
 from ..initialise import Initializer, parameter
 from ..layers import own_dtype, router_logits
 from ..recompute import save_topk
@@ -42,6 +43,11 @@ class TokenChoiceConfig(CapacityConfig):
     def random_second(self) -> bool:
         """Returns whether a row's second expert is asked at random."""
         return self.second_expert == "random"
+
+    @property
+    def is_static(self) -> bool:
+        """Returns whether a pass can be repeated: nothing is refused, and nothing is drawn."""
+        return super().is_static and not self.jitter
 
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
@@ -74,9 +80,17 @@ class TokenChoiceRouter(CapacityRouter):
         self.weight = parameter(num_experts, d_row, init=init)
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """Chooses the K largest logits of every row; gate weights as the configuration says."""
-        rows_TD = x_TD.to(own_dtype(x_TD, self.weight))
-        logits_TE = router_logits(self._jittered(rows_TD), self.weight)
+        """Chooses the K largest logits of every row; gate weights as the configuration says.
+
+        One kernel where there is one (kernels/router.py).
+        """
+        rows_TD = self._jittered(x_TD.to(own_dtype(x_TD, self.weight)))
+        gate: Gate = "softmax_of_chosen" if self.config.renormalise else "softmax"
+        found = self.route_in_one(rows_TD, self.weight, gate=gate)
+        if found is not None:
+            logits_T1E, experts_T1K, weights_T1K = found
+            return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
+        logits_TE = router_logits(rows_TD, self.weight)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=self.config.renormalise)
         return Choice(experts_TK, weights_TK, logits_TE)

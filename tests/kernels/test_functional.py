@@ -29,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels import ops, segments
 from moebius.kernels.activations import ACTIVATIONS, GATES
-from moebius.kernels.avx512 import backend as avx512
 from moebius.kernels.backend import reason_against, resolve_backend
+from moebius.kernels.brgemm import backend as brgemm
 from moebius.kernels.functional import _flat, routed_linear, routed_mlp
 from moebius.kernels.interface import ROW_SLACK
 from moebius.kernels.workspace import workspace
@@ -41,7 +41,7 @@ KINDS = [
     pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
     for backend, dtypes in {
         "segments": TOLERANCES,
-        "avx512": (torch.float32, torch.bfloat16),
+        "brgemm": (torch.float32, torch.bfloat16),
     }.items()
     for dtype in dtypes
 ]
@@ -60,7 +60,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
         )
         if reason is not None:
             pytest.skip(f"{parameters['backend']}: {reason}")
-    for module in (segments, avx512):
+    for module in (segments, brgemm):
         monkeypatch.setattr(module, "workspace", lambda *args: workspace(*args).fill_(float("nan")))
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,7 +111,7 @@ def test_linear_equals_the_reference(
         check(routed_linear, x, [w], kind, TOLERANCES[dtype], backend)
 
 
-@pytest.mark.parametrize("backend", ["segments", "avx512"])
+@pytest.mark.parametrize("backend", ["segments", "brgemm"])
 def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
     generator, case = torch.Generator().manual_seed(3), CASES["odd widths"]
     operation, routes = Perceptrons("relu"), make_routes(case, generator)
@@ -126,7 +126,7 @@ def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
     check(routed_linear, x, turned[:1], routes, 1e-5, backend)
 
 
-@pytest.mark.parametrize("backend", ["segments", "avx512"])
+@pytest.mark.parametrize("backend", ["segments", "brgemm"])
 def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradient(
     backend: str,
 ) -> None:
@@ -297,7 +297,7 @@ def test_the_next_experts_rows_are_not_in_a_bias_gradient(
             assert torch.equal(louder[index][0], results[0][index][0])
 
 
-@pytest.mark.parametrize("backend", ["segments", "avx512"])
+@pytest.mark.parametrize("backend", ["segments", "brgemm"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str, backend: str) -> None:
     operation, case = Perceptrons(activation), Case(50, 29, 5, 4, 2)
@@ -318,7 +318,7 @@ def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str, backend
     assert own == [(50 * 2 + ROW_SLACK, weights[0].shape[2])]
 
 
-@pytest.mark.parametrize("backend", ["segments", "avx512"])
+@pytest.mark.parametrize("backend", ["segments", "brgemm"])
 @pytest.mark.parametrize("kind", ["slots", "expert choice", "two slots of a row"])
 def test_known_counts_change_nothing_and_cost_no_sort_and_no_read(
     kind: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ KINDS = [
     for backend, dtypes in {
         "reference": (torch.float64,),
         "segments": (torch.float64, torch.float32, torch.bfloat16),
-        "avx512": (torch.float32, torch.bfloat16),
+        "brgemm": (torch.float32, torch.bfloat16),
         "grouped_mm": (torch.float32, torch.bfloat16),
     }.items()
     for dtype in dtypes

@@ -25,8 +25,8 @@ KINDS = [
     ("segments", torch.float64),
     ("segments", torch.float32),
     ("segments", torch.bfloat16),
-    ("avx512", torch.float32),
-    ("avx512", torch.bfloat16),
+    ("brgemm", torch.float32),
+    ("brgemm", torch.bfloat16),
 ]
 
 

@@ -134,9 +134,36 @@ def test_rows_may_have_any_number_of_routes() -> None:
     assert asked["load"].sum(1).tolist() == [6, 6]
 
 
+def test_what_no_loss_reads_is_not_counted() -> None:
+    found = routing(random_logits(10, 1))
+    full, lean = (choice_sums(found, 2, with_z=True, with_load=load) for load in (True, False))
+    assert full.keys() - lean.keys() == {"load"}
+    assert all(torch.equal(value, full[name]) for name, value in lean.items())
+    entropy = [balance_value(sums, "entropy", "sequence", RunningSum()) for sums in (full, lean)]
+    assert torch.equal(*entropy)
+
+
+@pytest.mark.parametrize("sorted_steps", [(), (0, 2), (0, 1, 2)])
+def test_loads_are_those_of_sorted_and_of_unsorted_routes(sorted_steps: tuple[int, ...]) -> None:
+    """Where routes are sorted, counts follow from where each expert's start, for all steps at once."""
+    steps = [routing(random_logits(10, seed)) for seed in range(3)]
+    for step in sorted_steps:
+        assert steps[step].routes.sorting.starts_E1.dtype == torch.int32
+    reports = [report_routing(found, {}) for found in steps]
+    assert [each.starts_N1 is not None for each in reports] == [n in sorted_steps for n in range(3)]
+    load = collect_loads([{"feed_forward": report} for report in reports])["feed_forward"]
+    expected = [
+        [(found.routes.expert_N == expert).sum().item() for expert in range(E)] for found in steps
+    ]
+    assert load.load_LN.dtype == torch.int64
+    assert load.load_LN.tolist() == expected
+    assert load.wanted_L.tolist() == [20, 20, 20]
+
+
 def test_loads_count_routes_and_gates() -> None:
     found = routing(random_logits(10, 1))
     report = report_routing(found, choice_sums(found, 2))
+    assert report.load_N is not None
     assert report.load_N.sum().item() == 20
     asked_more = replace(report, wanted=23)  # as where a capacity refused three
     for one, wanted in ((report, 20), (asked_more, 23)):

@@ -240,6 +240,31 @@ def test_detail_lists_every_collective(capsys: pytest.CaptureFixture[str]) -> No
     assert "memory: weights" in spread or "memory: gradients" in spread
 
 
+def test_kernels_are_shown_with_what_bounds_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    words = run(capsys, "moeut_244m", "--kernels")
+    assert "computation: predicted kernel by kernel, never measured" in " ".join(words.split())
+    table = words.partition("kernels of a micro-batch, predicted")[2]
+    [k1] = [line for line in table.splitlines() if line.split()[:2] == ["K1", "forward"]]
+    assert k1.split()[-1] == "L2"
+    assert k1.split()[-5] == "18"
+    assert max(map(len, table.splitlines())) <= 100
+    [whole] = [line.split() for line in table.splitlines() if line.startswith("all ")]
+    found = as_json(capsys, "moeut_244m")
+    of_json = 1e3 * sum(line["seconds"] for line in found["kernels"]["lines"])
+    assert float(whole[1]) == pytest.approx(of_json, abs=0.01)
+    best = found["plans"][-1]["layouts"][0]
+    assert of_json == pytest.approx(1e3 * best["seconds"]["compute"])
+    fitted = " ".join(run(capsys, "moeut_244m", "--hardware", "b200", "--kernels").split())
+    assert "at a flat share of the peak, for that of b200 was fitted to measured runs" in fitted
+    assert as_json(capsys, "sut")["kernels"] == {
+        "why_not": "the list of kernels does not know attention of kind momha",
+        "lines": [],
+    }
+
+
 def test_sources_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(run(capsys, "smoke", "--sources").split())
     assert "NCCL's tuning table" in words
@@ -291,6 +316,8 @@ def test_measured_tables_and_recorded_loads_are_taken(
         (["smoke", "--skew", "missing"], "missing: cannot be read"),
         (["smoke", "--skew", "-1"], "a Dirichlet concentration must be above 0"),
         (["smoke", "--measured", "missing.json"], "missing.json: cannot be read"),
+        (["smoke", "--measured-kernels", "missing.json"], "missing.json: cannot be read"),
+        (["smoke", "--launches", "0"], "--launches 0: a number above 0 is needed"),
         (["smok"], "there is no recipe 'smok'"),
         (
             ["smoke", "mesh.rebalance_every=5", "mesh.replicas=1"],

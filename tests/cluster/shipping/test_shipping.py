@@ -77,7 +77,7 @@ def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
     copy_sources(tmp_path / "source")
     copied = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*.py")}
     assert Path("cluster/shipping/wheel.py") in copied
-    assert (tmp_path / "source" / "kernels" / "avx512" / "avx512.cpp").exists()
+    assert (tmp_path / "source" / "kernels" / "brgemm" / "brgemm.cpp").exists()
     assert not any(path.parts[0] in ("tests", "benchmarks") for path in copied)
     assert all((ROOT / path).is_file() for path in copied)
 

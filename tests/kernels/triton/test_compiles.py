@@ -9,222 +9,56 @@ atomics where the output is to be deterministic. Speed is not asked: that needs 
 
 import os
 import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
+from benchmarks.gpu.compiling import (  # noqa: E402
+    CHIPS,
+    NORM_WIDTHS,
+    PRODUCTS,
+    Launch,
+    Recorded,
+    call_norms,
+    call_routers,
+    calls,
+    compiled,
+    kind_of,
+    recorded,
+    resources,
+    tensorfloat_calls,
+)
 from moebius.kernels import peers as peer_messages  # noqa: E402
-from moebius.kernels.activations import columns_of  # noqa: E402
 from moebius.kernels.addresses import Addresses  # noqa: E402
-from moebius.kernels.operands import MLPBank, MLPCall, MLPGradients, SortedRoutes  # noqa: E402
-from moebius.kernels.triton import backend as ours  # noqa: E402
-from moebius.kernels.triton import peers, sends  # noqa: E402
+from moebius.kernels.triton import peers, router, router_gradients, sends  # noqa: E402
+from moebius.kernels.triton import rotary as rotations  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
-from moebius.kernels.triton import weight_gradients as triton_weight_gradients  # noqa: E402
 from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REGISTERS = 64 * 1024  # of one multiprocessor
-PRODUCTS = {
-    "gathered_activation",
-    "gathered_gate",
-    "gathered_hidden_gradient",
-    "gathered_input_gradient",
-    "rows_product",
-    "fused_mlp",
-    "ragged_product",
-}
-POINTERS = {
-    BF16: "*bf16",
-    FP32: "*fp32",
-    torch.bool: "*i1",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What one block may have, and what the instructions of its tensor cores are called."""
-
-    shared_kib: int
-    products: str
-    stack: int = 0  # bytes that may be spilled: for two chips ptxas spills a register or two
-
-    @property
-    def is_amd(self) -> bool:
-        """Whether it is one of AMD's."""
-        return "mfma" in self.products
-
-
-CHIPS = {
-    "sm_80": Chip(163, "mma.sync"),
-    "sm_89": Chip(99, "mma.sync"),
-    "sm_90": Chip(227, "wgmma.mma_async"),
-    "sm_100": Chip(227, "tcgen05.mma", stack=8),
-    "sm_120": Chip(99, "mma.sync", stack=8),
-    "gfx942": Chip(64, "v_mfma"),
-    "gfx950": Chip(160, "v_mfma"),
-}
-TOKENS_AND_EXPERTS = {
-    "many": (4096, 16),
-    "few": (1024, 128),
-    "one": (1, 1),
-}  # at 16 routes per token
-LOADS = ("many", "few")
-Launch = tuple[Any, tuple, dict[str, Any]]
 
 
 @pytest.fixture
-def used() -> set[tuple[str, str, str]]:
-    """Entries of the table of tiles."""
-    return set()
-
-
-@pytest.fixture
-def launches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used: set[tuple[str, str, str]]
-) -> list[Launch]:
-    """Of the calls that a test makes; nothing runs."""
-    found: list[Launch] = []
-
-    def note(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        found.append((self, args, constants))
-
-    def choose(
-        kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int
-    ) -> triton_tiles.Tile:
-        load = "few" if num_rows < triton_tiles.FEW * num_experts else "many"
-        used.add((kernel, "bf16" if dtype is BF16 else "fp32", load))
-        return triton_tiles.choose(kernel, dtype, num_rows, num_experts)
-
+def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorded]:
+    """What the calls that a test makes would launch; nothing runs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(JITFunction, "run", note)
-    monkeypatch.setattr(
-        ours, "check_tensor", lambda rows: None
-    )  # rows of a CPU do here: nothing is read
-    monkeypatch.setattr(ours, "choose", choose)
-    monkeypatch.setattr(triton_weight_gradients, "choose", choose)
-    return found
+    with recorded() as found:
+        yield found
 
 
-def make_routes(load: str) -> SortedRoutes:
-    tokens, experts = TOKENS_AND_EXPERTS[load]
-    weight_N, order_N = torch.empty(16 * tokens), torch.empty(16 * tokens, dtype=torch.int32)
-    starts_E1 = torch.empty(experts + 1, dtype=torch.int32)
-    return SortedRoutes(weight_N, order_N, order_N, starts_E1, None, None, tokens, 16, 16, 0)
-
-
-def call_mlp(
-    load: str,
-    widths: tuple[int, int],
-    dtype: torch.dtype,
-    activation: str = "relu",
-    *,
-    biased: bool = False,
-    options: ours.Options = ours.DEFAULT,
-    deferred: bool = False,
-) -> None:
-    routes, (width, hidden), columns = make_routes(load), widths, columns_of(widths[1], activation)
-    new = partial(torch.empty, dtype=dtype)
-    num_experts = routes.starts_E1.shape[0] - 1
-    biases = (new(num_experts, columns), new(num_experts, width)) if biased else (None, None)
-    bank = MLPBank(
-        new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation
-    )
-    x, grad = new(routes.num_targets, width), new(routes.num_targets, width)
-    _, saved = ours.mlp_forward(x, bank, routes, options=options)
-    if deferred:
-        *_, d_z = ours.mlp_backward_rows(grad, x, bank, routes, saved, options=options)
-        ours.mlp_weight_gradients([MLPCall(grad, x, routes, saved, d_z, bank)] * 2)
-    else:
-        into = MLPGradients(bank.w_up_EDW, bank.w_down_EFO)
-        ours.mlp_backward(grad, x, bank, routes, saved, into, options=options)
-
-
-def call_linear(
-    load: str, widths: tuple[int, int], dtype: torch.dtype, options: ours.Options = ours.DEFAULT
-) -> None:
-    routes, new = make_routes(load), partial(torch.empty, dtype=dtype)
-    w, x = new(routes.starts_E1.shape[0] - 1, *widths), new(routes.num_targets, widths[0])
-    _, saved = ours.linear_forward(x, w, routes, options=options)
-    ours.linear_backward(
-        new(routes.num_targets, widths[1]), x, w, routes, saved, w, options=options
-    )
-
-
-def compiled(launch: Launch, target: str) -> Any:
-    """What the runtime would make of a launch there, tensors lying at multiples of 16 bytes."""
-    kernel, args, constants = launch
-    options = {
-        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
-    }
-    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
-    signature, fixed, attributes = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
-        ):
-            signature[parameter.name] = "constexpr"
-            fixed[place,] = value
-        elif isinstance(value, Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[place,] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "i32"
-            if not parameter.do_not_specialize and value % 16 == 0:
-                attributes[place,] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, fixed, attributes),
-        target=(
-            GPUTarget("hip", target, 64)
-            if CHIPS[target].is_amd
-            else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-        ),
-        options=options,
-    )
-
-
-def resources(asm: dict[str, Any], chip: Chip) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: what is spilled lies there."""
-    if chip.is_amd:
-        counts = [
-            re.search(rf"\.vgpr_{what}:\s+(\d+)", asm["amdgcn"])
-            for what in ("count", "spill_count")
-        ]
-        registers, spilled = (int(count[1]) for count in counts if count is not None)
-        return registers, 4 * spilled
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
-        file.flush()
-        shown = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
-    assert found, shown
-    return int(found[1]), int(found[2])
+@pytest.fixture
+def launches(noted: Recorded) -> list[Launch]:
+    """Of the calls that a test makes."""
+    return noted.launches
 
 
 def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
@@ -246,12 +80,14 @@ def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
         "no tensor cores": is_product and chip.products not in code,
         "older tensor cores": is_product and target == "sm_90" and "\tmma.sync" in code,
         "no asynchronous copies": is_product and not chip.is_amd and "cp.async" not in code,
-        # float32 rows of K3 and K12 are copied one step ahead at most; and without wgmma Triton does
-        # not overlap K3's, whose rows are found through an index
+        # float32 rows of K3 and K12 are copied one step ahead at most; without wgmma Triton does not
+        # overlap K3's, whose rows are found through an index, and for Blackwell no products that
+        # share operands, of which none is in registers
         "copies are waited for at once": is_product
         and not chip.is_amd
         and (name != "ragged_product" or chip.products != "mma.sync")
-        and constants.get("PRECISION") == "ieee"
+        and (name != "row_gradient" or chip.products != "tcgen05.mma")
+        and constants.get("PRECISION", "ieee") == "ieee"
         and max(waits, default=0) == 0,
         "atomics": name not in ("_histogram", "_mark")
         and not constants.get("ADD")
@@ -314,64 +150,62 @@ def test_peers(ranks: int, dtype: torch.dtype, launches: list[Launch]) -> None:
     check(launches)
 
 
-def calls() -> Iterator[tuple[Callable[[], None], bool]]:
-    """Calls of the backend, which together launch every kernel with every tile; and which are exact."""
-    fast = ours.Options(fused=True, scatter_add=True)
-    for load in LOADS:
-        for activation in ("relu", "gelu", "swiglu"):
-            biased = activation == "gelu"
-            yield partial(call_mlp, load, (1024, 128), BF16, activation, biased=biased), False
-        for activation in ("relu", "swiglu"):
-            call = partial(call_mlp, load, (1024, 128), BF16, activation, options=fast)
-            yield partial(call, deferred=True), False
-        for widths in ((1024, 128), (128, 1024), (412, 82), (82, 412)):
-            yield partial(call_linear, load, widths, BF16), False
-        yield partial(call_mlp, load, (412, 128), BF16), False
-        yield partial(call_mlp, load, (1024, 128), FP32), True
-        for widths in ((1024, 128), (128, 1024)):
-            yield partial(call_linear, load, widths, FP32), True
-    # Whether there are tensor cores for tiny widths is all the same.
-    for activation in ("relu", "swiglu"):
-        yield partial(call_mlp, "one", (5, 3), BF16, activation, biased=True), True
-    for widths in ((3, 5), (5, 3)):
-        yield partial(call_linear, "one", widths, BF16), True
+@pytest.mark.parametrize("target", triton_tiles.TARGETS)
+@pytest.mark.parametrize("channels", [82, 128, 41])
+def test_rotation(channels: int, target: str, launches: list[Launch]) -> None:
+    """Rows as products leave them, and as they never lie; a table of all, and one of each sequence."""
+    width = channels // 4 * 2
+    for dtype, shape in ((BF16, (1024, width)), (FP32, (16, 1, 1024, width))):
+        rows = torch.empty(16, 1024, 4, channels, dtype=dtype).transpose(1, 2)
+        apart = torch.empty(16, 4, channels, 1024, dtype=dtype).mT
+        table = torch.empty(shape), torch.empty(shape)
+        for pair in ((rows, rows), (rows, apart)):
+            for back in (False, True):
+                rotations.rotate_pair(pair, table, (rows, rows), scale=0.3, back=back)
+    check(launches, target)
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_rotate_pair"] * 8
 
 
-def tensorfloat_calls() -> Iterator[Callable[[], None]]:
-    """Calls with float32 products in TensorFloat-32."""
-    tf32, fused = ours.Options(tf32=True), ours.Options(tf32=True, fused=True)
-    for load in LOADS:
-        yield partial(call_mlp, load, (1024, 128), FP32, "swiglu", options=tf32)
-        yield partial(call_mlp, load, (412, 128), FP32, options=fused)
-        yield partial(call_mlp, load, (1024, 128), FP32, "swiglu", options=fused)
-        yield partial(call_mlp, load, (1024, 82), FP32, options=tf32)
+@pytest.mark.parametrize("target", triton_tiles.TARGETS)
+def test_router(target: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_tiles, router, router_gradients):
+        monkeypatch.setattr(module, "target", lambda: target)
+    call_routers()
+    forward, products = ["_split", "route"], ["row_gradient", "weight_gradient"]
+    backward = ["logit_gradient", *products]
+    for product in products:
+        backward += ["logit_gradient", product]
+    expected = 4 * (forward + backward) + forward
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == expected
+    check(list({kind_of(launch): launch for launch in launches}.values()), target)
+
+
+@pytest.mark.parametrize("target", triton_tiles.TARGETS)
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_norms(width: int, target: str, launches: list[Launch]) -> None:
+    call_norms(width)
+    check(launches, target)
+    names = [kernel.fn.__name__ for kernel, *_ in launches]
+    assert names == ["_add_norm", "_add_norm_backward", "_sum_partial"] * 2
 
 
 @pytest.mark.parametrize("target", triton_tiles.TARGETS)
 def test_every_kernel_of_the_experts(
-    target: str,
-    launches: list[Launch],
-    used: set[tuple[str, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, noted: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_tiles, "target", lambda: target)
     faults: list[str] = []
     seen: set[tuple] = set()
     with_tf32 = () if target in triton_tiles.WITHOUT_TF32 else tensorfloat_calls()
     for call, exact in (*calls(), *((call, False) for call in with_tf32)):
-        launches.clear()
+        noted.launches.clear()
         call()
-        for launch in launches:
-            kernel, args, constants = launch
-            kind = (
-                kernel.fn.__name__,
-                *(arg if not isinstance(arg, Tensor) else (arg.dtype, arg.dim()) for arg in args),
-                *constants.items(),
-            )
+        for launch in noted.launches:
+            kind = kind_of(launch)
             if kind not in seen:
                 seen.add(kind)
                 faults += faults_of(launch, target, exact=exact)
     assert not faults, "\n".join(faults)
     assert len(seen) > 150
-    left_out = set(triton_tiles.TILES) - used
+    left_out = set(triton_tiles.TILES) - noted.used
     assert all(target in triton_tiles.WITHOUT_TF32 and key[1] == "fp32" for key in left_out)

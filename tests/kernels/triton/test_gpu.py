@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
 
 from kernel_cases import Case, make_routes
+from router_cases import GATES
 from triton_cases import (
     CASES,
     Values,
@@ -28,7 +29,9 @@ from triton_cases import (
 
 from moebius.kernels.operands import MLPBank, MLPCall
 from moebius.kernels.permute import sort_by_expert
+from moebius.kernels.router import MOST_EXPERTS, Gate, route_top_k
 from moebius.kernels.triton import backend as ours
+from moebius.kernels.triton.router import BOUND
 from moebius.kernels.triton.routing import sort_routes
 from moebius.model.routing import Routes
 
@@ -38,6 +41,15 @@ LARGE = {
     "few rows per expert": Case(512, 1024, 128, 32, 4),
     "many rows per expert": Case(2048, 412, 128, 8, 2),
 }
+# tokens, width, heads, experts of a head, top_k
+ROUTERS = [
+    (20_000, 1024, 1, 387, 16),
+    (3000, 412, 1, 155, 12),
+    (17_000, 412, 10, 5, 2),
+    (100, 64, 1, MOST_EXPERTS, 24),
+    (1, 8, 1, 4, 1),
+    (0, 8, 1, 4, 1),
+]
 OPTIONS = {
     "default": ours.DEFAULT,
     "fused": ours.Options(fused=True),
@@ -79,6 +91,68 @@ def test_routes_are_sorted_stably(num_experts: int, tokens: int) -> None:
     assert torch.equal(order_N.long(), expected)
     assert torch.equal(place_N.long(), expected.argsort())
     assert torch.equal(starts_E1.diff().long(), torch.bincount(expert_N, minlength=num_experts))
+
+
+def gates_of(logits_THA: Tensor, chosen_THK: Tensor, gate: Gate) -> Tensor:
+    """The gates of chosen logits, by torch."""
+    if gate == "sigmoid":
+        return chosen_THK.sigmoid()
+    if gate == "softmax":
+        return (chosen_THK - logits_THA.logsumexp(-1, keepdim=True)).exp()
+    return chosen_THK.softmax(-1)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("tokens", "width", "heads", "per_head", "top_k"), ROUTERS)
+def test_router(tokens: int, width: int, heads: int, per_head: int, top_k: int, gate: Gate) -> None:
+    x = torch.randn(tokens, width, device="cuda")
+    weight = torch.randn(heads * per_head, width, device="cuda") / width**0.5
+    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    exact = (x.double() @ weight.double().T).view_as(logits)
+    sizes = (x.abs() @ weight.abs().T).view_as(logits).double()
+    assert ((logits.double() - exact).abs() <= BOUND * sizes).all()
+    # what it chose is torch's choice of its own logits
+    chosen, places = logits.topk(top_k, dim=-1)
+    first_H1 = torch.arange(heads, device="cuda")[:, None] * per_head
+    assert torch.equal(logits.gather(-1, experts - first_H1), chosen)
+    assert (experts == places + first_H1).float().mean().nan_to_num(1) > 0.999  # but for ties
+    torch.testing.assert_close(gates, gates_of(logits, chosen, gate), rtol=1e-5, atol=1e-6)
+    again = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads, given_THK=experts)
+    for first, second in zip((logits, experts, gates), again, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("parts", [(0,), (2,), (0, 2)])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("tokens", "width", "heads", "per_head", "top_k"), ROUTERS)
+def test_gradients_of_a_router(
+    tokens: int,
+    width: int,
+    heads: int,
+    per_head: int,
+    top_k: int,
+    gate: Gate,
+    parts: tuple[int, ...],
+) -> None:
+    """`parts`: which results have a gradient, the logits, the gates or both."""
+    x = torch.randn(tokens, width, device="cuda").requires_grad_()
+    weight = (torch.randn(heads * per_head, width, device="cuda") / width**0.5).requires_grad_()
+    found = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    outputs = [found[part] for part in parts]
+    grads = [torch.randn_like(output) for output in outputs]
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    logits = (exact[0] @ exact[1].T).unflatten(1, (heads, per_head))
+    chosen = logits.gather(-1, found[1] - torch.arange(heads, device="cuda")[:, None] * per_head)
+    results = logits, found[1], gates_of(logits, chosen, gate)
+    expected = torch.autograd.grad(
+        [results[part] for part in parts], exact, [grad.double() for grad in grads]
+    )
+    ours, again = (
+        torch.autograd.grad(outputs, [x, weight], grads, retain_graph=True) for _ in range(2)
+    )
+    for one, same, other in zip(ours, again, expected, strict=True):
+        assert torch.equal(one, same)
+        assert (one.double() - other).norm() <= 2e-4 * other.norm()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

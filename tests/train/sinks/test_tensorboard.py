@@ -1,6 +1,7 @@
 """TensorBoard's files, read by TensorBoard's own reader."""
 
 import io
+import time
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,8 @@ def test_what_the_run_has_left_is_hidden(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_sink_that_is_opened_anew_after_a_failure_hides_nothing(tmp_path: Path) -> None:
     TensorBoard(facts_of(tmp_path), first_step=1).write([line_of_loads(1)])
+    # the files of one second are read in the order of their numbers as text, where 10 comes before 9
+    time.sleep(1)
     board = TensorBoard(facts_of(tmp_path), first_step=None)
     board.write([line_of_loads(2)])
     board.close("finished")

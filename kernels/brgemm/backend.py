@@ -1,11 +1,11 @@
-"""The expert operations in C++ for CPUs with AVX-512: rows are read through their index, and
-nothing is gathered (avx512.cpp).
+"""The expert operations in C++ around torch's own micro-kernels for CPUs (brgemm.cpp), which torch
+has from oneDNN: for AVX2, AVX-512 and AMX.
 
-Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both
-operations are three products of two kinds: rows times a bank's matrices, and a bank's gradient;
-ReLU, gate weights and their gradients happen in registers. Other activations and biases are torch
-operations on the hidden rows between the products. Outputs of a target row are added in route
-order, as in the other backends. Saved for the backward is what segments.py saves.
+Forward and backward of both operations are three products of two kinds: rows times a bank's
+matrices, and a bank's gradient; gathering, ReLU, gate weights and their gradients happen block by
+block beside the products. Other activations and biases are torch operations on the hidden rows
+between the products. Outputs of a target row are added in route order, as in the other backends.
+Saved for the backward is what segments.py saves.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -13,7 +13,6 @@ activation (F or 2F), O output width.
 
 import ctypes
 import itertools
-from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -23,23 +22,9 @@ from ..interface import ROW_SLACK
 from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
 from ..workspace import workspace
-from .build import load_library
+from .build import Epilogue, load_library
 
 _PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
-_PANEL = 32  # columns
-
-
-class _Epilogue(ctypes.Structure):
-    _fields_ = (
-        ("mode", c_int32),
-        ("gate", c_void_p),
-        ("wide_stride", c_int64),
-        ("hidden", c_void_p),
-        ("hidden_rows", c_void_p),
-        ("hidden_stride", c_int64),
-        ("gated", c_void_p),
-        ("gate_gradient", c_void_p),
-    )
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
@@ -50,16 +35,21 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     fused = bank.activation == "relu" and bank.b_up_EW is None
     _rows_times_bank(
-        x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(mode=_RELU if fused else _PLAIN)
+        x_UD,
+        source_rows,
+        bank.w_up_EDW,
+        routes.starts_E1,
+        z,
+        Epilogue(mode=_RELU if fused else _PLAIN),
     )
     if bank.b_up_EW is not None:
         z += _of_rows(bank.b_up_EW, routes)
     hidden = z if fused else hidden_in_place(z, bank.activation)
-    outputs = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
+    outputs = _outputs(hidden, None, bank.w_down_EFO, routes, gate)
     if bank.b_down_EO is not None:
         gate_N1 = gate[:, None].to(outputs.dtype)
-        outputs[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate_N1
-    return _sum_to_targets(outputs, bank.w_down_EFO.shape[2], routes), saved
+        outputs += _of_rows(bank.b_down_EO, routes) * gate_N1
+    return _sum_to_targets(outputs, routes), saved
 
 
 def mlp_backward(
@@ -83,7 +73,7 @@ def mlp_backward(
     mode = _RELU_GRADIENT if bank.activation == "relu" else _GRADIENT
     epilogue = _gradient_epilogue(mode, gate, hidden, None, gated, grad_gate)
     _rows_times_bank(
-        grad_TO, target_rows, bank.w_down_EFO, routes, d_hidden, epilogue, transposed=True
+        grad_TO, target_rows, bank.w_down_EFO, routes.starts_E1, d_hidden, epilogue, transposed=True
     )
     d_z = d_hidden if bank.activation == "relu" else pullback(d_hidden)
     grad_b_up = grad_b_down = None
@@ -93,10 +83,11 @@ def mlp_backward(
         grad_b_down = _sum_of_experts(dy * gate[:, None].to(dy.dtype), bank.b_down_EO, routes)
     if bank.b_up_EW is not None:
         grad_b_up = _sum_of_experts(d_z, bank.b_up_EW, routes)
-    _bank_gradient(gated, None, grad_TO, target_rows, routes, into.w_down_EFO)
-    _bank_gradient(x_UD, source_rows, d_z, None, routes, into.w_up_EDW)
-    grad_rows = _wide_rows_times_bank(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
-    grad_x = _sum_to_sources(grad_rows, x_UD.shape[1], routes, x_UD.shape[0])
+    add = not into.are_new
+    _bank_gradient(gated, None, grad_TO, target_rows, routes.starts_E1, into.w_down_EFO, add=add)
+    _bank_gradient(x_UD, source_rows, d_z, None, routes.starts_E1, into.w_up_EDW, add=add)
+    grad_rows = _outputs(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
+    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
 
 
@@ -107,13 +98,13 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     if width <= w_EDO.shape[1]:
         saved = x_UD.new_empty(num_routes + ROW_SLACK, width)
         _rows_times_bank(
-            x_UD, source_rows, w_EDO, routes, saved[:num_routes], _Epilogue(mode=_PLAIN)
+            x_UD, source_rows, w_EDO, routes.starts_E1, saved[:num_routes], Epilogue(mode=_PLAIN)
         )
         outputs = saved[:num_routes] * gate[:, None].to(x_UD.dtype)
     else:
         saved = x_UD.new_empty(0)
-        outputs = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
-    return _sum_to_targets(outputs, width, routes), saved
+        outputs = _outputs(x_UD, source_rows, w_EDO, routes, gate)
+    return _sum_to_targets(outputs, routes), saved
 
 
 def linear_backward(
@@ -137,25 +128,49 @@ def linear_backward(
         )
         grad_gate = (saved[:num_routes] * dy).sum(-1, dtype=torch.float32)
         dy.mul_(gate[:, None].to(dy.dtype))
-        grad_rows = _wide_rows_times_bank(dy, None, w_EDO, routes, None, transposed=True)
-        _bank_gradient(x_UD, source_rows, dy, None, routes, into_EDO)
+        grad_rows = _outputs(dy, None, w_EDO, routes, None, transposed=True)
+        _bank_gradient(x_UD, source_rows, dy, None, routes.starts_E1, into_EDO)
     else:
         gated, grad_gate = workspace("gated", (num_routes, width), x_UD), torch.empty_like(gate)
         grad_rows = x_UD.new_empty(num_routes, width)
         epilogue = _gradient_epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
-        _rows_times_bank(grad_TO, target_rows, w_EDO, routes, grad_rows, epilogue, transposed=True)
-        _bank_gradient(gated, None, grad_TO, target_rows, routes, into_EDO)
-    grad_x = _sum_to_sources(grad_rows, width, routes, x_UD.shape[0])
+        _rows_times_bank(
+            grad_TO, target_rows, w_EDO, routes.starts_E1, grad_rows, epilogue, transposed=True
+        )
+        _bank_gradient(gated, None, grad_TO, target_rows, routes.starts_E1, into_EDO)
+    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes)
+
+
+def product(rows_NK: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
+    """Returns rows · matrix, or rows · matrixᵀ, (N, C): a row's result depends on no other row."""
+    rows_NK, bank = rows_NK.contiguous(), matrix.contiguous()[None]
+    out_NC = rows_NK.new_empty(len(rows_NK), bank.shape[1 if transposed else 2])
+    starts, plain = _one_expert(rows_NK), Epilogue(mode=_PLAIN)
+    _rows_times_bank(rows_NK, None, bank, starts, out_NC, plain, transposed=transposed)
+    return out_NC
+
+
+def product_gradient(a_NK: Tensor, b_NC: Tensor) -> Tensor:
+    """Returns aᵀ · b, (K, C)."""
+    a_NK, b_NC = a_NK.contiguous(), b_NC.contiguous()
+    into = a_NK.new_empty(1, a_NK.shape[1], b_NC.shape[1])
+    _bank_gradient(a_NK, None, b_NC, None, _one_expert(a_NK), into, add=False)
+    return into[0]
+
+
+def _one_expert(rows: Tensor) -> Tensor:
+    """Returns where the rows of a bank of one expert start and end."""
+    return torch.tensor([0, len(rows)], dtype=torch.int32)
 
 
 def _rows_times_bank(
     rows: Tensor,
     index_N: Tensor | None,
     bank_EKC: Tensor,
-    routes: SortedRoutes,
+    starts_E1: Tensor,
     out_NC: Tensor,
-    epilogue: _Epilogue,
+    epilogue: Epilogue,
     *,
     transposed: bool = False,
 ) -> None:
@@ -175,14 +190,14 @@ def _rows_times_bank(
         k,
         columns,
         transposed,
-        routes.starts_E1.data_ptr(),
+        starts_E1.data_ptr(),
         num_experts,
         ctypes.byref(epilogue),
         out_NC.data_ptr(),
     )
 
 
-def _wide_rows_times_bank(
+def _outputs(
     rows: Tensor,
     index_N: Tensor | None,
     bank_EKC: Tensor,
@@ -191,16 +206,13 @@ def _wide_rows_times_bank(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace.
-
-    Past the columns is room to a full panel: whole cache lines can be written without being read
-    first, and these are the most memory that a call touches.
-    """
+    """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace."""
     columns = bank_EKC.shape[1 if transposed else 2]
-    stride = -(-columns // _PANEL) * _PANEL
-    outputs = workspace("outputs", (routes.num_routes, stride), rows)
-    epilogue = _Epilogue(mode=_PLAIN, gate=_pointer(gate_N), wide_stride=stride)
-    _rows_times_bank(rows, index_N, bank_EKC, routes, outputs, epilogue, transposed=transposed)
+    outputs = workspace("outputs", (routes.num_routes, columns), rows)
+    epilogue = Epilogue(mode=_PLAIN, gate=_pointer(gate_N))
+    _rows_times_bank(
+        rows, index_N, bank_EKC, routes.starts_E1, outputs, epilogue, transposed=transposed
+    )
     return outputs
 
 
@@ -209,10 +221,15 @@ def _bank_gradient(
     a_index_N: Tensor | None,
     b: Tensor,
     b_index_N: Tensor | None,
-    routes: SortedRoutes,
+    starts_E1: Tensor,
     into: Tensor,
+    *,
+    add: bool = True,
 ) -> None:
-    """Adds Σ a[a_index[n]]ᵀ · b[b_index[n]] over the places n of expert e to into[e]."""
+    """Adds Σ a[a_index[n]]ᵀ · b[b_index[n]] over the places n of expert e to into[e].
+
+    Without `add` it is written there instead, whatever there was.
+    """
     _call(
         "bank_gradient",
         a,
@@ -222,15 +239,26 @@ def _bank_gradient(
         b.data_ptr(),
         b.shape[1],
         _pointer(b_index_N),
-        routes.starts_E1.data_ptr(),
+        starts_E1.data_ptr(),
         into.shape[0],
+        add,
         into.data_ptr(),
     )
 
 
 def _call(name: str, like: Tensor, *arguments: object) -> None:
+    """Calls a function of the library.
+
+    Raises:
+        RuntimeError: torch gave no micro-kernel.
+    """
     dtype = str(like.dtype).removeprefix("torch.")
-    getattr(load_library(), f"moebius_{name}_{dtype}")(*arguments, torch.get_num_threads())
+    function = getattr(load_library(), f"moebius_{name}_{dtype}")
+    if function(*arguments, torch.get_num_threads()):
+        raise RuntimeError(
+            f"torch has no micro-kernel for a product in {dtype} here; is oneDNN switched off "
+            "(torch.backends.mkldnn)? Leave it on, or set kernels.backend=segments"
+        )
 
 
 def _gradient_epilogue(
@@ -240,8 +268,8 @@ def _gradient_epilogue(
     hidden_rows: Tensor | None,
     gated: Tensor,
     grad_gate: Tensor,
-) -> _Epilogue:
-    return _Epilogue(
+) -> Epilogue:
+    return Epilogue(
         mode=mode,
         gate=gate.data_ptr(),
         hidden=hidden.data_ptr(),
@@ -273,23 +301,21 @@ def _sum_of_experts(rows_NW: Tensor, bias_EW: Tensor, routes: SortedRoutes) -> T
     return sums
 
 
-def _sum_to_targets(rows: Tensor, width: int, routes: SortedRoutes) -> Tensor:
-    """Adds up the first `width` columns of every target's rows in route order."""
+def _sum_to_targets(rows: Tensor, routes: SortedRoutes) -> Tensor:
+    """Adds up every target's rows in route order."""
     summed = add_rows(rows, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
-    return _own(summed[:, :width], routes)
+    return _own(summed, routes)
 
 
-def _sum_to_sources(rows: Tensor, width: int, routes: SortedRoutes, num_sources: int) -> Tensor:
-    """Adds up the first `width` columns of every source's rows in route order."""
+def _sum_to_sources(rows: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
+    """Adds up every source's rows in route order."""
     summed = add_rows(rows, routes.place_N, routes.source_N, num_sources, routes.per_source)
-    return _own(summed[:, :width], routes)
+    return _own(summed, routes)
 
 
 def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:
-    """Makes sums contiguous, and a copy where they may be a view of a workspace."""
-    if routes.place_N is None:
-        return summed.clone(memory_format=torch.contiguous_format)
-    return summed.contiguous()
+    """Makes a copy of sums that may be a view of a workspace."""
+    return summed.clone() if routes.place_N is None else summed
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:

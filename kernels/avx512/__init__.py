@@ -1,1 +1,0 @@
-"""The expert layers' operations in C++ for CPUs with AVX-512."""

@@ -1,0 +1,1 @@
+"""The expert layers' operations on CPUs, on torch's own micro-kernels."""

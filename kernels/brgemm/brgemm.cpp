@@ -1,0 +1,426 @@
+// Grouped matrix products of routed rows on CPUs, in float32 and bfloat16, around torch's own
+// micro-kernels (at::native::cpublas::brgemm: oneDNN's, compiled at run time for AVX2, AVX-512 or
+// AMX).
+//
+//   rows_times_bank    out[n] = epilogue(A[rows[n]] * W[e]) for the sorted rows n of every expert e
+//   bank_gradient      W'[e] += sum over n of A[rows_a[n]]^T * B[rows_b[n]]
+//
+// What is here is what a micro-kernel leaves to do: rows are gathered block by block into the
+// second-level cache, what must lie otherwise is turned, and gate weights, ReLU and its gradient
+// are applied to a block's results before they leave it. A kernel is compiled for every new shape
+// (some 0.1 ms), so shapes come from a small set: at most kBlock rows, sums over a multiple of
+// kStep and at most kDepth. Every element of a result is one chain of multiply-adds over k, so a
+// row's result depends neither on the rows it is computed with nor on the number of threads.
+//
+// A lane is 32 bits: a float, or two bfloat16 that follow each other along k, as dot products of
+// bfloat16 want them. Plain C interface, no torch headers: it compiles in seconds. The
+// micro-kernels come as addresses (`moebius_use`), so the library is bound to no torch.
+
+#include <emmintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace {
+
+using bf16 = uint16_t;
+using Lane = uint32_t;
+template <typename T>
+using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                        bool add, const T* a, const T* b, float* c, bool pairs);
+
+constexpr int64_t kBlock = 64;   // rows that are multiplied at a time
+constexpr int64_t kDepth = 192;  // rows that a weight gradient sums up at a time
+constexpr int64_t kColumns = 512;  // of a weight gradient that are made at a time
+constexpr int64_t kStep = 8;
+constexpr int64_t kAhead = 3;   // rows or pairs of rows
+constexpr int64_t kWidth = 16;  // the kernels take whole vectors of columns, and tails are slower
+
+Brgemm<float> brgemm_float32 = nullptr;
+Brgemm<bf16> brgemm_bfloat16 = nullptr;
+void (*brgemm_release)(bool) = nullptr;
+std::atomic<bool> failed{false};  // a product, since this was last asked: none may throw in a thread
+
+// C (m x n) = A (m x k) * B, or + where `add`; B's lanes lie along k.
+template <typename T>
+void multiply(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+              const T* a, const Lane* b, float* c) {
+  try {
+    if constexpr (sizeof(T) == sizeof(float))
+      brgemm_float32(m, n, k, lda, ldb, ldc, add, a, reinterpret_cast<const T*>(b), c, false);
+    else
+      brgemm_bfloat16(m, n, k, lda, ldb, ldc, add, a, reinterpret_cast<const T*>(b), c, true);
+  } catch (...) {
+    failed = true;
+  }
+}
+
+template <typename T>
+constexpr int64_t kPair = sizeof(Lane) / sizeof(T);  // elements of k in a lane
+constexpr int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Scratch memory, reused by each thread: the first touch of a page is dear.
+template <int kSlot, typename T>
+T* scratch(int64_t count) {
+  thread_local std::unique_ptr<void, decltype(&std::free)> block(nullptr, &std::free);
+  thread_local size_t size = 0;
+  const size_t bytes = up(count * sizeof(T), 4096);
+  if (size < bytes) {
+    block.reset();
+    size = 0;
+    block.reset(std::aligned_alloc(4096, bytes));
+    if (!block) throw std::bad_alloc();
+    size = bytes;
+  }
+  return static_cast<T*>(block.get());
+}
+
+inline float load(float value) { return value; }
+inline float load(bf16 value) {
+  const Lane bits = static_cast<Lane>(value) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+inline void store(float* to, float value) { *to = value; }
+inline void store(bf16* to, float value) {  // to the nearest, of two the even one
+  Lane bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const Lane rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  *to = static_cast<bf16>(value == value ? rounded : (bits >> 16) | 0x40);
+}
+
+// Of a row that will be copied soon: where the next one lies no CPU can guess.
+template <typename T>
+inline void fetch(const T* row, int64_t width) {
+  for (int64_t c = 0; c < width; c += 64 / sizeof(T)) __builtin_prefetch(row + c, 0, 2);
+}
+
+// to[c] = factor from[c]. Float32 goes past the caches, so that what was there is not read first: it
+// is most of what a call writes, and nobody reads it soon. (In bfloat16 it gained nothing.)
+inline void write_out(const float* from, float factor, int64_t count, float* to) {
+  int64_t c = 0;
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128) == 0)
+    for (; c + 4 <= count; c += 4)
+      _mm_stream_ps(to + c, _mm_mul_ps(_mm_set1_ps(factor), _mm_loadu_ps(from + c)));
+  for (; c < count; ++c) to[c] = factor * from[c];
+}
+inline void write_out(const float* from, float factor, int64_t count, bf16* to) {
+  for (int64_t c = 0; c < count; ++c) store(to + c, factor * from[c]);
+}
+
+// Turning -----------------------------------------------------------------------------------------
+
+// Rows as lanes: out[i] is row i, or in bfloat16 rows 2i and 2i + 1, the second of which may be
+// missing.
+inline void as_lanes(const float* const* rows, int64_t count, int64_t width, Lane* out,
+                     int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) fetch(rows[i + kAhead], width);
+    std::memcpy(out + i * stride, rows[i], width * sizeof(Lane));
+  }
+}
+inline void as_lanes(const bf16* const* rows, int64_t count, int64_t width, Lane* out,
+                     int64_t stride) {
+  for (int64_t i = 0; i < count; i += 2, out += stride) {
+    for (int64_t j = i + 2 * kAhead; j < std::min(i + 2 * kAhead + 2, count); ++j)
+      fetch(rows[j], width);
+    const bf16 *first = rows[i], *second = i + 1 < count ? rows[i + 1] : nullptr;
+    if (second)
+      for (int64_t c = 0; c < width; ++c) out[c] = first[c] | static_cast<Lane>(second[c]) << 16;
+    else
+      for (int64_t c = 0; c < width; ++c) out[c] = first[c];
+  }
+}
+
+typedef Lane Lanes __attribute__((vector_size(32)));
+#ifdef __clang__
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(a, b, ...) __builtin_shuffle(a, b, Lanes{__VA_ARGS__})
+#endif
+
+// out[c][r] = in[r][c].
+void transpose(const Lane* in, int64_t in_stride, int64_t rows, int64_t columns, Lane* out,
+               int64_t out_stride) {
+  for (int64_t c = 0; c < columns; c += 8) {
+    for (int64_t r = 0; r < rows; r += 8) {
+      const Lane* from = in + r * in_stride + c;
+      Lane* to = out + c * out_stride + r;
+      if (r + 8 > rows || c + 8 > columns) {
+        for (int64_t i = 0; i < std::min<int64_t>(8, columns - c); ++i)
+          for (int64_t j = 0; j < std::min<int64_t>(8, rows - r); ++j)
+            to[i * out_stride + j] = from[j * in_stride + i];
+        continue;
+      }
+      Lanes x[8], y[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&x[i], from + i * in_stride, sizeof x[i]);
+      for (int i = 0; i < 8; i += 2) {
+        y[i] = MIX(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        y[i + 1] = MIX(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+      }
+      for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; ++j) {
+          x[i + 2 * j] = MIX(y[i + j], y[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+          x[i + 2 * j + 1] = MIX(y[i + j], y[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+      for (int i = 0; i < 4; ++i) {
+        y[i] = MIX(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        y[i + 4] = MIX(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+      }
+      for (int i = 0; i < 8; ++i) std::memcpy(to + i * out_stride, &y[i], sizeof y[i]);
+    }
+  }
+}
+
+struct Right {
+  const Lane* lanes;
+  int64_t columns;  // as far apart are lanes; those of the matrix, then what may be anything
+};
+
+// A bank's (k x n) matrix, or the transpose of a stored (n x k) one, as lanes of k.
+template <typename T>
+Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed) {
+  constexpr int64_t pair = kPair<T>;
+  if (!transposed && pair == 1 && n % kWidth == 0)
+    return {reinterpret_cast<const Lane*>(matrix), n};
+  const int64_t depth = up(k, pair) / pair, stride = up(n, kWidth);
+  Lane* out = scratch<0, Lane>(depth * stride);
+  if (!transposed) {
+    const T** rows = scratch<1, const T*>(k);
+    for (int64_t i = 0; i < k; ++i) rows[i] = matrix + i * n;
+    as_lanes(rows, k, n, out, stride);
+  } else if (k % pair == 0) {
+    transpose(reinterpret_cast<const Lane*>(matrix), depth, n, depth, out, stride);
+  } else {
+    T* even = scratch<2, T>(n * depth * pair);
+    for (int64_t i = 0; i < n; ++i) {
+      std::copy_n(matrix + i * k, k, even + i * depth * pair);
+      even[i * depth * pair + k] = 0;
+    }
+    transpose(reinterpret_cast<const Lane*>(even), depth, n, depth, out, stride);
+  }
+  return {out, stride};
+}
+
+enum Mode : int32_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
+
+}  // namespace
+
+extern "C" {
+
+// How a result row z of sorted place n becomes what is stored.
+struct Epilogue {
+  int32_t mode;       // plain: g z; relu: max(z, 0); gradient: below
+  const float* gate;  // (N,); null: ones
+  // Gradient: z is that of g h by its product. Stored are g z (times [h > 0] after a ReLU), `gated`
+  // = g h, `gate_gradient` = h . z.
+  const void* hidden;  // row hidden_rows[n], or n where that is null
+  const int32_t* hidden_rows;
+  int64_t hidden_stride;
+  void* gated;           // (N, columns)
+  float* gate_gradient;  // (N,)
+};
+}
+
+namespace {
+
+template <typename T>
+void finish(const Epilogue& e, float* z, int64_t n, int64_t columns, T* out) {
+  const float g = e.gate ? e.gate[n] : 1.0f;
+  if (e.mode == kPlain) return write_out(z, g, columns, out);
+  if (e.mode == kRelu) {
+    for (int64_t c = 0; c < columns; ++c) store(out + c, z[c] < 0 ? 0 : z[c]);  // NaN passes
+    return;
+  }
+  const T* hidden =
+      static_cast<const T*>(e.hidden) + (e.hidden_rows ? e.hidden_rows[n] : n) * e.hidden_stride;
+  T* gated = static_cast<T*>(e.gated) + n * columns;
+  const bool relu = e.mode == kReluGradient;
+  for (int64_t c = 0; c < columns; ++c) {
+    const float h = load(hidden[c]), gz = g * z[c];
+    z[c] *= h;
+    store(gated + c, g * h);
+    store(out + c, relu && h <= 0 ? 0 : gz);
+  }
+  // In an order that hangs on the width alone, not on where a row lies.
+  float sums[16] = {};
+  int64_t c = 0;
+  for (; c + 16 <= columns; c += 16)
+    for (int i = 0; i < 16; ++i) sums[i] += z[c + i];
+  for (int i = 0; c < columns; ++c, ++i) sums[i] += z[c];
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  e.gate_gradient[n] = sums[0];
+}
+
+template <typename T>
+void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* bank, int64_t k,
+                     int64_t columns, bool transposed, const int32_t* starts, int64_t experts,
+                     const Epilogue& e, T* out, int threads) {
+  constexpr int64_t pair = kPair<T>;
+  const int64_t total = starts[experts], even = up(k, pair);
+  // Rows that lie a power of two apart push each other out of the first-level cache.
+  const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T), tile_stride = up(columns, kWidth);
+  const bool direct = !index && even == k && stride * sizeof(T) % 1024;
+  // Equal shares of the rows, several per thread: whoever is done takes the next.
+  const int64_t shares = threads == 1 ? 1 : std::min<int64_t>(threads * 8, up(total, kBlock) / kBlock);
+#pragma omp parallel num_threads(threads)
+  {
+    T* copy = scratch<3, T>(kBlock * near);
+    float* tile = scratch<4, float>(kBlock * tile_stride);
+#pragma omp for schedule(dynamic)
+    for (int64_t share = 0; share < shares; ++share) {
+      const int64_t low = total * share / shares, high = total * (share + 1) / shares;
+      int64_t expert = std::upper_bound(starts, starts + experts + 1, low) - starts - 1;
+      for (int64_t begin = low, end; begin < high; begin = end, ++expert) {
+        end = std::min<int64_t>(starts[expert + 1], high);
+        if (begin >= end) continue;
+        const Right right = as_right_side(bank + expert * k * columns, k, columns, transposed);
+        for (int64_t n = begin; n < end; n += kBlock) {
+          const int64_t count = std::min(kBlock, end - n);
+          if (!direct)
+            for (int64_t i = 0; i < count; ++i) {
+              if (index && n + i + kAhead < high) fetch(a + index[n + i + kAhead] * stride, k);
+              std::copy_n(a + (index ? index[n + i] : n + i) * stride, k, copy + i * near);
+              if (even > k) copy[i * near + k] = 0;
+            }
+          multiply(count, right.columns, even, direct ? stride : near, right.columns, tile_stride,
+                   false, direct ? a + n * stride : copy, right.lanes, tile);
+          for (int64_t i = 0; i < count; ++i)
+            finish(e, tile + i * tile_stride, n + i, columns, out + (n + i) * columns);
+        }
+      }
+    }
+    if (pair == 2) brgemm_release(true);
+    _mm_sfence();  // streamed results are seen by whoever reads them next
+  }
+}
+
+// Gradient of a bank ------------------------------------------------------------------------------
+
+template <typename T>
+struct Rows {
+  const T* base;
+  int64_t width;
+  const int32_t* index;  // null: as they lie
+  const T* row(int64_t n) const { return base + (index ? index[n] : n) * width; }
+};
+
+template <typename T>
+void put(const float* from, int64_t stride, int64_t rows, int64_t columns, bool add, T* to,
+         int64_t to_stride) {
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += to_stride)
+    if (add)
+      for (int64_t c = 0; c < columns; ++c) store(to + c, load(to[c]) + from[c]);
+    else
+      write_out(from, 1, columns, to);
+}
+
+template <typename T>
+void bank_gradient(Rows<T> a, Rows<T> b, const int32_t* starts, int64_t experts, bool add, T* into,
+                   int threads) {
+  constexpr int64_t pair = kPair<T>;
+  // The narrow side is turned; where that is b, so is the sum.
+  const bool turned = a.width > b.width;
+  const Rows<T>&narrow = turned ? b : a, &wide = turned ? a : b;
+  // One thread per expert, in whatever order, with all columns that fit in the second-level cache;
+  // unless a few experts have most rows, then several share one, by columns.
+  int64_t most = 0;
+  for (int64_t e = 0; e < experts; ++e) most = std::max<int64_t>(most, starts[e + 1] - starts[e]);
+  int64_t parts = (wide.width + kColumns - 1) / kColumns;
+  if (most * threads * 8 > starts[experts])
+    parts = std::max(parts, std::min<int64_t>(threads, wide.width / 128));
+  const int64_t columns = up((wide.width + parts - 1) / parts, kWidth);
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t left_stride = up(narrow.width, kWidth), right_stride = columns,
+                  turned_stride = kDepth / pair + kWidth;
+    Lane* lanes = scratch<0, Lane>(kDepth / pair * left_stride);
+    Lane* left = scratch<1, Lane>(narrow.width * turned_stride);
+    Lane* right = scratch<2, Lane>(kDepth / pair * right_stride);
+    float* sums = scratch<3, float>(narrow.width * columns);
+    float* block = scratch<4, float>(64 * left_stride);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < experts * parts; ++item) {
+      const int64_t expert = item / parts, first = item % parts * columns,
+                    width = std::min(columns, wide.width - first);
+      const int64_t begin = starts[expert], end = starts[expert + 1];
+      T* result = into + expert * a.width * b.width;
+      if (begin >= end && !add && item % parts == 0) std::fill_n(result, a.width * b.width, T{});
+      if (begin >= end || width <= 0) continue;
+      for (int64_t i = 0; i < kDepth / pair; ++i)  // in columns that there are not
+        std::fill_n(right + i * right_stride + width, up(width, kWidth) - width, 0);
+      for (int64_t n = begin; n < end; n += kDepth) {
+        const int64_t count = std::min(kDepth, end - n), depth = up(count, kStep),
+                      filled = up(count, pair) / pair;
+        const T *left_rows[kDepth], *right_rows[kDepth];
+        for (int64_t i = 0; i < count; ++i) {
+          left_rows[i] = narrow.row(n + i);
+          right_rows[i] = wide.row(n + i) + first;
+        }
+        as_lanes(left_rows, count, narrow.width, lanes, left_stride);
+        as_lanes(right_rows, count, width, right, right_stride);
+        for (int64_t i = filled; i < depth / pair; ++i) {
+          std::fill_n(lanes + i * left_stride, narrow.width, 0);
+          std::fill_n(right + i * right_stride, width, 0);
+        }
+        transpose(lanes, left_stride, depth / pair, narrow.width, left, turned_stride);
+        multiply(narrow.width, up(width, kWidth), depth, turned_stride * pair, right_stride, columns, n > begin,
+                 reinterpret_cast<const T*>(left), right, sums);
+      }
+      if (!turned) {
+        put(sums, columns, narrow.width, width, add, result + first, wide.width);
+        continue;
+      }
+      for (int64_t c = 0; c < width; c += 64) {
+        const int64_t some = std::min<int64_t>(64, width - c);
+        transpose(reinterpret_cast<const Lane*>(sums) + c, columns, narrow.width, some,
+                  reinterpret_cast<Lane*>(block), left_stride);
+        put(block, left_stride, some, narrow.width, add, result + (first + c) * narrow.width,
+            narrow.width);
+      }
+    }
+    if (pair == 2) brgemm_release(true);
+    _mm_sfence();
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void moebius_use(Brgemm<float> float32, Brgemm<bf16> bfloat16, void (*release)(bool)) {
+  brgemm_float32 = float32;
+  brgemm_bfloat16 = bfloat16;
+  brgemm_release = release;
+}
+
+// Each returns 0, or 1 where a micro-kernel could not be had.
+#define MOEBIUS_FUNCTIONS(T, name)                                                                 \
+  int32_t moebius_rows_times_bank_##name(const T* a, int64_t stride, const int32_t* rows,          \
+                                         const T* bank, int64_t k, int64_t columns,                \
+                                         int32_t transposed, const int32_t* starts,                \
+                                         int64_t experts, const Epilogue* e, T* out,               \
+                                         int32_t threads) {                                        \
+    rows_times_bank<T>(a, stride, rows, bank, k, columns, transposed, starts, experts, *e, out,    \
+                       threads);                                                                   \
+    return failed.exchange(false);                                                                 \
+  }                                                                                                \
+  int32_t moebius_bank_gradient_##name(const T* a, int64_t a_width, const int32_t* a_rows,         \
+                                       const T* b, int64_t b_width, const int32_t* b_rows,         \
+                                       const int32_t* starts, int64_t experts, int32_t add,        \
+                                       T* into, int32_t threads) {                                 \
+    bank_gradient<T>({a, a_width, a_rows}, {b, b_width, b_rows}, starts, experts, add, into,       \
+                     threads);                                                                     \
+    return failed.exchange(false);                                                                 \
+  }
+MOEBIUS_FUNCTIONS(float, float32)
+MOEBIUS_FUNCTIONS(bf16, bfloat16)
+}

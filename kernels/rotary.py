@@ -1,0 +1,135 @@
+"""Rotary positions of queries and keys in one operation: scaled, rotated, rounded once.
+
+By plain operations a rotation is some eight passes over the rows: a cast, a half that is moved, two
+products, their sum, a cast, what is not rotated beside it. `rotate_pair` passes once over queries and
+keys together, forward and backward alike, in Triton's kernel (triton/rotary.py);
+`rotate_reference` is what it means.
+
+A rotation is linear, and its transpose is the rotation back: the backward pass needs the table
+alone, and is the same operator.
+
+Legend: B sequences, S positions, H heads, C channels of a head, W of them rotated.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import runs_triton
+
+
+def rotate_reference(
+    x_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0, back: bool = False
+) -> Tensor:
+    """Returns scale · x with its first W channels rotated in "half-split" form, by plain operations.
+
+    Channel c gets x_c · cos_c + x_c' · sin_c of its partner c' in the other half; `back`: minus.
+    Computed in the table's dtype, rounded to x's; what is scaled is rounded before.
+
+    Source: RoFormer, arXiv 2104.09864, eq. 15.
+
+    Args:
+        x_BHSC: rows of any strides.
+        cos: (S, W), or (B, 1, S, W); W is even.
+        sin: of the same shape, with the first half's sign turned.
+        scale: is multiplied first; 1 costs nothing.
+        back: rotates by the negative angles.
+    """
+    x_BHSC = x_BHSC if scale == 1.0 else x_BHSC * scale
+    width = cos.shape[-1]
+    turned = x_BHSC[..., :width].to(cos.dtype)
+    partner = turned.roll(width // 2, -1) * sin
+    turned = turned * cos - partner if back else turned * cos + partner
+    return torch.cat((turned.to(x_BHSC.dtype), x_BHSC[..., width:]), dim=-1)
+
+
+def runs_fused(backend: str, q_BHSC: Tensor, cos: Tensor) -> bool:
+    """Tells whether `rotate_pair` has a kernel for these rows: with Triton on a GPU, in its dtypes.
+
+    `backend`: the one of the expert layers (`runs_triton`). No channel to rotate is none for it.
+    """
+    return (
+        cos.shape[-1] > 0
+        and cos.dtype == torch.float32
+        and runs_triton(backend, q_BHSC.device, q_BHSC.dtype)
+    )
+
+
+def rotate_pair(
+    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys, scaled and rotated, by one kernel; in float32, rounded once.
+
+    Values are those of `rotate_reference` within rounding, and it is differentiable in both. Results
+    lie in memory as (B, S, H, C), as products make them and attention's kernels read them; so do
+    gradients, which are then rows of (B, S, H·C) without a copy.
+
+    Args:
+        q_BHSC: queries of any strides, float32 or bfloat16.
+        k_BHSC: keys of that shape and dtype.
+        cos: (S, W) or (B, 1, S, W), float32, with 0 < W ≤ C even.
+        sin: of the same shape, with the first half's sign turned.
+        scale: of both.
+
+    Raises:
+        ValueError: Triton's kernel cannot run on these rows, or shapes do not fit.
+    """
+    if not runs_fused("triton", q_BHSC, cos):
+        raise ValueError(
+            f"rotate_pair has no kernel for rows {tuple(q_BHSC.shape)} of {q_BHSC.dtype} on "
+            f"{q_BHSC.device.type} and a table {tuple(cos.shape)} of {cos.dtype}: use "
+            "rotate_reference"
+        )
+    batch, _, length, channels = q_BHSC.shape
+    width = cos.shape[-1]
+    tables = ((length, width), (batch, 1, length, width))
+    fits = q_BHSC.shape == k_BHSC.shape and cos.shape == sin.shape and cos.shape in tables
+    if not fits or width % 2 or width > channels or q_BHSC.dtype != k_BHSC.dtype:
+        raise ValueError(
+            f"queries {tuple(q_BHSC.shape)} of {q_BHSC.dtype}, keys {tuple(k_BHSC.shape)} of "
+            f"{k_BHSC.dtype}, cosines {tuple(cos.shape)} and sines {tuple(sin.shape)} do not fit: "
+            "both want (B, H, S, C), and the table (S, W) or (B, 1, S, W), W even and at most C"
+        )
+    return _rotate_pair(q_BHSC, k_BHSC, cos, sin, scale, False)
+
+
+@torch.library.custom_op(
+    "moebius::rotate_pair",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, float scale, bool back) "
+    "-> (Tensor, Tensor)",
+)
+def _rotate_pair(
+    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
+) -> tuple[Tensor, Tensor]:
+    outputs = _new_like(q_BHSC), _new_like(k_BHSC)
+    kernels = import_module(".triton.rotary", __package__)
+    kernels.rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
+    return outputs
+
+
+@_rotate_pair.register_fake
+def _(
+    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
+) -> tuple[Tensor, Tensor]:
+    return _new_like(q_BHSC), _new_like(k_BHSC)
+
+
+def _new_like(x_BHSC: Tensor) -> Tensor:
+    batch, heads, length, channels = x_BHSC.shape
+    return x_BHSC.new_empty(batch, length, heads, channels).transpose(1, 2)
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, _, cos, sin, ctx.scale, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradients(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    of_q, of_k = _rotate_pair(grad_q, grad_k, *ctx.saved_tensors, ctx.scale, not ctx.back)
+    return of_q, of_k, None, None, None, None
+
+
+_rotate_pair.register_autograd(_gradients, setup_context=_context)

@@ -1,0 +1,271 @@
+"""A router that chooses by its logits, as one operation: x Wᵀ, the K greatest of each head, their
+gates.
+
+On a GPU the steps are a product in float32, without tensor cores; a sort of every row; and what the
+gate is made of, each written and read again. `route_top_k` is one kernel of Triton's there
+(triton/router.py, which says how exact its logits are), and three backward, the gradient of the logits
+and its two products (triton/router_gradients.py). Elsewhere it is the operations of torch that these
+replace, in float32; but on a CPU that has the backend `brgemm` all three products go through its
+micro-kernels: of few columns, beside products in bfloat16, they are what torch's own library is
+slowest at.
+
+Legend: T rows, D their width, E = H·A experts, H heads, A experts of a head, K experts chosen.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import cpu_top_k
+from .backend import implementation, resolve_backend
+from .triton.available import reason_against
+
+Product = Callable[[Tensor, Tensor], Tensor]
+Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]
+MOST_EXPERTS = 1024  # of a head: a warp of the kernel has a row of logits in its registers
+
+
+def can_route(backend: str, x_TD: Tensor, weight_ED: Tensor, *, heads: int = 1) -> bool:
+    """Tells whether there is a kernel for such rows, weights and backend (`kernels.backend`).
+
+    It computes in float32: not of float64 rows, nor of weights that are stored in bfloat16. `auto`
+    takes Triton's on CUDA alone, as it takes the backend `triton`, and on CPUs that of `brgemm`.
+    """
+    device = x_TD.device.type
+    if weight_ED.dtype != torch.float32 or x_TD.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if backend in ("auto", "brgemm") and device == "cpu":
+        return _has_brgemm()
+    named = backend.partition("+")[0] == "triton" or (backend == "auto" and device == "cuda")
+    return (
+        named
+        and weight_ED.shape[0] <= heads * MOST_EXPERTS
+        and torch.version.hip is None  # its warps read what others wrote: to be tried there first
+        and reason_against(device, torch.float32) is None
+    )
+
+
+def route_top_k(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    *,
+    top_k: int,
+    gate: Gate,
+    heads: int = 1,
+    given_THK: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses the K experts of each head with the greatest logits, and weighs them.
+
+    Of equal logits the kernel takes the lowest expert first, and torch on CPUs any; NaN is greater
+    than any number. The greatest comes first.
+
+    Args:
+        x_TD: rows, computed with in float32.
+        weight_ED: float32; head h's experts are h·A … h·A + A − 1.
+        top_k: K, at most A.
+        gate: "sigmoid" of the chosen logits; "softmax" over the A experts of the head, of which the
+            K are shown; or "softmax_of_chosen", over these alone.
+        heads: H, which divides E.
+        given_THK: int64, experts that are taken instead of chosen: the decision of an earlier run.
+
+    Returns:
+        Logits (T, H, A) float32; experts (T, H, K) int64, numbered over all heads; gates (T, H, K)
+        float32. The first and the last are differentiable.
+
+    Raises:
+        ValueError: an unknown gate; numbers of experts, heads and choices that do not fit.
+    """
+    num_experts = weight_ED.shape[0]
+    if gate not in get_args(Gate):
+        raise ValueError(f"gate={gate!r} is unknown: choose {', '.join(get_args(Gate))}")
+    if heads < 1 or num_experts % heads or not 0 < top_k <= num_experts // heads:
+        raise ValueError(
+            f"top_k={top_k} of each of heads={heads} cannot be chosen among {num_experts} experts: "
+            "give each head as many, and top_k of them at most"
+        )
+    x_TD = x_TD.to(torch.float32).contiguous()
+    logits_TE, experts_THK, gates_THK = _route_top_k(
+        x_TD, weight_ED.contiguous(), given_THK, top_k, heads, gate
+    )
+    return logits_TE.unflatten(1, (heads, -1)), experts_THK, gates_THK
+
+
+@torch.library.custom_op("moebius::route_top_k", mutates_args=())
+def _route_top_k(
+    x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if reason_against(x_TD.device.type, torch.float32) is None:
+        kernel = import_module(".triton.router", __package__).route_top_k
+        return kernel(x_TD, weight_ED, given_THK, top_k=top_k, heads=heads, gate=gate)
+    logits_TE = _logits(x_TD, weight_ED)
+    logits_THA = logits_TE.unflatten(1, (heads, -1))
+    first_H1 = torch.arange(heads, device=x_TD.device)[:, None] * logits_THA.shape[2]
+    if given_THK is None:
+        place_THK = _places(logits_THA, top_k)
+        chosen_THK, experts_THK = logits_THA.gather(-1, place_THK), place_THK + first_H1
+    else:
+        experts_THK = given_THK.clone()
+        chosen_THK = logits_THA.gather(-1, given_THK - first_H1)
+    if gate == "sigmoid":
+        gates_THK = chosen_THK.sigmoid()
+    elif gate == "softmax":
+        gates_THK = (chosen_THK - logits_THA.logsumexp(-1, keepdim=True)).exp()
+    else:
+        gates_THK = chosen_THK.softmax(-1)
+    return logits_TE, experts_THK, gates_THK
+
+
+def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    if x_TD.device.type == "cpu" and _has_brgemm():
+        return _brgemm().product(x_TD, weight_ED, transposed=True)
+    return x_TD @ weight_ED.T
+
+
+def _places(logits_THA: Tensor, top_k: int) -> Tensor:
+    if cpu_top_k.can_find(logits_THA):
+        return cpu_top_k.top_k(logits_THA, top_k)
+    return logits_THA.topk(top_k, dim=-1).indices
+
+
+@_route_top_k.register_fake
+def _(
+    x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    gates_THK = x_TD.new_empty(x_TD.shape[0], heads, top_k)
+    experts_THK = torch.empty_like(gates_THK, dtype=torch.int64)
+    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]), experts_THK, gates_THK
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x_TD, weight_ED, _, _, _, ctx.gate = inputs
+    logits_TE, experts_THK, gates_THK = output
+    ctx.mark_non_differentiable(experts_THK)
+    ctx.set_materialize_grads(False)  # without a balancing loss there is no gradient of the logits
+    kept_TE = logits_TE if ctx.gate == "softmax" else None
+    ctx.save_for_backward(x_TD, weight_ED, experts_THK, gates_THK, kept_TE)
+
+
+def _gradients(
+    ctx: Any, grad_TE: Tensor | None, _experts: Tensor | None, grad_THK: Tensor | None
+) -> tuple:
+    if grad_TE is None and grad_THK is None:
+        return (None,) * 6
+    x_TD, weight_ED, *made = ctx.saved_tensors
+    wants_x, wants_weight, *_ = ctx.needs_input_grad
+    grad_x, grad_weight = _route_top_k_backward(
+        x_TD, weight_ED, *made, grad_TE, grad_THK, ctx.gate, wants_x, wants_weight
+    )
+    return grad_x if wants_x else None, grad_weight if wants_weight else None, *(None,) * 4
+
+
+@torch.library.custom_op("moebius::route_top_k_backward", mutates_args=())
+def _route_top_k_backward(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    experts_THK: Tensor,
+    gates_THK: Tensor,
+    logits_TE: Tensor | None,
+    grad_TE: Tensor | None,
+    grad_THK: Tensor | None,
+    gate: str,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and of the weights, empty where they are not wanted."""
+    made = experts_THK, gates_THK, logits_TE
+    if reason_against(x_TD.device.type, torch.float32) is None:
+        grads = tuple(None if grad is None else grad.contiguous() for grad in (grad_TE, grad_THK))
+        kernels = import_module(".triton.router_gradients", __package__)
+        found = kernels.route_top_k_backward(
+            x_TD, weight_ED, made, grads, gate=gate, wants=(wants_x, wants_weight)
+        )
+        grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in found)
+        return grad_x, grad_weight
+    if grad_THK is not None:
+        grad_TE = _logit_gradient(made, grad_TE, grad_THK, gate, num_experts=len(weight_ED))
+    assert grad_TE is not None
+    product, product_gradient = _backward_products(grad_TE)
+    return (
+        product(grad_TE, weight_ED) if wants_x else x_TD.new_empty(0),
+        product_gradient(grad_TE, x_TD) if wants_weight else x_TD.new_empty(0),
+    )
+
+
+def _backward_products(grad_TE: Tensor) -> tuple[Product, Product]:
+    """Returns what computes a · b and aᵀ · b."""
+    if grad_TE.device.type == "cpu" and _has_brgemm():
+        return _brgemm().product, _brgemm().product_gradient
+    return torch.matmul, lambda a, b: a.T @ b
+
+
+def _logit_gradient(
+    made: tuple[Tensor, Tensor, Tensor | None],
+    grad_TE: Tensor | None,
+    grad_THK: Tensor,
+    gate: str,
+    *,
+    num_experts: int,
+) -> Tensor:
+    """Returns the logits' gradient: their own, and what comes back through the gates."""
+    experts_THK, gates_THK, logits_TE = made
+    weighed_THK = grad_THK * gates_THK
+    if gate == "sigmoid":
+        chosen_THK = weighed_THK * (1 - gates_THK)
+    elif gate == "softmax":
+        chosen_THK = weighed_THK
+    else:
+        chosen_THK = weighed_THK - gates_THK * weighed_THK.sum(-1, keepdim=True)
+    if grad_TE is None:
+        grad_TE = gates_THK.new_zeros(len(gates_THK), num_experts)
+    # no expert twice in a row, so nothing depends on the order
+    grad_TE = grad_TE.scatter_add(1, experts_THK.flatten(1), chosen_THK.flatten(1))
+    if logits_TE is None:
+        return grad_TE
+    share_THA = logits_TE.unflatten(1, (experts_THK.shape[1], -1)).softmax(-1)
+    return grad_TE - (share_THA * weighed_THK.sum(-1, keepdim=True)).flatten(1)
+
+
+@_route_top_k_backward.register_fake
+def _(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    experts_THK: Tensor,
+    gates_THK: Tensor,
+    logits_TE: Tensor | None,
+    grad_TE: Tensor | None,
+    grad_THK: Tensor | None,
+    gate: str,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(x_TD) if wants_x else x_TD.new_empty(0),
+        torch.empty_like(weight_ED) if wants_weight else x_TD.new_empty(0),
+    )
+
+
+_route_top_k.register_autograd(_gradients, setup_context=_context)
+
+
+def _has_brgemm() -> bool:
+    return resolve_backend("auto", torch.device("cpu"), torch.float32) == "brgemm"
+
+
+def _brgemm() -> Any:
+    return implementation("brgemm")
+
+
+@register_flop_formula(torch.ops.moebius.route_top_k)
+def _(x: Any, weight: Any, *_: Any, **_kw: Any) -> int:
+    """Counts the product, two for each multiply-accumulate, however many it is made of."""
+    return 2 * x[0] * weight[0] * weight[1]
+
+
+@register_flop_formula(torch.ops.moebius.route_top_k_backward)
+def _(x: Any, weight: Any, *rest: Any, **_kw: Any) -> int:
+    """Counts a product for each gradient that is wanted."""
+    return sum(rest[-2:]) * 2 * x[0] * weight[0] * weight[1]

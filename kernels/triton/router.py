@@ -1,0 +1,311 @@
+"""The router in one kernel: logits on tensor cores, top-k, gate.
+
+A program has a block of rows. It walks over the experts' columns, writes their logits, waits for its
+own warps, and reads the logits of whole rows back from the cache to choose from them: what chooses
+needs complete rows, what multiplies wants tiles, and 565 experts' logits do not stay in registers.
+
+Each product of float32 numbers is three products of bfloat16 numbers (bf16x3). x is split into
+h = bfloat16(x) and l = bfloat16(x − h), and so is w:
+
+    x·w  ≈  l_x·h_w + h_x·l_w + h_x·h_w          (summed in float32)
+
+bfloat16 has 8 bits, so |x − h| ≤ 2⁻⁸|x| and |x − h − l| ≤ 2⁻¹⁶|x|. What is left out are the rests
+of both sides and l_x·l_w, each about 2⁻¹⁶|x·w| at most: together less than 3.01 · 2⁻¹⁶|x·w|. So with
+D products a logit is off by less than `BOUND` · Σ|x·w|, beside the rounding of a float32 sum. That is
+the worst case; rests have either sign, and of random rows a logit is some 2⁻¹⁷ · √Σ(x·w)² off.
+TensorFloat-32 in three products would have 2⁻²⁰ instead of 2⁻¹⁴, in twice the time. The split is
+written out here, not asked of `tl.dot`: its names for it differ between chips and releases, and its
+interpreter has none. (The method: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
+Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.) A row that has an infinity
+gets NaN where float32 had kept it.
+
+Ties: the lowest expert first. NaN is greater than any number, as `torch.topk` has it.
+
+Legend: T rows, D their width, E experts, H heads, A experts of a head, K experts chosen.
+"""
+
+import torch
+from torch import Tensor
+
+from .guard import INTERPRETED, check_tensor, launch, tl, triton
+from .tiles import Tile, round_up, router_tile, target
+
+BOUND = 2.0**-14  # of a logit, times Σ|x·w|
+_SELECTED = 1024  # logits that a warp chooses from at a time
+_SPLIT = 1024
+
+
+@triton.jit
+def round_to_bfloat16(x, EMULATED: tl.constexpr):
+    """Rounds float32 to bfloat16, to nearest, ties to even.
+
+    The interpreter's own rounding is wrong, and so are its products; there the result stays float32,
+    whose products of such numbers are exact, as a tensor core's are.
+    """
+    if EMULATED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def split_block(
+    w,
+    parts,
+    block,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Writes a block of h and l of the weights, (2, ROWS, WIDTH).
+
+    They are zero where there is no expert or channel.
+    """
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    expert, channel = at // WIDTH, at % WIDTH
+    mask = (expert < E) & (channel < D)
+    value = tl.load(w + expert * D + channel, mask=mask, other=0.0)
+    high = round_to_bfloat16(value, EMULATED)
+    tl.store(parts + at, high, mask=expert < ROWS)
+    low = round_to_bfloat16(value - high.to(tl.float32), EMULATED)
+    tl.store(parts + ROWS * WIDTH + at, low, mask=expert < ROWS)
+
+
+@triton.jit
+def _split(
+    w,
+    parts,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Writes h and l of the weights."""
+    split_block(w, parts, tl.program_id(0), E, D, ROWS, WIDTH, BLOCK, EMULATED)
+
+
+@triton.jit
+def _logits(
+    x_at,
+    w_at,
+    low,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Computes a tile of x Wᵀ, (ROWS, COLUMNS) float32, in three products, the small ones first.
+
+    `low`: how far behind h of the weights their l stands.
+    """
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, D, DEPTH):
+        x = tl.load(x_at + k, mask=(depth < D - k)[None, :], other=0.0)
+        w_high, w_low = tl.load(w_at + k), tl.load(w_at + k + low)
+        x_high = round_to_bfloat16(x, EMULATED)
+        x_low = round_to_bfloat16(x - x_high.to(tl.float32), EMULATED)
+        total = tl.dot(x_low, w_high, total, input_precision="ieee")
+        total = tl.dot(x_high, w_low, total, input_precision="ieee")
+        total = tl.dot(x_high, w_high, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _select(
+    values,
+    bins,
+    slots,
+    A: tl.constexpr,
+    K: tl.constexpr,
+    SELECT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Finds the K greatest of each row, the greatest first, and where they stand: (SELECT, SLOTS).
+
+    By integers of the same order: those of negative numbers have all bits but the sign turned over.
+    NaN is the greatest, and what has been taken, or is none of the A, is the least.
+    """
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # −0 is 0
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.where(values == values, keys, 0x7FFFFFFF)
+    keys = tl.where(bins < A, keys, -0x80000000)
+    chosen = tl.zeros((SELECT, SLOTS), tl.int32)
+    greatest = tl.zeros((SELECT, SLOTS), tl.int32)
+    for k in range(K):
+        key = tl.max(tl.max(keys, 0), 1)
+        place = tl.where(keys == key[None, :, None], bins, A)
+        place = tl.min(tl.min(place, 0), 1)
+        greatest = tl.where((slots == k)[None, :], key[:, None], greatest)
+        chosen = tl.where((slots == k)[None, :], place[:, None], chosen)
+        keys = tl.where(bins == place[None, :, None], -0x80000000, keys)
+    bits = greatest ^ ((greatest >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True), chosen
+
+
+@triton.jit
+def _gates(values, chosen, slot_mask, GATE: tl.constexpr):
+    """Weighs the chosen logits `chosen` (SELECT, SLOTS) of the rows `values`."""
+    if GATE == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-chosen))
+    if GATE == "softmax_of_chosen":
+        values = tl.where(slot_mask[None, :], chosen, float("-inf"))[None, :, :]
+    most = tl.max(tl.max(values, 0), 1)
+    total = tl.sum(tl.sum(tl.exp(values - most[None, :, None]), 0), 1)
+    return tl.exp(chosen - most[:, None]) / total[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route(
+    x,
+    parts,
+    given,
+    logits,
+    experts,
+    gates,
+    num_rows,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    A: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SELECT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Writes logits (T, H·A), the experts (T, H, K) and the gates (T, H, K) of a block of rows.
+
+    Experts that are `given` are taken instead of chosen.
+    """
+    E: tl.constexpr = HEADS * A
+    TILES: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
+    # Offsets within a block of rows have 32 bits; where the block begins has 64.
+    first = tl.program_id(0) * ROWS
+    num_left = tl.minimum(ROWS, num_rows - first)
+    x += first.to(tl.int64) * D
+    logits += first.to(tl.int64) * E
+    experts += first.to(tl.int64) * (HEADS * K)
+    gates += first.to(tl.int64) * (HEADS * K)
+    if given is not None:
+        given += first.to(tl.int64) * (HEADS * K)
+    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    x_at = x + tl.minimum(row, num_left - 1)[:, None] * D + depth[None, :]
+    for tile in range(TILES):
+        cols = tile * COLUMNS + tl.arange(0, COLUMNS)
+        w_at = parts + cols[None, :] * WIDTH + depth[:, None]
+        total = _logits(x_at, w_at, TILES * COLUMNS * WIDTH, D, ROWS, COLUMNS, DEPTH, EMULATED)
+        at = logits + row[:, None] * E + cols[None, :]
+        tl.store(at, total, mask=(row < num_left)[:, None] & (cols < E)[None, :])
+    # What other warps of this program wrote is read now. On NVIDIA's chips bar.sync orders it; AMD's
+    # barrier waits for no store, so the kernel is not taken there (kernels/router.py).
+    tl.debug_barrier()
+    # A head of a row is a line of A logits. Of a chunk each lane of a warp has one, and a warp has
+    # whole lines: nothing is exchanged between warps.
+    slots = tl.arange(0, SLOTS)
+    bins = tl.arange(0, CHUNKS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    for part in range(0, ROWS * HEADS, SELECT):
+        line = part + tl.arange(0, SELECT)
+        live = line < num_left * HEADS
+        line = tl.minimum(line, num_left * HEADS - 1)
+        at = logits + line[None, :, None] * A + bins
+        values = tl.load(at, mask=bins < A, other=float("-inf"))
+        to = line[:, None] * K + slots[None, :]
+        to_mask = live[:, None] & (slots < K)[None, :]
+        first_expert = (line % HEADS)[:, None] * A
+        if given is None:
+            chosen, places = _select(values, bins, slots, A, K, SELECT, SLOTS)
+            tl.store(experts + to, (first_expert + places).to(tl.int64), mask=to_mask)
+        else:
+            expert = tl.load(given + to, mask=to_mask, other=0)
+            tl.store(experts + to, expert, mask=to_mask)
+            at = logits + line[:, None] * A + (expert - first_expert)
+            chosen = tl.load(at, mask=to_mask, other=0.0)
+        tl.store(gates + to, _gates(values, chosen, slots < K, GATE), mask=to_mask)
+
+
+def route_top_k(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    given_THK: Tensor | None,
+    *,
+    top_k: int,
+    heads: int,
+    gate: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes what `kernels.router.route_top_k` says, of contiguous float32 rows and weights."""
+    check_tensor(x_TD)
+    num_rows = x_TD.shape[0]
+    num_experts = weight_ED.shape[0]
+    per_head = num_experts // heads
+    logits_TE = x_TD.new_empty(num_rows, num_experts)
+    gates_THK = x_TD.new_empty(num_rows, heads, top_k)
+    experts_THK = torch.empty_like(gates_THK, dtype=torch.int64)
+    tile = _tile(num_rows, num_experts)
+    width = round_up(x_TD.shape[1], tile.depth)
+    parts_2ED = new_parts(x_TD, round_up(num_experts, tile.columns), width)
+    launch(
+        _split,
+        triton.cdiv(parts_2ED[0].numel(), _SPLIT) if num_rows else 0,
+        weight_ED,
+        parts_2ED,
+        E=num_experts,
+        D=x_TD.shape[1],
+        ROWS=parts_2ED.shape[1],
+        WIDTH=width,
+        BLOCK=_SPLIT,
+        EMULATED=INTERPRETED,
+    )
+    bins = max(16, triton.next_power_of_2(per_head))
+    lines = triton.next_power_of_2(tile.rows * heads)
+    launch(
+        route,
+        triton.cdiv(num_rows, tile.rows),
+        x_TD,
+        parts_2ED,
+        given_THK,
+        logits_TE,
+        experts_THK,
+        gates_THK,
+        num_rows,
+        D=x_TD.shape[1],
+        HEADS=heads,
+        A=per_head,
+        K=top_k,
+        GATE=gate,
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        SELECT=max(1, min(lines, _SELECTED * tile.warps // bins)),
+        CHUNKS=triton.cdiv(bins, 32),
+        LANES=min(bins, 32),
+        SLOTS=triton.next_power_of_2(top_k),
+        EMULATED=INTERPRETED,
+        **tile.options(),
+    )
+    return logits_TE, experts_THK, gates_THK
+
+
+def _tile(num_rows: int, num_experts: int) -> Tile:
+    if INTERPRETED:
+        return Tile(16, 32, 32, 4, 1)
+    return router_tile(target(), num_rows, num_experts)
+
+
+def new_parts(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns room for h and l of float32 numbers, (2, rows, columns)."""
+    return like.new_empty(2, rows, columns, dtype=torch.float32 if INTERPRETED else torch.bfloat16)

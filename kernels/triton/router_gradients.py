@@ -1,0 +1,338 @@
+"""The router's backward pass: the gradient of the logits, and its two products, on tensor cores.
+
+  1. `logit_gradient`: what comes back through the gates is added to what the logits have of their own
+     (a balancing loss). It is written as two bfloat16 numbers, h and l, padded with zeros to whole
+     tiles, so that the products copy it as it is. The same launch splits the weights, as forward did:
+     kept since then they would cost every use of a router its own copy.
+  2. `row_gradient`: grad_x = g W.
+  3. `weight_gradient`: gᵀ x, as xᵀ g, for x is float32, is split in registers, and only a product's
+     first operand is taken from there. Its result is a few tiles, so rows are dealt to several
+     programs for each; the float32 sums that these write are added in order.
+
+The products are three of bfloat16 numbers (bf16x3), as in router.py, and as exact: with g as step 1
+has it, in float32, a gradient is off by less than `router.BOUND` · Σ|g·w|, or Σ|g·x|, beside the
+rounding of a float32 sum. g itself is a sum of a few float32 terms, each rounded a few times. Nothing
+is added by atomics, and a row has each expert at most once: equal inputs have equal gradients, bit for
+bit.
+
+An infinity in g, x or the weights becomes NaN in the sums that it is part of, where float32 may keep
+it: it is not finite either way. So does a number beyond bfloat16's greatest, 3.39 · 10³⁸. A NaN of g
+stays in its row of grad_x and in its expert's row of grad_W.
+
+Legend: T rows, D their width, E experts, H heads, A experts of a head, K experts chosen, G (DEEP)
+columns of g, which are E and padding, W (WIDTH) those of the weights. A line is one head of one row.
+"""
+
+import torch
+from torch import Tensor
+
+from .guard import INTERPRETED, launch, tl, triton
+from .router import new_parts, round_to_bfloat16, split_block
+from .tiles import Tile, round_up, router_gradient_tiles, rows_of_part, target, tiles_of_weights
+
+_ELEMENTS = 2048  # of a program of `logit_gradient`
+
+
+@triton.jit
+def _store_split(out, low, at, value, mask, EMULATED: tl.constexpr):
+    """Writes h of float32 numbers, and l so far behind it."""
+    high = round_to_bfloat16(value, EMULATED)
+    tl.store(out + at, high, mask=mask)
+    rest = round_to_bfloat16(value - high.to(tl.float32), EMULATED)
+    tl.store(out + low + at, rest, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+def logit_gradient(
+    grad_logits,
+    grad_gates,
+    gates,
+    experts,
+    logits,
+    out,
+    weight,
+    parts,
+    num_rows,
+    num_blocks,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    A: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Writes h and l of the logits' gradient, (2, T, DEEP), of a block of lines.
+
+    Programs from `num_blocks` on write h and l of the weights, (2, DEEP, WIDTH).
+    """
+    E: tl.constexpr = HEADS * A
+    block = tl.program_id(0)
+    if parts is not None:  # noqa: SIM102 - the first is known as it is compiled, the second not
+        if block >= num_blocks:
+            split_block(weight, parts, block - num_blocks, E, D, DEEP, WIDTH, BLOCK, EMULATED)
+            return
+    line = block * LINES + tl.arange(0, LINES)
+    live = line < num_rows * HEADS
+    cols = tl.arange(0, COLUMNS)
+    mask = live[:, None] & (cols < A)[None, :]
+    line_at = line.to(tl.int64)[:, None] * A
+    out_at = (line // HEADS).to(tl.int64)[:, None] * DEEP + (line % HEADS)[:, None] * A
+    low = tl.cast(num_rows, tl.int64) * DEEP
+    grad = tl.zeros((LINES, COLUMNS), tl.float32)
+    if grad_logits is not None:
+        grad = tl.load(grad_logits + line_at + cols[None, :], mask=mask, other=0.0)
+    if grad_gates is not None:
+        slots = tl.arange(0, SLOTS)
+        slot_mask = live[:, None] & (slots < K)[None, :]
+        at = line.to(tl.int64)[:, None] * K + slots[None, :]
+        gate = tl.load(gates + at, mask=slot_mask, other=0.0)
+        chosen = tl.load(grad_gates + at, mask=slot_mask, other=0.0) * gate
+        if GATE == "sigmoid":
+            chosen *= 1.0 - gate
+        else:
+            shared = tl.sum(chosen, 1)[:, None]
+            chosen -= gate * shared
+            if GATE == "softmax":
+                value = tl.load(logits + line_at + cols[None, :], mask=mask, other=float("-inf"))
+                value = tl.exp(value - tl.max(value, 1)[:, None])
+                grad -= value / tl.sum(value, 1)[:, None] * shared
+        place = tl.load(experts + at, mask=slot_mask, other=0) - (line % HEADS)[:, None] * A
+        if grad_logits is not None:
+            chosen += tl.load(grad_logits + line_at + place, mask=slot_mask, other=0.0)
+        _store_split(out, low, out_at + cols[None, :], grad, mask, EMULATED)
+        tl.debug_barrier()  # the chosen ones go over what other threads of this program wrote
+        _store_split(out, low, out_at + place, chosen, slot_mask, EMULATED)
+    else:
+        _store_split(out, low, out_at + cols[None, :], grad, mask, EMULATED)
+    if PADDING:
+        pad = tl.arange(0, PADDING)
+        padded = (live & (line % HEADS == 0))[:, None] & (pad < DEEP - E)[None, :]
+        zeros = tl.zeros((LINES, PADDING), tl.float32)
+        _store_split(out, low, out_at + E + pad[None, :], zeros, padded, EMULATED)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def row_gradient(
+    g,
+    parts,
+    out,
+    num_rows,
+    D: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Computes a tile of g W, (ROWS, COLUMNS) float32, in three products, the small ones first."""
+    TILES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    first = tl.program_id(0) // TILES * ROWS
+    num_left = tl.minimum(ROWS, num_rows - first)
+    low = tl.cast(num_rows, tl.int64) * DEEP
+    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    cols = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    g += first.to(tl.int64) * DEEP
+    g_at = g + tl.minimum(row, num_left - 1)[:, None] * DEEP + depth[None, :]
+    w_at = parts + depth[:, None] * WIDTH + cols[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, DEEP, DEPTH):
+        g_high, g_low = tl.load(g_at + k), tl.load(g_at + low + k)
+        w_high, w_low = tl.load(w_at + k * WIDTH), tl.load(w_at + (DEEP + k) * WIDTH)
+        total = tl.dot(g_low, w_high, total, input_precision="ieee")
+        total = tl.dot(g_high, w_low, total, input_precision="ieee")
+        total = tl.dot(g_high, w_high, total, input_precision="ieee")
+    out += first.to(tl.int64) * D
+    mask = (row < num_left)[:, None] & (cols < D)[None, :]
+    tl.store(out + row[:, None] * D + cols[None, :], total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+def weight_gradient(
+    g,
+    x,
+    out,
+    num_rows,
+    rows_each,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    DEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Computes a tile of xᵀ g over some of the rows; writes it, turned, into their sums (…, E, D).
+
+    ROWS are channels here, and COLUMNS experts.
+    """
+    TILES_E: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = (D + ROWS - 1) // ROWS * TILES_E
+    part, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    channel = tile // TILES_E * ROWS + tl.arange(0, ROWS)
+    expert = tile % TILES_E * COLUMNS + tl.arange(0, COLUMNS)
+    first = part * rows_each
+    num_left = tl.minimum(rows_each, num_rows - first)
+    low = tl.cast(num_rows, tl.int64) * DEEP
+    depth = tl.arange(0, DEPTH)
+    x_at = x + (first + depth).to(tl.int64)[:, None] * D + channel[None, :]
+    g_at = g + (first + depth).to(tl.int64)[:, None] * DEEP + expert[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, num_left, DEPTH):
+        live = (depth < num_left - k)[:, None]
+        rows = tl.load(x_at, mask=live & (channel < D)[None, :], other=0.0)
+        g_mask = live & (expert < DEEP)[None, :]
+        g_high = tl.load(g_at, mask=g_mask, other=0.0)
+        g_low = tl.load(g_at + low, mask=g_mask, other=0.0)
+        x_high = round_to_bfloat16(rows, EMULATED)
+        x_low = round_to_bfloat16(rows - x_high.to(tl.float32), EMULATED)
+        total = tl.dot(tl.trans(x_low), g_high, total, input_precision="ieee")
+        total = tl.dot(tl.trans(x_high), g_low, total, input_precision="ieee")
+        total = tl.dot(tl.trans(x_high), g_high, total, input_precision="ieee")
+        x_at += DEPTH * D
+        g_at += DEPTH * DEEP
+    out += part.to(tl.int64) * (E * D)
+    mask = (channel < D)[:, None] & (expert < E)[None, :]
+    tl.store(out + expert[None, :] * D + channel[:, None], total, mask=mask)
+
+
+def route_top_k_backward(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    made: tuple[Tensor, Tensor, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None],
+    *,
+    gate: str,
+    wants: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes the gradients of x and of the weights, those that are wanted.
+
+    Args:
+        x_TD, weight_ED: what was routed; contiguous float32, as all here but the experts are.
+        made: what came out, the experts (T, H, K) int64, their gates, and the logits (T, E), which
+            are read for the gate "softmax" alone.
+        grads: of the logits (T, E), and of the gates (T, H, K); one of them may be absent.
+        gate: as in `kernels.router.route_top_k`.
+        wants: whether the gradient of x is wanted, and that of the weights.
+    """
+    num_rows, num_experts = len(x_TD), len(weight_ED)
+    if not num_rows:
+        return x_TD.new_empty(x_TD.shape), torch.zeros_like(weight_ED)
+    of_rows, of_weights = _tiles(num_rows, *weight_ED.shape)
+    deep = round_up(num_experts, of_rows.depth)
+    parts_2GW = None
+    if wants[0]:
+        parts_2GW = new_parts(x_TD, deep, round_up(x_TD.shape[1], of_rows.columns))
+    g_2TG = _logit_gradient(weight_ED, parts_2GW, made, grads, deep=deep, gate=gate)
+    return (
+        None if parts_2GW is None else _row_gradient(g_2TG, parts_2GW, x_TD, of_rows),
+        _weight_gradient(g_2TG, x_TD, weight_ED, of_weights) if wants[1] else None,
+    )
+
+
+def _logit_gradient(
+    weight_ED: Tensor,
+    parts_2GW: Tensor | None,
+    made: tuple[Tensor, Tensor, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None],
+    *,
+    deep: int,
+    gate: str,
+) -> Tensor:
+    """Returns h and l of the logits' gradient, (2, T, G), and writes those of the weights."""
+    experts_THK, gates_THK, logits_TE = made
+    grad_TE, grad_THK = grads
+    num_rows, heads, top_k = experts_THK.shape
+    num_experts, width = weight_ED.shape
+    g_2TG = new_parts(gates_THK, num_rows, deep)
+    columns = triton.next_power_of_2(num_experts // heads)
+    lines = max(1, _ELEMENTS // columns)
+    blocks = triton.cdiv(num_rows * heads, lines)
+    split = 0 if parts_2GW is None else triton.cdiv(parts_2GW[0].numel(), _ELEMENTS)
+    launch(
+        logit_gradient,
+        blocks + split,
+        grad_TE,
+        grad_THK,
+        gates_THK,
+        experts_THK,
+        logits_TE if gate == "softmax" else None,
+        g_2TG,
+        weight_ED,
+        parts_2GW,
+        num_rows,
+        blocks,
+        D=width,
+        HEADS=heads,
+        A=num_experts // heads,
+        K=top_k,
+        GATE=gate,
+        DEEP=deep,
+        WIDTH=0 if parts_2GW is None else parts_2GW.shape[2],
+        LINES=lines,
+        COLUMNS=columns,
+        SLOTS=triton.next_power_of_2(top_k),
+        PADDING=triton.next_power_of_2(deep - num_experts) if deep > num_experts else 0,
+        BLOCK=_ELEMENTS,
+        EMULATED=INTERPRETED,
+    )
+    return g_2TG
+
+
+def _row_gradient(g_2TG: Tensor, parts_2GW: Tensor, x_TD: Tensor, tile: Tile) -> Tensor:
+    grad_TD = torch.empty_like(x_TD)
+    num_rows, width = x_TD.shape
+    launch(
+        row_gradient,
+        triton.cdiv(num_rows, tile.rows) * triton.cdiv(width, tile.columns),
+        g_2TG,
+        parts_2GW,
+        grad_TD,
+        num_rows,
+        D=width,
+        DEEP=g_2TG.shape[2],
+        WIDTH=parts_2GW.shape[2],
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        **tile.options(),
+    )
+    return grad_TD
+
+
+def _weight_gradient(g_2TG: Tensor, x_TD: Tensor, weight_ED: Tensor, tile: Tile) -> Tensor:
+    num_experts, width = weight_ED.shape
+    rows_each = rows_of_part(len(x_TD), num_experts, width, tile)
+    parts = triton.cdiv(len(x_TD), rows_each)
+    partial_SED = weight_ED.new_empty(parts, num_experts, width)
+    launch(
+        weight_gradient,
+        parts * tiles_of_weights(num_experts, width, tile),
+        g_2TG,
+        x_TD,
+        partial_SED,
+        len(x_TD),
+        rows_each,
+        E=num_experts,
+        D=width,
+        DEEP=g_2TG.shape[2],
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        EMULATED=INTERPRETED,
+        **tile.options(),
+    )
+    return partial_SED.sum(0) if parts > 1 else partial_SED[0]
+
+
+def _tiles(num_rows: int, num_experts: int, width: int) -> tuple[Tile, Tile]:
+    """Returns the tiles of grad_x and of the weights' gradient."""
+    if INTERPRETED:
+        return Tile(16, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1)
+    return router_gradient_tiles(target(), num_rows, num_experts, width)

@@ -1,0 +1,91 @@
+"""The residual stream between two maps of a layer: add, norm, and what each reader is handed.
+
+By plain operations every matrix casts its own input. Where Triton's kernels run, the addition, the
+norm after it and the casts are one pass over the rows (kernels/norm.py), which then hands
+every reader rows in the precision of its products. The numbers are the same but for float32
+rounding and one sum: where a shared expert and routed ones read the same copy in bfloat16, their
+two gradients are added in bfloat16, at most 2⁻⁹ of the sum. All others are added in float32.
+
+Legend: B sequences, S positions, D model width.
+"""
+
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..kernels.norm import Copied, add_norm, runs_fused
+from .layers import LayerNorm
+
+# residual: what the map's outputs are added to; routers read the norm in its own precision;
+# queries, which keys go with, and values, which experts go with, are operands of products.
+Reader = Literal["residual", "routers", "queries", "values"]
+Order = Literal["pre", "peri", "post"]
+
+
+def read_residual(
+    x_BSD: Tensor,
+    y_BSD: Tensor | None,
+    norm: LayerNorm | None,
+    *,
+    order: Order,
+    readers: Collection[Reader],
+    low: torch.dtype,
+    backend: str,
+) -> dict[Reader, Tensor]:
+    """Adds y to the residual stream, normalises, and returns what every reader reads, (B, S, D).
+
+    Args:
+        x_BSD: the residual stream.
+        y_BSD: what the map before has computed; None: nothing is added.
+        norm: of the sum; None: there is none here, and all read the sum.
+        order: "pre": all but the residual read the norm; "peri": values do not either; "post": the
+            norm is the residual.
+        readers: who reads beside the residual; the others may be absent from the result.
+        low: the dtype of products.
+        backend: the one of the expert layers: with Triton's, where it runs, all of it is one pass.
+    """
+    if norm is not None and runs_fused(backend, x_BSD, y_BSD, norm.weight, low):
+        return _in_one_pass(x_BSD, y_BSD, norm, order=order, readers=readers, low=low)
+    x_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+    n_BSD = x_BSD if norm is None else norm(x_BSD)
+    return {
+        "residual": n_BSD if order == "post" else x_BSD,
+        "routers": n_BSD,
+        "queries": n_BSD,
+        "values": x_BSD if order == "peri" else n_BSD,
+    }
+
+
+def _in_one_pass(
+    x_BSD: Tensor,
+    y_BSD: Tensor | None,
+    norm: LayerNorm,
+    *,
+    order: Order,
+    readers: Collection[Reader],
+    low: torch.dtype,
+) -> dict[Reader, Tensor]:
+    kinds: dict[Reader, Copied] = {
+        "queries": "normed",
+        "values": "total" if order == "peri" else "normed",
+    }
+    copied: list[Reader] = [reader for reader in kinds if reader in readers]
+    made = add_norm(
+        x_BSD,
+        y_BSD,
+        norm.weight,
+        norm.bias,
+        norm.eps,
+        low=low,
+        copies=[kinds[reader] for reader in copied],
+        wants_normed="routers" in readers or order == "post",
+    )
+    rows: dict[Reader, Tensor] = dict(zip(copied, made.copies, strict=True))
+    if made.normed is not None:
+        rows["routers"] = made.normed
+    residual_BSD = made.normed if order == "post" else made.total
+    assert residual_BSD is not None, "after a post-norm the residual is the norm"
+    rows["residual"] = residual_BSD
+    return rows

@@ -1,0 +1,65 @@
+"""Additions, norms and casts in one pass over the rows, with weights that are sharded and gathered in
+bfloat16, and rows that travel: the same gradients as by plain operations.
+"""
+
+import pytest
+import torch
+from family import VOCABULARY, tiny_config
+from norm_kernels import stand_in
+from torch import Tensor
+from world import run_ranks
+
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.local_shard import local_tensor
+from moebius.distributed.mesh import Mesh, build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process.process import start_process
+from moebius.model.precision import forward_in
+from moebius.model.recompute import Recompute
+
+LOW = torch.bfloat16
+
+
+def gradients(mesh: Mesh, layers: int, recompute: Recompute) -> dict[str, Tensor]:
+    model = build_model(
+        tiny_config("moeut", {"num_layers": layers}),
+        mesh,
+        dispatcher="dedup",
+        backend="auto",
+        seed=0,
+        device=torch.device("cpu"),
+        sharding="fsdp",
+        precision=LOW,
+    )
+    model.recompute_layers(recompute)
+    tokens = torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(mesh.rank))
+    output = forward_in(model, LOW, tokens, targets_BS=tokens)
+    (output.read_out + output.regularisation_B.sum()).backward()
+    return {
+        name: local_tensor(parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def differences(layers: int, recompute: Recompute) -> list[str]:
+    """What is wrong on this rank."""
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2, dp_shard=2), 2), process)
+        plain = gradients(mesh, layers, recompute)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            calls = stand_in(monkeypatch)
+            fused = gradients(mesh, layers, recompute)
+            assert len(calls) == 2 * layers * (1 if recompute == "none" else 2)
+        assert set(fused) == set(plain)
+        return [
+            f"{name}: {fused[name]}, not {expected}"
+            for name, expected in plain.items()
+            if (fused[name] - expected).norm() > 1e-3 * expected.norm() + 1e-7
+        ]
+
+
+@pytest.mark.parametrize(("layers", "recompute"), [(2, "none"), (4, "full")])
+def test_sharded_weights(layers: int, recompute: Recompute) -> None:
+    """One repeat is freed after its forward call, two stay gathered."""
+    assert run_ranks(differences, 2, layers, recompute, timeout_s=120) == [[]] * 2

@@ -1,0 +1,198 @@
+"""Whole training steps of every recipe on a GPU that is not there: forward, backward, the sum of the
+gradients, clipping, AdamW and an evaluation, traced with tensors that have no values. What lies on
+the wrong device fails there, and what the host waits for is counted.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.traced.device import reason_against, run_module
+from moebius.model.moe import SparseLayer
+from moebius.model.transformer import Transformer
+from moebius.train.config import Config
+from moebius.train.recipes.family import FAMILY
+
+RANKS = 4
+DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather", "symmetric")
+NAMES = tuple(FAMILY)
+# Where tokens halt or a capacity refuses routes, the number of those that remain is read.
+DROPS_ROUTES = {"sut", "switch", "switch_causal", "gshard", "x_moe_torchscale"}
+# Where experts choose, and in mixtures, every rank has as many routes for each: known unasked.
+KNOWS_ITS_COUNTS = {
+    *("expert_choice", "expert_choice_flat", "mixture_of_tokens", "soft_moe", "transition"),
+}
+# How often a pass reads what goes from rank to rank: of a feed-forward layer, and of V or O of
+# SwitchHead, whose heads are shared evenly. One read of all counts of a pass is the most; so it is
+# in every evaluation, where ranks promise nothing of how many rows they have.
+COUNTS_READ: Mapping[str, tuple[int, int]] = {
+    "local": (0, 0),
+    "alltoall": (1, 1),
+    "dedup": (1, 0),
+    "hierarchical": (1, 1),
+    "allgather": (1, 1),
+    "symmetric": (0, 0),
+}
+
+pytestmark = [
+    pytest.mark.skipif(reason_against() is not None, reason=str(reason_against())),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the device"),
+]
+
+
+def config_of(name: str, changes: Mapping[str, Any]) -> Config:
+    """The recipe two depth steps deep, with one micro-batch on each rank."""
+    found = FAMILY[name][1]()
+    member_layers = min(found.model.layers_per_group, 2)
+    model = found.model.changed({"num_layers": 2, "layers_per_group": member_layers})
+    ranks = RANKS if "mesh.ep" in changes else 1
+    values = found.model_copy(update={"model": model}).model_dump(mode="json")
+    every = {"train.micro_batch": 8, "train.global_batch": 8 * ranks, "mesh.dp_replicate": None}
+    for key, value in {**every, **changes}.items():
+        section, _, field = key.partition(".")
+        values[section][field] = value
+    return Config.model_validate(values)
+
+
+def case(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    config = config_of(name, changes).model_dump(mode="json")
+    ranks = RANKS if "mesh.ep" in changes else 1
+    return {"name": name, "config": config, "num_ranks": ranks}
+
+
+def alone(turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every recipe on one GPU; in both turns together in both precisions, each with every way of
+    recomputing.
+    """
+    for number, name in enumerate(NAMES):
+        precision = ("bfloat16", "float32")[(number + turn) % 2]
+        recompute = ("none", "selective", "full")[(number // 2 + turn) % 3]
+        yield name, {"train.precision": precision, "train.recompute": recompute}
+
+
+def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every recipe with its experts on four GPUs; what else there is comes by turns."""
+    for number, name in enumerate(NAMES, start=DISPATCHERS.index(dispatcher)):
+        changes = {
+            "mesh.ep": RANKS,
+            "mesh.dispatcher": dispatcher,
+            "train.precision": ("float32", "bfloat16")[number % 2],
+            "train.recompute": ("none", "selective", "full")[number % 3],
+        }
+        if number % 4 == 0:
+            changes["mesh.sharding"] = "fsdp"
+        if config_of(name, {}).model.experts is not None:
+            yield name, changes
+
+
+def trace(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    given = json.dumps([case(*each) for each in cases])
+    printed = run_module("benchmarks.gpu.traced.step", [], given=given)
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def test_a_step_on_one_gpu_stays_there() -> None:
+    """Of the recipes that differ most in what they launch; the next test takes all."""
+    check("local", [each for each in alone(0) if each[0] in ("dense", "moeut", "sut", "switch")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [0, 1])
+def test_every_step_on_one_gpu_stays_there(turn: int) -> None:
+    check("local", list(alone(turn)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_step_on_four_stays_on_its_own(dispatcher: str) -> None:
+    check(dispatcher, list(together(dispatcher)))
+
+
+def check(dispatcher: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    wrong = []
+    for (name, changes), found in zip(cases, trace(cases), strict=True):
+        where = f"{name} {changes}"
+        for part in ("step", "evaluation"):
+            wrong += [f"{where}, {part}: {each}" for each in found[part]["wrong"]]
+            expected = expected_reads(
+                name, config_of(name, changes), dispatcher, training=part == "step"
+            )
+            read = reads_of(found[part])
+            if read != expected:
+                wrong.append(f"{where}, {part}: reads {read}, expected {expected}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moeut", "sigma_moe", "top_k", "deepseek", "dense"])
+def test_a_captured_pass_is_one_launch(name: str) -> None:
+    """Of a step of four micro-batches the first three are warm-up and the fourth is captured; the
+    second step, which is looked at, replays. What it launches beside is the same for any depth.
+    """
+    steps = []
+    for precision in ("float32", "bfloat16"):
+        changes = {"train.precision": precision, "train.cuda_graph": True}
+        graphed = {**case(name, {**changes, "train.global_batch": 32}), "evaluate": False}
+        steps += [
+            graphed,
+            {**graphed, "config": deeper(config_of(name, {**changes, "train.global_batch": 32}))},
+        ]
+    printed = run_module("benchmarks.gpu.traced.step", [], given=json.dumps(steps))
+    found = [json.loads(line)["step"] for line in printed.splitlines()]
+    for step in found:
+        assert not step["wrong"]
+        assert reads_of(step) == {"norm": 1}
+        assert sum(number for *_, number in step["uploads"]) <= 3  # the batch, and two flags
+    for shallow, deep in zip(found[::2], found[1::2], strict=True):
+        assert launches_of(shallow) == launches_of(deep) < 300
+
+
+def launches_of(step: Mapping[str, Any]) -> int:
+    return sum(number for *_, number in step["launches"])
+
+
+def deeper(config: Config) -> dict[str, Any]:
+    """The same model with twice as many repeats of its layers."""
+    model = config.model.changed({"num_layers": 2 * config.model.num_layers})
+    return config.model_copy(update={"model": model}).model_dump(mode="json")
+
+
+def reads_of(found: Mapping[str, Any]) -> Counter[str]:
+    """How often each kind of value is read."""
+    total: Counter[str] = Counter()
+    for what, where, number in found["reads"]:
+        kind = (
+            "norm" if "global_grad_norm" in where else "loss" if "evaluate" in where else "counts"
+        )
+        total["dropped" if what == "nonzero" else kind] += number
+    return total
+
+
+def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool) -> Counter[str]:
+    """The gradient norm, or an evaluation's loss; and by the tables what is read of every layer."""
+    model = Transformer(config.model)
+    uses = [
+        path.startswith("feed_forward")
+        for step in config.model.schedule
+        for path, layer in model.group[step].named_modules()
+        if isinstance(layer, SparseLayer)
+    ]
+    expected: Counter[str] = Counter({"norm" if training else "loss": 1})
+    if name in DROPS_ROUTES and (training or name != "gshard"):  # whose evaluation drops nothing
+        expected["dropped"] = len(uses)
+    reads = COUNTS_READ[dispatcher]
+    if not training and dispatcher != "local":
+        reads = (1, 1)
+    if dispatcher == "symmetric" and name in DROPS_ROUTES | KNOWS_ITS_COUNTS:
+        # without room for an unknown number of routes; a recomputed pass asks again
+        reads = (1 + (config.train.recompute == "full" and training),) * 2
+    elif name in KNOWS_ITS_COUNTS:
+        reads = (0, 0)
+    elif config.model.attention.kind == "momha" and dispatcher == "dedup":
+        reads = (1, 1)
+    expected["counts"] = reads[0] * sum(uses) + reads[1] * (len(uses) - sum(uses))
+    return +expected

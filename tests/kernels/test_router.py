@@ -1,0 +1,264 @@
+"""The router as one operation against its steps, and how far three products of bfloat16 numbers are
+from float32's: by torch, without Triton.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import pytest
+import torch
+from router_cases import GATES, RECORDED, recorded_choices, step_by_step
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from moebius.kernels import router as kernel
+from moebius.kernels.router import Gate, can_route, route_top_k
+from moebius.model.initialise import uniform
+from moebius.model.recompute import run_recomputed
+from moebius.model.routers import router as routers
+from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
+from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
+
+BOUND = 2.0**-14  # of kernels/triton/router.py, which only a machine with Triton imports
+FLOAT64 = torch.float64
+
+
+def leaves(*shapes: tuple[int, int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("parts", [(0,), (2,), (0, 2)])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("gate", GATES)
+def test_values_and_gradients_are_those_of_the_steps(
+    gate: Gate, heads: int, parts: tuple[int, ...]
+) -> None:
+    """`parts`: which results have a gradient, the logits, the gates or both."""
+    x, weight = leaves((7, 12), (15, 12))
+    found = route_top_k(x, weight, top_k=3, gate=gate, heads=heads)
+    exact = [tensor.detach().to(FLOAT64).requires_grad_() for tensor in (x, weight)]
+    expected = step_by_step(exact[0], exact[1], top_k=3, gate=gate, heads=heads)
+    assert torch.equal(found[1], expected[1])
+    grads = [torch.randn(found[part].shape) for part in parts]
+    ours = torch.autograd.grad([found[part] for part in parts], [x, weight], grads)
+    theirs = torch.autograd.grad(
+        [expected[part] for part in parts], exact, [grad.to(FLOAT64) for grad in grads]
+    )
+    pairs = zip((found[0], found[2], *ours), (expected[0], expected[2], *theirs), strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine.to(FLOAT64), other, rtol=1e-5, atol=1e-5)
+
+
+def test_given_experts_are_taken() -> None:
+    x, weight = leaves((7, 12), (15, 12))
+    given_THK = torch.tensor([[[4, 0], [9, 8], [10, 14]]]).expand(7, -1, -1).contiguous()
+    logits, experts, gates = route_top_k(
+        x, weight, top_k=2, gate="sigmoid", heads=3, given_THK=given_THK
+    )
+    assert torch.equal(experts, given_THK)
+    assert torch.equal(
+        gates, logits.flatten(1).gather(1, given_THK.flatten(1)).sigmoid().view_as(gates)
+    )
+    _, weight_grad = torch.autograd.grad(gates.sum(), [x, weight])
+    untouched = sorted(set(range(15)) - set(given_THK.flatten().tolist()))
+    assert weight_grad[untouched].abs().max() == 0
+    assert weight_grad[given_THK[0].flatten()].abs().min() > 0
+
+
+@pytest.fixture
+def num_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
+    """All results, and the gradients of rows and weights, that of a logit being its own value."""
+    x, weight = x_TD.clone().requires_grad_(), weight_ED.clone().requires_grad_()
+    found = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
+    grads = torch.autograd.grad([found[0], found[2]], [x, weight], [found[0].detach(), found[2]])
+    return *(one.detach() for one in found), *grads
+
+
+@pytest.mark.skipif(not kernel._has_brgemm(), reason="no micro-kernels on this CPU")
+def test_on_a_cpu_neither_neighbours_nor_threads_change_a_bit(
+    num_threads: Callable[[int], None],
+) -> None:
+    x, weight = (one.detach() for one in leaves((203, 29), (45, 29)))
+    num_threads(1)
+    *rows, grad_weight = routed_and_gradients(x, weight)
+    for part in (slice(0, 1), slice(5, 70), slice(130, 203)):
+        for mine, all_rows in zip(routed_and_gradients(x[part], weight)[:-1], rows, strict=True):
+            assert torch.equal(mine, all_rows[part])
+    for threads in (2, 3):
+        num_threads(threads)
+        for mine, one in zip(routed_and_gradients(x, weight), (*rows, grad_weight), strict=True):
+            assert torch.equal(mine, one)
+
+
+def test_no_row_is_routed_nowhere() -> None:
+    x, weight = leaves((0, 12), (15, 12))
+    logits, experts, gates = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
+    assert (logits.shape, experts.shape, gates.shape) == ((0, 3, 5), (0, 3, 2), (0, 3, 2))
+    assert torch.autograd.grad(gates.sum(), weight)[0].abs().max() == 0
+
+
+@pytest.mark.parametrize(("heads", "top_k"), [(4, 1), (3, 6), (1, 0), (0, 1)])
+def test_numbers_that_do_not_fit_are_refused(heads: int, top_k: int) -> None:
+    x, weight = leaves((7, 12), (15, 12))
+    with pytest.raises(ValueError, match=rf"top_k={top_k} of each of heads={heads} .* 15 experts"):
+        route_top_k(x, weight, top_k=top_k, gate="sigmoid", heads=heads)
+    with pytest.raises(ValueError, match="gate='relu' is unknown: choose sigmoid, softmax"):
+        route_top_k(x, weight, top_k=1, gate=cast(Gate, "relu"))
+
+
+def test_it_is_traced_without_values_and_counted() -> None:
+    with FakeTensorMode(), FlopCounterMode(display=False) as flops:
+        x, weight = torch.zeros(7, 12, requires_grad=True), torch.zeros(15, 12, requires_grad=True)
+        logits, experts, gates = route_top_k(x, weight, top_k=2, gate="softmax", heads=3)
+        assert (logits.shape, experts.shape, gates.shape) == ((7, 3, 5), (7, 3, 2), (7, 3, 2))
+        assert (experts.dtype, gates.dtype) == (torch.int64, torch.float32)
+        (logits.sum() + gates.sum()).backward()
+        assert weight.grad is not None
+        assert flops.get_total_flops() == 3 * 2 * 7 * 12 * 15
+
+
+def test_which_rows_and_backends_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
+    gpu, cpu = (torch.zeros(2, 4, device=name) for name in ("meta", "cpu"))
+    assert can_route("triton", cpu, cpu)
+    assert can_route("triton+fused", cpu.bfloat16(), cpu)
+    assert not can_route("segments", cpu, cpu)
+    for has_brgemm in (False, True):
+        monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has_brgemm: has)
+        assert can_route("auto", cpu, cpu) == can_route("brgemm", cpu, cpu) == has_brgemm
+        assert not can_route("auto", cpu.double(), cpu.double())
+        assert not can_route("auto", cpu.bfloat16(), cpu.bfloat16())
+    assert not can_route("segments", gpu, gpu)
+    assert not can_route("triton", cpu.double(), cpu.double())
+    assert not can_route("triton", cpu.bfloat16(), cpu.bfloat16())
+    assert not can_route("triton", cpu, torch.zeros(1025, 4))
+    assert can_route("triton", cpu, torch.zeros(1026, 4), heads=2)
+    monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: "no Triton")
+    assert not can_route("triton", cpu, cpu)
+
+
+def sigmoid_router() -> SigmoidRouter:
+    return SigmoidRouter(SigmoidConfig(top_k=2), 12, 15, init=uniform(1.0), num_heads=3)
+
+
+def make_routers() -> list[SigmoidRouter | TokenChoiceRouter]:
+    made: list[SigmoidRouter | TokenChoiceRouter] = [
+        SigmoidRouter(SigmoidConfig(top_k=3), 12, 15, init=uniform(1.0))
+    ]
+    for renormalise in (False, True):
+        config = TokenChoiceConfig(top_k=3, renormalise=renormalise, balance=0.01, z_loss=0.1)
+        made.append(TokenChoiceRouter(config, 12, 15, init=uniform(1.0)))
+    for router in made:
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_router_plans_the_same_with_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, (x, _) = make_routers()[number], leaves((8, 12), (1, 1))
+    grads = []
+    for fused in (False, True):
+        monkeypatch.setattr(routers, "can_route", lambda *given, heads, fused=fused: fused)
+        routing = router(x, batch_size=2)
+        sums = router.statistics(routing, 2)
+        weights = torch.linspace(1, 2, routing.routes.weight_N.numel())
+        value = (routing.routes.weight_N * weights).sum() + sum(
+            each.square().sum() for each in sums.values() if each.requires_grad
+        )
+        grads.append((routing, *torch.autograd.grad(value, [x, router.weight])))
+    (steps, *theirs), (one, *ours) = grads
+    assert torch.equal(one.routes.expert_N, steps.routes.expert_N)
+    assert torch.equal(one.wanted_TK, steps.wanted_TK)
+    for mine, other in zip(
+        (one.logits_THA, one.routes.weight_N, *ours),
+        (steps.logits_THA, steps.routes.weight_N, *theirs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_dropped_experts_are_not_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "can_route", lambda *given, heads: True)
+    router = SigmoidRouter(
+        SigmoidConfig(top_k=1, expert_dropout=0.9), 12, 15, init=uniform(1.0), num_heads=3
+    )
+    torch.nn.init.normal_(router.weight)
+    x, _ = leaves((200, 12), (1, 1))
+    best_THK = router.eval().choose_per_head(x)[0]
+    assert torch.equal(
+        best_THK, step_by_step(x, router.weight, top_k=1, gate="sigmoid", heads=3)[1]
+    )
+    assert (router.train().choose_per_head(x)[0] != best_THK).any()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_second_run_takes_the_first_ones_experts(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routers, "can_route", lambda *given, heads: True)
+    router, seen = sigmoid_router(), list[Tensor]()
+    torch.nn.init.normal_(router.weight)
+    x, _ = leaves((8, 12), (1, 1))
+
+    def step(rows: Tensor) -> tuple[Tensor, None]:
+        # Rounding that differs between the runs, by far more than a kernel's would.
+        experts_THK, weights_THK, _ = router.choose_per_head(rows * (-1) ** len(seen))
+        seen.append(experts_THK)
+        return weights_THK, None
+
+    y, _ = run_recomputed(mode, router, step, x)  # type: ignore[arg-type]
+    y.sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16(value) and bfloat16 of what is left, as float64."""
+    high = value.bfloat16().float()
+    return high.double(), (value - high).bfloat16().double()
+
+
+def three_products(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """What the kernel computes, summed exactly."""
+    (x_high, x_low), (w_high, w_low) = split(x_TD), split(weight_ED)
+    return x_low @ w_high.T + x_high @ w_low.T + x_high @ w_high.T
+
+
+@pytest.mark.parametrize("width", [1, 64, 412])
+def test_three_products_are_within_the_bound(width: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(500, width, generator=generator) * 10 ** torch.randn(
+        500, 1, generator=generator
+    )
+    weight = torch.randn(300, width, generator=generator)
+    # numbers whose rests are as great as they can be
+    x[:100] = 1 + 2**-8 - 2**-16 - 2**-23
+    weight[:50] = 1 + 2**-8 - 2**-16 - 2**-23
+    exact = x.double() @ weight.double().T
+    error = (three_products(x, weight) - exact).abs() / (x.double().abs() @ weight.double().abs().T)
+    assert error.max() < BOUND
+    assert error.max() > BOUND / 8  # the worst numbers come near it
+    assert error[100:, 50:].square().mean().sqrt() < 2**-16 / width**0.5
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_routers_choose_the_same_by_three_products(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recorded_choices(name, monkeypatch)
+    assert asked
+    for one in asked:
+        logits_TE = three_products(one.x_TD, one.weight_ED).float()
+        chosen = logits_TE.unflatten(1, (one.heads, -1)).topk(one.top_k, dim=-1).indices
+        first_H1 = torch.arange(one.heads)[:, None] * (len(one.weight_ED) // one.heads)
+        assert torch.equal(chosen + first_H1, one.experts_THK)

@@ -1,0 +1,256 @@
+"""The router's kernels against float64, and against torch's choice."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pairwise import slow_but
+from router_cases import GATES, RECORDED, recorded_choices, step_by_step
+from torch import Tensor
+
+from moebius.kernels import router as torchs
+from moebius.kernels.router import Gate, route_top_k
+from moebius.kernels.triton import router as kernel
+from moebius.kernels.triton import router_gradients, tiles
+
+# tokens, width, heads, experts of a head, top_k
+CASES = {
+    "several blocks of rows": (37, 41, 3, 10, 2),
+    "several tiles of experts": (20, 64, 1, 70, 5),
+    "the 44M model's": (17, 412, 1, 155, 12),
+    "many experts": (3, 33, 1, 300, 24),
+    "all experts": (5, 16, 2, 4, 4),
+    "one of each": (1, 1, 1, 1, 1),
+    "no row": (0, 8, 2, 3, 1),
+}
+
+
+def make(name: str) -> tuple[Tensor, Tensor, int, int]:
+    tokens, width, heads, per_head, top_k = CASES[name]
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, width, generator=generator)
+    weight = torch.randn(heads * per_head, width, generator=generator) / width**0.5
+    return x, weight, heads, top_k
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("name", slow_but(CASES, "several blocks of rows", "no row", "one of each"))
+def test_logits_choice_and_gates(name: str, gate: Gate) -> None:
+    x, weight, heads, top_k = make(name)
+    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    exact, wanted, weighed = step_by_step(
+        x.double(), weight.double(), top_k=top_k, gate=gate, heads=heads
+    )
+    sizes = (x.abs() @ weight.abs().T).view_as(logits).double()
+    assert ((logits.double() - exact).abs() <= kernel.BOUND * sizes).all()
+    assert torch.equal(experts, wanted)
+    torch.testing.assert_close(gates.double(), weighed, rtol=1e-4, atol=1e-6)
+    again = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads, given_THK=experts)
+    for first, second in zip((logits, experts, gates), again, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_given_experts_are_weighed_in_their_order(gate: Gate) -> None:
+    x, weight, heads, _ = make("several blocks of rows")
+    place_THK = torch.rand(37, heads, 10, generator=torch.Generator().manual_seed(8)).argsort(-1)
+    given_THK = place_THK[..., :3] + torch.arange(heads)[:, None] * 10
+    logits, experts, gates = route_top_k(
+        x, weight, top_k=3, gate=gate, heads=heads, given_THK=given_THK
+    )
+    assert torch.equal(experts, given_THK)
+    chosen = logits.gather(-1, place_THK[..., :3])
+    expected = {
+        "sigmoid": chosen.sigmoid(),
+        "softmax": logits.softmax(-1).gather(-1, place_THK[..., :3]),
+        "softmax_of_chosen": chosen.softmax(-1),
+    }[gate]
+    torch.testing.assert_close(gates, expected)
+
+
+def test_equal_logits_and_those_that_are_no_numbers() -> None:
+    """One channel of 1: the logits are the weights. Of equals the first; NaN before all."""
+    nan, inf = torch.nan, torch.inf
+    rows = {
+        (0.0, -0.0, 0.0, -1.0): [0, 1, 2],
+        (-0.0, 0.0, 1.0, 0.0): [2, 0, 1],
+        (-3.0, -1.0, -2.0, -1.0): [1, 3, 2],
+        (5.0, nan, 5.0, nan): [1, 3, 0],
+    }
+    for logits, chosen in rows.items():
+        weight = torch.tensor(logits)[:, None]
+        experts = route_top_k(torch.ones(1, 1), weight, top_k=3, gate="sigmoid")[1]
+        assert experts[0, 0].tolist() == chosen
+    # Two parts of infinity are none: what is left of it is NaN, and chosen before all.
+    weight = torch.tensor([[1.0], [-inf], [2.0]])
+    logits, experts, gates = route_top_k(torch.ones(1, 1), weight, top_k=2, gate="sigmoid")
+    assert experts[0, 0].tolist() == [1, 2]
+    assert logits[0, 0].isnan().tolist() == [False, True, False]
+    assert gates[0, 0].isnan().tolist() == [True, False]
+
+
+def test_rounding_to_bfloat16_is_torchs() -> None:
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-23, -1.7, 3e-39, 0.0])
+    weight = values[:, None].contiguous()
+    parts = torch.empty(2, 32, 32)
+    shape = {"E": 6, "D": 1, "ROWS": 32, "WIDTH": 32, "BLOCK": 1024, "EMULATED": True}
+    kernel.launch(kernel._split, 1, weight, parts, **shape)
+    high = values.bfloat16().float()
+    assert torch.equal(parts[0, :6, 0], high)
+    assert torch.equal(parts[1, :6, 0], (values - high).bfloat16().float())
+    parts[:, :6, 0] = 0
+    assert torch.equal(parts, torch.zeros_like(parts))  # the rest has no expert or no channel
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a router's backward pass is given."""
+
+    x_TD: Tensor
+    weight_ED: Tensor
+    made: tuple[Tensor, Tensor, Tensor]
+    grads: tuple[Tensor | None, Tensor | None]
+    gate: Gate
+
+    def kernels(self, wants_x: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        """By the kernels."""
+        wants = wants_x, wants_weight
+        return router_gradients.route_top_k_backward(
+            self.x_TD, self.weight_ED, self.made, self.grads, gate=self.gate, wants=wants
+        )
+
+    def of_logits(self) -> tuple[Tensor, Tensor]:
+        """The logits' gradient and the sum of its terms' sizes, by torch in float64."""
+        experts, gates, logits = self.made
+        logits_TE = logits.double() if self.gate == "softmax" else None
+        of_logits, of_gates = (None if grad is None else grad.double() for grad in self.grads)
+        if of_gates is None:
+            assert of_logits is not None
+            return of_logits, of_logits.abs()
+        made = experts, gates.double(), logits_TE
+        num_experts = len(self.weight_ED)
+        grad_TE = torchs._logit_gradient(
+            made, of_logits, of_gates, self.gate, num_experts=num_experts
+        )
+        weighed_THK = (of_gates * gates).abs()
+        share_THA = logits.double().unflatten(1, (gates.shape[1], -1)).softmax(
+            -1
+        ) * weighed_THK.sum(-1, keepdim=True)
+        most_THK = weighed_THK + gates * weighed_THK.sum(-1, keepdim=True)
+        sizes_TE = share_THA.flatten(1) + (0 if of_logits is None else of_logits.abs())
+        return grad_TE, sizes_TE.scatter_add(1, experts.flatten(1), most_THK.flatten(1))
+
+
+def make_backward(name: str, gate: Gate, *, parts: tuple[bool, bool] = (True, True)) -> Backward:
+    """`parts`: whether the logits have a gradient, and the gates."""
+    x, weight, heads, top_k = make(name)
+    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+    generator = torch.Generator().manual_seed(9)
+    flat_TE = logits.flatten(1)
+    grad_TE = torch.randn(flat_TE.shape, generator=generator) if parts[0] else None
+    grad_THK = torch.randn(gates.shape, generator=generator) if parts[1] else None
+    return Backward(x, weight, (experts, gates, flat_TE), (grad_TE, grad_THK), gate)
+
+
+def check_bounds(given: Backward) -> None:
+    """Three products are within their bound, beside the rounding of the logits' gradient."""
+    grad_TE, sizes_TE = given.of_logits()
+    slack_TE = kernel.BOUND * grad_TE.abs() + 2**-20 * sizes_TE
+    x, weight = given.x_TD.double(), given.weight_ED.double()
+    grad_x, grad_weight = given.kernels(True, True)
+    assert grad_x is not None
+    assert grad_weight is not None
+    assert ((grad_x.double() - grad_TE @ weight).abs() <= slack_TE @ weight.abs()).all()
+    assert ((grad_weight.double() - grad_TE.T @ x).abs() <= slack_TE.T @ x.abs()).all()
+
+
+@pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_are_within_the_bound(gate: Gate, parts: tuple[bool, bool]) -> None:
+    check_bounds(make_backward("several blocks of rows", gate, parts=parts))
+
+
+@pytest.mark.parametrize("gate", slow_but(GATES, "softmax"))
+@pytest.mark.parametrize("name", slow_but(CASES, "one of each", "no row"))
+def test_gradients_of_every_case_are_within_the_bound(name: str, gate: Gate) -> None:
+    check_bounds(make_backward(name, gate))
+
+
+@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+def test_only_gradients_that_are_wanted_are_made(wants: tuple[bool, bool]) -> None:
+    given = make_backward("several blocks of rows", "sigmoid")
+    both, found = given.kernels(True, True), given.kernels(*wants)
+    for one, alone, wanted in zip(both, found, wants, strict=True):
+        assert (alone is not None) == wanted
+        if one is not None and alone is not None:
+            assert torch.equal(one, alone)
+
+
+def test_rows_in_several_parts_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few enough rows to a program, the last of which has fewer than the others."""
+    given = make_backward("several blocks of rows", "softmax")
+    whole = given.kernels(False, True)[1]
+    monkeypatch.setattr(tiles, "_LEAST_ROWS", 16)
+    assert tiles.rows_of_part(37, 30, 41, tiles.Tile(16, 32, 16, 4, 1)) == 16
+    check_bounds(given)
+    first, again = (given.kernels(False, True)[1] for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_row_and_its_experts(bad: float) -> None:
+    given = make_backward("several blocks of rows", "sigmoid")
+    grad_TE, _ = given.grads
+    assert grad_TE is not None
+    grad_TE[36, 29] = bad
+    grad_x, grad_weight = given.kernels(True, True)
+    assert grad_x is not None
+    assert grad_weight is not None
+    assert grad_x[36].isnan().all()
+    assert grad_x[:36].isfinite().all()
+    assert grad_weight[29].isnan().all()
+    assert grad_weight[:29].isfinite().all()
+
+
+@pytest.mark.parametrize("names", [("x",), ("weight",), ("x", "weight")])
+@pytest.mark.parametrize("gate", GATES)
+def test_autograd_gets_what_torchs_operations_give(
+    gate: Gate, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of logits and gates, which lie as they like in memory."""
+    x, weight, heads, top_k = make("several blocks of rows")
+    leaves = {"x": x, "weight": weight}
+    for name in names:
+        leaves[name].requires_grad_()
+    results = []
+    for why_not in (None, "by torch"):
+        found = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
+        value = found[0].mean((1, 2)).square().sum() + found[2].sum(-1).sin().sum()
+        monkeypatch.setattr(torchs, "reason_against", lambda *_, why_not=why_not: why_not)
+        results.append(torch.autograd.grad(value, [leaves[name] for name in names]))
+        monkeypatch.undo()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_in_bfloat16_get_gradients_in_bfloat16() -> None:
+    x, weight, heads, top_k = make("several blocks of rows")
+    low = x.bfloat16().requires_grad_()
+    gates = route_top_k(low, weight, top_k=top_k, gate="sigmoid", heads=heads)[2]
+    [grad] = torch.autograd.grad(gates.sum(), [low])
+    assert grad.dtype is torch.bfloat16
+
+
+@pytest.mark.needs_shared
+@pytest.mark.parametrize("name", slow_but(RECORDED, RECORDED[0]))
+def test_recorded_routers_choose_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recorded_choices(name, monkeypatch)
+    assert asked
+    for one in asked:
+        _, experts_THK, _ = route_top_k(
+            one.x_TD, one.weight_ED, top_k=one.top_k, gate="sigmoid", heads=one.heads
+        )
+        assert torch.equal(experts_THK, one.experts_THK)

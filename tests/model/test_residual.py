@@ -1,0 +1,182 @@
+"""A layer whose additions, norms and casts are one pass over the rows computes what it does by plain
+operations: all of the family, both precisions, with recomputation, cast weights and a cache.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from family import NAMES, make_uneven, tiny_config, tiny_model
+from norm_kernels import stand_in
+from pairwise import slow_but
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moebius.model.compiled import compile_dense_parts
+from moebius.model.documents import mark_documents
+from moebius.model.precision import Precision, forward_in, products_dtype, store_in, stored_dtype
+from moebius.model.recompute import Recompute
+from moebius.model.transformer import Transformer
+
+TOKENS = torch.randint(61, (8, 9), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(
+    name: str,
+    precision: Precision,
+    recompute: Recompute = "none",
+    *,
+    ids_BS: Tensor | None = None,
+    compiles: bool = False,
+) -> dict[str, Tensor]:
+    """Of a training pass; and the loss."""
+    model = make_uneven(tiny_model(name))
+    store_in(model, stored_dtype(precision))
+    model.recompute_layers(recompute)
+    if compiles:
+        compile_dense_parts(model, backend="aot_eager")
+    documents = None
+    if ids_BS is not None:
+        documents = mark_documents(ids_BS, torch.device("cpu"), attention=True, balance=True)
+    torch.manual_seed(2)
+    dtype = products_dtype(precision)
+    output = forward_in(model, dtype, TOKENS, targets_BS=TOKENS, documents=documents)
+    (output.read_out + output.regularisation_B.sum()).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": output.read_out.detach()}
+
+
+def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The relative norm of all differences."""
+    assert set(found) == set(expected)
+    differences = [(found[name] - expected[name]).double().norm() for name in expected]
+    sizes = [value.double().norm() for value in expected.values()]
+    return (torch.stack(differences).norm() / torch.stack(sizes).norm()).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gradients(name, "float32")
+    stand_in(monkeypatch)
+    assert off(gradients(name, "float32"), plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "bfloat16") for name in NAMES),
+        *((name, "bfloat16_only") for name in ("moeut", "moeut_pre", "moeut_post", "deepseek")),
+    ],
+)
+def test_low_precision_is_as_exact_as_by_plain_operations(
+    name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, plain = gradients(name, "float32"), gradients(name, precision)
+    stand_in(monkeypatch)
+    fused = gradients(name, precision)
+    assert off(fused, exact) < 1.05 * off(plain, exact) + 1e-4
+    assert off(fused, plain) < 0.03
+
+
+@pytest.mark.parametrize("name", ["moeut", "moeut_g1", "switchhead"])
+def test_no_sum_of_gradients_is_rounded_to_bfloat16(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it were, whole models would be off by 1e-4 and more."""
+    plain = gradients(name, "bfloat16")
+    stand_in(monkeypatch)
+    assert off(gradients(name, "bfloat16"), plain) < 2e-5
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["moeut", "moeut_post", "sut", "deepseek"])
+def test_recomputation_gives_equal_bits(
+    name: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    kept, made_again = (gradients(name, "bfloat16", mode) for mode in ("none", recompute))
+    assert all(torch.equal(made_again[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize("name", ["moeut", "sut", "dense"])
+def test_documents_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids_BS = torch.arange(9).expand(8, 9) // 4
+    ids_BS = ids_BS.where(torch.arange(9) < 7, -1)
+    plain = gradients(name, "float32", ids_BS=ids_BS)
+    stand_in(monkeypatch)
+    assert off(gradients(name, "float32", ids_BS=ids_BS), plain) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["moeut", "moeut_post", "dense"])
+def test_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    model = make_uneven(tiny_model(name)).eval()
+    cache = model.new_cache()
+    with torch.no_grad():
+        whole = model(TOKENS).logits_BSV
+        steps = [model(TOKENS[:, :5], cache).logits_BSV, model(TOKENS[:, 5:], cache).logits_BSV]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", slow_but(["moeut", "moeut_pre", "sut"], "moeut"))
+def test_compiled_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    plain = gradients(name, "bfloat16")
+    torch._dynamo.reset()
+    assert off(gradients(name, "bfloat16", compiles=True), plain) < 1e-5
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that make or change tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(name: str, num_layers: int) -> dict[str, int]:
+    """Of a training pass in bfloat16, on tensors without values."""
+    with FakeTensorMode():
+        model = Transformer(tiny_config(name, {"num_layers": num_layers}))
+        tokens = torch.zeros(8, 9, dtype=torch.int64)
+        with Counted() as counted:
+            output = forward_in(model, torch.bfloat16, tokens, targets_BS=tokens)
+            (output.read_out + output.regularisation_B.sum()).backward()
+    return counted.counts
+
+
+def of_a_depth_step(name: str) -> dict[str, float]:
+    """The operations that one more repeat of the group costs, by its layers."""
+    per_group = tiny_config(name).layers_per_group
+    few, many = (operations(name, repeats * per_group) for repeats in (2, 3))
+    counts = {key: (many[key] - few.get(key, 0)) / per_group for key in many}
+    return {key: count for key, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("name", slow_but(["moeut", "moeut_pre", "moeut_post"], "moeut"))
+def test_norms_and_casts_are_no_operations_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = of_a_depth_step(name)
+    stand_in(monkeypatch)
+    fused = of_a_depth_step(name)
+    print(
+        name,
+        {
+            k: (plain.get(k, 0), fused.get(k, 0))
+            for k in plain | fused
+            if plain.get(k, 0) != fused.get(k, 0)
+        },
+        plain,
+        sum(plain.values()),
+        sum(fused.values()),
+    )
+    assert plain["native_layer_norm"] == plain["native_layer_norm_backward"] == 2
+    assert fused["add_norm"] == fused["add_norm_backward"] == 2
+    assert "native_layer_norm" not in fused
