@@ -216,7 +216,8 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     stopped = psutil.Process(rank.pid)  # before that SIGTERM would end it
     wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="the stop")
     ranks: Any = spares._Spares.__new__(spares._Spares)
-    ranks.subprocess_handlers = {0: spares._Handler(rank.pid)}
+    handler = spares._Handler(rank.pid)
+    ranks.subprocess_handlers = {0: handler}
     agent = spares.WarmElasticAgent.__new__(spares.WarmElasticAgent)
     agent._worker_watchdog = agent._health_check_server = None
     graces: list[int] = []
@@ -229,7 +230,8 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     agent._pcontext = Ranks()  # type: ignore[assignment]
     agent._shutdown()
     assert graces == [0]
-    assert rank.wait(60) == -signal.SIGKILL
+    # the handler's to ask: it may have waited for the rank before Popen could, which then says 0
+    assert handler.proc.wait(60) == -signal.SIGKILL
 
 
 def test_marks_are_written_where_others_see_them():

@@ -180,13 +180,16 @@ def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
 
     harness: Any = importlib.import_module("lm_eval")
     manager = TaskManager(include_path=str(task_folder), include_defaults=False)
-    found = harness.simple_evaluate(
-        model=model,
-        tasks=[f"own_{name}" for name in PUBLISHED],
-        task_manager=manager,
-        log_samples=True,
-        bootstrap_iters=0,  # it forks otherwise, and this process has threads
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # its bootstrap would fork, and this process has threads
+        patch.setenv("DISABLE_MULTIPROC", "1")
+        found = harness.simple_evaluate(
+            model=model,
+            tasks=[f"own_{name}" for name in PUBLISHED],
+            task_manager=manager,
+            log_samples=True,
+            bootstrap_iters=10,
+        )
     assert found is not None
     return dict(found)
 

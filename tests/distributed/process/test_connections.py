@@ -22,6 +22,9 @@ def meet_twice() -> tuple[str, bool, list[float]]:
     """One rank of each EP group waits for the other, which lives and never comes."""
     first = start_process("cpu", timeout_s=60)
     mesh = build_mesh(plan_layout(MeshConfig(ep=2), first.world_size), first)
+    # a rank that still connects would find the connections closed that another breaks off
+    first.store.set(f"built by {first.rank}", "")
+    first.store.wait([f"built by {rank}" for rank in range(first.world_size)])
     broken: list[int] = []
     breaker = threading.Thread(target=lambda: broken.append(break_off()))
     raised = ""
