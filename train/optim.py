@@ -52,7 +52,9 @@ def make_optimizer(
     Args:
         fused: one kernel updates a group, in another order of roundings; else some ten operations
             over all of its tensors do, and the host reads every tensor's count of steps. None: on
-            GPUs, where launches are dear.
+            GPUs, where launches are dear. On CPUs it is quicker too, but torch rounds the last
+            elements of a tensor, or of a thread's part of it, otherwise than the others: copies of
+            an expert in different slots of a bank would drift apart (train/expert_placement.py).
     """
     groups: dict[Any, list[Parameter]] = {}
     parameters = list(parameters)
