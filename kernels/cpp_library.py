@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -51,9 +52,10 @@ class CppLibrary:
     def file(self) -> Path:
         """Returns the path of the compiled library, whether it exists or not.
 
-        Its name changes with all that it is made of: the source and the flags.
+        Its name changes with all that it is made of: the source, the flags, and the kind of
+        processor, for machines of two kinds may share a home folder.
         """
-        made_of = self.source.read_bytes() + " ".join(self.flags).encode()
+        made_of = self.source.read_bytes() + " ".join((*self.flags, platform.machine())).encode()
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
         )

@@ -48,6 +48,17 @@ def test_it_is_compiled_once_and_nothing_else_is_left(
     assert library.load().sum(2, 2) == 4
 
 
+@needs_a_compiler
+def test_a_processor_of_another_kind_has_a_file_of_its_own(
+    library: CppLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An x86 node and an ARM node may share a home folder, and neither loads the other's file."""
+    library.load()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(cpp_library.platform, "machine", lambda machine=machine: machine)
+        assert library.file.exists() == (machine == os.uname().machine)
+
+
 def test_processes_that_start_together_compile_it_once(
     library: CppLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
