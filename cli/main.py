@@ -20,18 +20,18 @@ from . import (
     compare,
     completion,
     dashboard,
-    data,
     doctor,
     evaluate,
     harness,
     job_reports,
-    jobs,
     layout,
-    models,
     plan,
     prepare,
     simulate,
 )
+from . import data_folders as data
+from . import job_control as jobs
+from . import recipes as models
 from .messages import print_message
 
 # In the order in which `moebius --help` lists them.
