@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .arguments import RUNS, Commands, add_command, add_run_argument
-from .job_reports import EXIT_CODES, watch_run
+from .jobs.status import EXIT_CODES, watch_run
 from .messages import print_message
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")

@@ -13,26 +13,16 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import (
-    analyze,
-    checkpoints,
-    cluster,
-    compare,
-    completion,
-    dashboard,
-    doctor,
-    evaluate,
-    harness,
-    job_reports,
-    layout,
-    plan,
-    prepare,
-    simulate,
-)
-from . import data_folders as data
-from . import job_control as jobs
-from . import recipes as models
+from . import analyze, compare, completion, dashboard, layout
+from .data import checkpoints, prepare
+from .data import folders as data
+from .jobs import cluster, doctor
+from .jobs import control as jobs
+from .jobs import status as job_reports
 from .messages import print_message
+from .models import evaluate, harness
+from .models import recipes as models
+from .planning import plan, simulate
 
 # In the order in which `moebius --help` lists them.
 GROUPS = (

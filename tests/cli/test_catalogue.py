@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from moebius.cli.catalogue import catalogue, render_catalogue, short
 from moebius.cli.main import main
+from moebius.cli.models.catalogue import catalogue, render_catalogue, short
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Promises
 from moebius.train.recipes.smoke import RECIPES

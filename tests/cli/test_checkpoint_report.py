@@ -11,7 +11,7 @@ import pytest
 import torch
 from world import run_ranks
 
-from moebius.cli import checkpoint_report
+from moebius.cli.data import checkpoint_report
 from moebius.cli.main import main
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.files import (

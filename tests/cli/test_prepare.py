@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moebius.cli.data.prepare import _data_config
 from moebius.cli.main import main, parse
-from moebius.cli.prepare import _data_config
 from moebius.cluster import submit
 from moebius.cluster.ray_session import ALLOW_UNAUTHENTICATED
 from moebius.data_pipeline.config import DataConfig

@@ -12,8 +12,8 @@ import zstandard
 from bytes_run import train_bytes
 from small_model import TINY
 
-from moebius.cli.evaluate_report import plain_report, render_report
 from moebius.cli.main import main
+from moebius.cli.models.evaluate_report import plain_report, render_report
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.evaluation.scoring import Scorer

@@ -19,8 +19,8 @@ from hf_case import LENGTHS, STEP, TOKENS, VOCABULARY, logits, make_run, model_o
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moebius.cli.evaluate_report import plain_report
 from moebius.cli.main import main
+from moebius.cli.models.evaluate_report import plain_report
 from moebius.data_pipeline.config import DataConfig, SourceConfig
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.token_store import prepared_tokenizer

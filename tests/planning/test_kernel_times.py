@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moebius.cli.plan_request import make_scenario
+from moebius.cli.planning.plan_request import make_scenario
 from moebius.kernels import norm, rotary
 from moebius.model import layers as model_layers
 from moebius.model import residual

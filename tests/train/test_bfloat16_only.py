@@ -12,7 +12,7 @@ from pairwise import slow_but
 from torch import Tensor
 from world import run_ranks
 
-from moebius.cli.plan_request import make_scenario
+from moebius.cli.planning.plan_request import make_scenario
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.checkpoint.files import latest, open_checkpoint
 from moebius.distributed.checkpoint.reading import read_tensor

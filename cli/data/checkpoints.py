@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from .arguments import Commands, add_command, add_overrides, add_run_argument
+from ..arguments import Commands, add_command, add_overrides, add_run_argument
 
 
 def add_commands(commands: Commands) -> None:
@@ -70,8 +70,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt verify`."""
     from rich.console import Console
 
+    from ..progress import progress_bars
     from .checkpoint_report import verify_each
-    from .progress import progress_bars
 
     problems = []
     with progress_bars(Console(stderr=True)) as start_progress:
@@ -122,8 +122,8 @@ def _reshard(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt reshard`."""
     from rich.console import Console
 
+    from ..progress import progress_bars
     from .checkpoint_report import reshard_for
-    from .progress import progress_bars
 
     mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
     with progress_bars(Console(stderr=True)) as start_progress:
@@ -182,10 +182,10 @@ def _export(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt export`."""
     from rich.console import Console
 
-    from ..distributed.checkpoint.files import find_checkpoint
-    from ..export.hf.folder import export_to_hf
-    from ..export.safetensors import export, parse_size
-    from .progress import progress_bars
+    from ...distributed.checkpoint.files import find_checkpoint
+    from ...export.hf.folder import export_to_hf
+    from ...export.safetensors import export, parse_size
+    from ..progress import progress_bars
 
     write = partial(export_to_hf, with_tokenizer=not options.no_tokenizer)
     with progress_bars(Console(stderr=True)) as start_progress:
@@ -233,8 +233,8 @@ def _add_import(actions: Commands) -> None:
 
 def _import(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt import`."""
-    from ..export.published import import_published
-    from .configurations import resolve_config
+    from ...export.published import import_published
+    from ..configurations import resolve_config
 
     config = resolve_config(options.name, options.overrides)
     print(import_published(options.file, options.out, config, ignore=options.ignore))

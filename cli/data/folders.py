@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from .arguments import RUNS, Commands, add_command
-from .data_peek import add_order, add_peek
+from ..arguments import RUNS, Commands, add_command
+from .peek import add_order, add_peek
 
 
 def add_commands(commands: Commands) -> None:
@@ -115,8 +115,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Carries out `moebius data verify`."""
     from rich.console import Console
 
+    from ..progress import progress_bars
     from .data_report import print_json, verify_folder
-    from .progress import progress_bars
 
     with progress_bars(Console(stderr=True)) as start_progress:
         verdict = verify_folder(options.path, start_progress)

@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed.dispatch.table import LOCAL, by_collectives
-from .arguments import Commands, add_command, add_overrides
-from .messages import print_message
+from ...distributed.dispatch.table import LOCAL, by_collectives
+from ..arguments import Commands, add_command, add_overrides
+from ..messages import print_message
 
 if TYPE_CHECKING:
-    from ..model.transformer import Transformer
-    from ..simulation.request import CallSource, RequestedRanks, SavedPlacement
-    from ..train.config import Config
+    from ...model.transformer import Transformer
+    from ...simulation.request import CallSource, RequestedRanks, SavedPlacement
+    from ...train.config import Config
 
 
 def add_commands(commands: Commands) -> None:
@@ -107,9 +107,9 @@ def _simulate(options: argparse.Namespace) -> int:
     """Carries out `moebius simulate`; 1 where the simulation found a violation."""
     import traceback
 
-    from ..simulation.dispatch import unexpected_cause
-    from ..simulation.shapes import ShapeMismatch
-    from ..simulation.threads import RankFailed
+    from ...simulation.dispatch import unexpected_cause
+    from ...simulation.shapes import ShapeMismatch
+    from ...simulation.threads import RankFailed
 
     try:
         return _simulated(options)
@@ -126,8 +126,8 @@ def _simulated(options: argparse.Namespace) -> int:
     """Simulates what was asked for and shows it; returns the exit code."""
     from rich.console import Console
 
-    from ..simulation.report import draw_simulation, render_simulation, simulation_as_json
-    from ..simulation.request import RequestedRanks, simulate_all
+    from ...simulation.report import draw_simulation, render_simulation, simulation_as_json
+    from ...simulation.request import RequestedRanks, simulate_all
 
     _refuse_contradictions(options)
     asked = RequestedRanks(
@@ -149,7 +149,7 @@ def _simulated(options: argparse.Namespace) -> int:
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:
     """Raises JobError where two options exclude each other, or one would be ignored."""
-    from ..cluster.job import JobError
+    from ...cluster.job import JobError
 
     if (options.name is None) == (options.trace is None):
         raise JobError(
@@ -174,7 +174,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 
 def _source(options: argparse.Namespace) -> "CallSource":
     """Returns where the simulated steps get their routes from: a recorded trace, or a model."""
-    from ..simulation.request import source_from_model, source_from_trace
+    from ...simulation.request import source_from_model, source_from_trace
 
     if options.trace is not None:
         return source_from_trace(
@@ -196,10 +196,10 @@ def _simulate_shapes(options: argparse.Namespace, asked: "RequestedRanks") -> in
     """Simulates shapes without values, which needs no memory for weights; returns the exit code."""
     from rich.console import Console
 
-    from ..cluster.job import JobError
-    from ..simulation.report import render_shapes, shapes_as_json
-    from ..simulation.request import shape_request
-    from ..simulation.shapes import first_middle_last, shapes_of
+    from ...cluster.job import JobError
+    from ...simulation.report import render_shapes, shapes_as_json
+    from ...simulation.request import shape_request
+    from ...simulation.shapes import first_middle_last, shapes_of
 
     if options.name is None:
         raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
@@ -222,9 +222,9 @@ def _simulated_model(
     """Returns the title and configuration of the model that was named; of a run folder its weights
     and its placement of experts too.
     """
-    from ..distributed.process.process import start_process
-    from ..evaluation.restore import restore
-    from ..simulation.request import find_placement
+    from ...distributed.process.process import start_process
+    from ...evaluation.restore import restore
+    from ...simulation.request import find_placement
 
     if not _is_run(options):
         return options.name, _config(options), None, find_placement(None, options.expert_map)
@@ -240,9 +240,9 @@ def _simulated_model(
 
 def _config(options: argparse.Namespace) -> "Config":
     """Returns the configuration of the run, recipe or file that was named."""
-    from ..simulation.request import config_of_run
-    from ..train.config import resolve
-    from ..train.recipes.smoke import RECIPES
+    from ...simulation.request import config_of_run
+    from ...train.config import resolve
+    from ...train.recipes.smoke import RECIPES
 
     if _is_run(options):
         return config_of_run(Path(options.name))
@@ -251,7 +251,7 @@ def _config(options: argparse.Namespace) -> "Config":
 
 def _is_run(options: argparse.Namespace) -> bool:
     """Whether a run folder was named; JobError where it is to be simulated with other values."""
-    from ..cluster.job import JobError
+    from ...cluster.job import JobError
 
     if not Path(options.name).is_dir():
         return False

@@ -5,7 +5,7 @@ does to them, by hand.
 import argparse
 import json
 
-from .arguments import Commands, add_command
+from ..arguments import Commands, add_command
 
 DONE = "exit code: 0, or 2 where there is no such cluster or it refuses"
 
@@ -67,7 +67,7 @@ def _add_up(actions: Commands) -> None:
 
 def _up(options: argparse.Namespace) -> int:
     """Carries out `moebius cluster up`."""
-    from ..cluster.places.standing import SCHEME, start_cluster
+    from ...cluster.places.standing import SCHEME, start_cluster
 
     _at_least(1, "--simulate", options.simulate)
     _at_least(1, "--cpus-per-node", options.cpus_per_node)
@@ -101,7 +101,7 @@ def _add_down(actions: Commands) -> None:
 
 def _down(options: argparse.Namespace) -> int:
     """Carries out `moebius cluster down`."""
-    from ..cluster.places.standing import end_cluster, find_cluster
+    from ...cluster.places.standing import end_cluster, find_cluster
 
     cluster = find_cluster(options.cluster)
     end_cluster(cluster, force=options.force)
@@ -129,7 +129,7 @@ def _add_status(actions: Commands) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     """Carries out `moebius cluster status`."""
-    from ..cluster.places.standing import find_cluster, list_clusters
+    from ...cluster.places.standing import find_cluster, list_clusters
 
     named = options.cluster is not None
     clusters = [find_cluster(options.cluster)] if named else list_clusters()
@@ -172,7 +172,7 @@ def _add_kill_node(actions: Commands) -> None:
 
 def _kill_node(options: argparse.Namespace) -> int:
     """Carries out `moebius cluster kill-node`."""
-    from ..cluster.places.standing import find_cluster
+    from ...cluster.places.standing import find_cluster
 
     told = find_cluster(options.cluster).ask("kill-node", node=options.node)
     print(f"node {options.node} is gone, with {told['processes']} processes")
@@ -193,7 +193,7 @@ def _add_add_node(actions: Commands) -> None:
 
 def _add_node(options: argparse.Namespace) -> int:
     """Carries out `moebius cluster add-node`."""
-    from ..cluster.places.standing import find_cluster
+    from ...cluster.places.standing import find_cluster
 
     told = find_cluster(options.cluster).ask("add-node")
     print(f"node {told['node']} has joined")

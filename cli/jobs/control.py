@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import (
+from ..arguments import (
     RUNS,
     Commands,
     add_command,
@@ -16,12 +16,12 @@ from .arguments import (
     add_unauthenticated,
     allow_unauthenticated,
 )
-from .configurations import resolve_config
+from ..configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
-    from ..cluster.recovery.scale import ScaleRequest
-    from ..train.config import Config
+    from ...cluster.recovery.scale import ScaleRequest
+    from ...train.config import Config
 
 ENDS = (
     "exit code: 0 where the job SUCCEEDED or was STOPPED, 75 where it was PREEMPTED, 1 where it has "
@@ -115,7 +115,7 @@ def _add_resume(commands: Commands) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     """Carries out `moebius train`."""
-    from ..cluster.local import train_here
+    from ...cluster.local import train_here
 
     config, run_dir = _resolve(options)
     return train_here(config, run_dir).exit_code
@@ -137,8 +137,8 @@ def _submit_to(
     scale: "ScaleRequest | None" = None,
 ) -> int:
     """Submits to the place that the options name, with the code that they name."""
-    from ..cluster.shipping.runtime import shipping
-    from ..cluster.submit import submit
+    from ...cluster.shipping.runtime import shipping
+    from ...cluster.submit import submit
 
     if options.wheel is not None and not options.ship:
         raise ValueError("--wheel says what --ship is to bring along: give --ship, too")
@@ -156,9 +156,9 @@ def _submit_to(
 def _resume(options: argparse.Namespace) -> int:
     """Carries out `moebius resume`."""
     allow_unauthenticated(options)
-    from ..cluster.job import JobError, State, refuse_if_running
-    from ..cluster.recovery.scale import request_to_keep
-    from ..cluster.reports.run_report import read_report
+    from ...cluster.job import JobError, State, refuse_if_running
+    from ...cluster.recovery.scale import request_to_keep
+    from ...cluster.reports.run_report import read_report
 
     run_dir = options.run_dir.absolute()
     report = read_report(run_dir)
@@ -179,7 +179,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
     """The configuration that a run folder holds, with single values changed and checked."""
-    from ..cluster.job import JobError
+    from ...cluster.job import JobError
 
     stored = run_dir / "config.json"
     if not stored.is_file():
@@ -197,7 +197,7 @@ def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     """Returns the configuration, checked against the world it asks for, and where it is to run."""
-    from ..train.run_folder import default_run_dir, place_data
+    from ...train.run_folder import default_run_dir, place_data
 
     config = place_data(resolve_config(options.name, options.overrides), RUNS)
     config.check_world(config.world_size)
@@ -225,7 +225,7 @@ def _add_scale(commands: Commands) -> None:
 
 def _scale(options: argparse.Namespace) -> int:
     """Carries out `moebius scale`."""
-    from ..cluster.recovery.scale import request_scale
+    from ...cluster.recovery.scale import request_scale
 
     request_scale(options.run_dir, options.num_nodes)
     print(
@@ -254,8 +254,8 @@ def _add_stop(commands: Commands) -> None:
 
 def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
-    from ..cluster.job import stop
-    from ..cluster.reports.run_report import read_report
+    from ...cluster.job import stop
+    from ...cluster.reports.run_report import read_report
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
     if options.json:
@@ -263,7 +263,7 @@ def _stop(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from ..cluster.summary import closing_words
+    from ...cluster.summary import closing_words
 
     Console().print(closing_words(status))
     return 0

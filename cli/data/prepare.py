@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import (
+from ..arguments import (
     Commands,
     add_command,
     add_overrides,
@@ -19,9 +19,9 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..data_pipeline.config import DataConfig
-    from ..data_pipeline.making.pools import TaskPool
-    from ..data_pipeline.manifest import DatasetManifest
+    from ...data_pipeline.config import DataConfig
+    from ...data_pipeline.making.pools import TaskPool
+    from ...data_pipeline.manifest import DatasetManifest
 
 _OVERRIDE = re.compile(r"data(\.\w+)+=")
 
@@ -116,14 +116,14 @@ def _prepare(options: argparse.Namespace) -> int:
     """Carries out `moebius prepare`."""
     from rich.console import Console
 
-    from ..cluster.watch import show_preparation
-    from ..data_pipeline.making.prepare import prepare
+    from ...cluster.watch import show_preparation
+    from ...data_pipeline.making.prepare import prepare
 
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")
     data = _data_config(options)
     if options.address is not None or options.ray:
-        from ..cluster.submit import prepare_on_cluster
+        from ...cluster.submit import prepare_on_cluster
 
         allow_unauthenticated(options)
         manifest = prepare_on_cluster(
@@ -149,8 +149,8 @@ def _data_config(options: argparse.Namespace) -> "DataConfig":
     Raises:
         ValueError: it is not valid.
     """
-    from ..train.config import resolve_data
-    from ..train.recipes.smoke import RECIPES
+    from ...train.config import resolve_data
+    from ...train.recipes.smoke import RECIPES
 
     values: dict[str, Any] = {"directory": str(options.output.absolute())}
     overrides = list(options.overrides)
@@ -168,7 +168,7 @@ def _data_config(options: argparse.Namespace) -> "DataConfig":
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
     """Returns where the tasks run, on this machine."""
-    from ..data_pipeline.making.pools import LocalPool, SerialPool
+    from ...data_pipeline.making.pools import LocalPool, SerialPool
 
     return LocalPool(workers) if workers > 1 else nullcontext(SerialPool())
 

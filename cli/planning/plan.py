@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed.dispatch.table import DISPATCHERS
-from .arguments import Commands, add_command, add_overrides
+from ...distributed.dispatch.table import DISPATCHERS
+from ..arguments import Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planning.prediction import Scenario
-    from ..planning.report import PlanReport
+    from ...planning.prediction import Scenario
+    from ...planning.report import PlanReport
 
 
 def add_commands(commands: Commands) -> None:
@@ -141,10 +141,10 @@ def _plan(options: argparse.Namespace) -> int:
     """Carries out `moebius plan`."""
     from rich.console import Console
 
-    from ..planning.planner import Constraints
-    from ..planning.report import draw_plans, make_report, parse_nodes, plans_as_json
-    from ..train.config import resolve
-    from ..train.recipes.smoke import RECIPES
+    from ...planning.planner import Constraints
+    from ...planning.report import draw_plans, make_report, parse_nodes, plans_as_json
+    from ...train.config import resolve
+    from ...train.recipes.smoke import RECIPES
     from .plan_request import make_scenario
 
     nodes = parse_nodes(options.nodes)
@@ -186,8 +186,8 @@ def _show(
     """Prints the ranked layouts, `top` of every size unless told otherwise, and what else was asked
     for.
     """
-    from ..planning.kernel_report import render_kernels
-    from ..planning.report import render_detail, render_plans, render_sources
+    from ...planning.kernel_report import render_kernels
+    from ...planning.report import render_detail, render_plans, render_sources
 
     console.print(render_plans(report, top=options.top or top))
     if options.detail:

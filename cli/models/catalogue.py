@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..model.cost import (
+from ...model.cost import (
     Flops,
     Parameters,
     count_parameters,
@@ -20,8 +20,8 @@ from ..model.cost import (
     forward_flops,
     is_upper_bound,
 )
-from ..model.routers.router import Promises
-from ..train.config import Config, resolve
+from ...model.routers.router import Promises
+from ...train.config import Config, resolve
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import Commands, add_command, add_run_argument
+from ..arguments import Commands, add_command, add_run_argument
 
 _ONE_OF = ("tasks", "test_sets", "score", "stride", "prompt")
 _OF_TASKS = ("data", "limit", "context", "too_long")
@@ -149,7 +149,7 @@ def _test_sets(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..evaluation.test_sets import measure_test_sets
+    from ...evaluation.test_sets import measure_test_sets
     from .evaluate_report import render_test_sets
 
     inputs: dict[str, list[str]] = {}
@@ -176,10 +176,10 @@ def _tasks(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..evaluation.tasks.reading import HUB
-    from ..evaluation.zero_shot import measure_tasks
+    from ...evaluation.tasks.reading import HUB
+    from ...evaluation.zero_shot import measure_tasks
+    from ..progress import task_bars
     from .evaluate_report import plain_report, render_report
-    from .progress import task_bars
 
     if options.data is None:
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
@@ -208,7 +208,7 @@ def _tasks(options: argparse.Namespace) -> int:
 
 def _text_or_loss(options: argparse.Namespace) -> int:
     """Measures the loss, scores a text or writes one."""
-    from ..evaluation.report import measure, score_text
+    from ...evaluation.report import measure, score_text
 
     run_dir, step = options.run_dir, options.step
     if options.score is not None:
@@ -227,7 +227,7 @@ def _sliding(options: argparse.Namespace) -> object:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..evaluation.sliding import measure_sliding
+    from ...evaluation.sliding import measure_sliding
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("tokens", total=None)
@@ -243,7 +243,7 @@ def _sliding(options: argparse.Namespace) -> object:
 
 def _write(options: argparse.Namespace) -> None:
     """Prints what the model writes after the prompt, piece by piece."""
-    from ..evaluation.report import write_text
+    from ...evaluation.report import write_text
 
     pieces = write_text(
         options.run_dir,

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
+from ..arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
 
 if TYPE_CHECKING:
-    from ..cluster.checks.findings import Finding
+    from ...cluster.checks.findings import Finding
 
 _MATRIX_NODES = 12  # more do not fit a terminal; the file has them all
 
@@ -62,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Carries out `moebius doctor`."""
-    from ..cluster.checks.findings import exit_code
+    from ...cluster.checks.findings import exit_code
 
     on_cluster = options.address is not None
     if not (1 if on_cluster else 2) <= options.processes <= 16:
@@ -87,17 +87,17 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _of_gpus() -> "list[Finding]":
     """Checks what this machine's GPUs compute."""
-    from ..cluster.checks.gpus import look_at_gpus
+    from ...cluster.checks.gpus import look_at_gpus
 
     return look_at_gpus()
 
 
 def _of_machine(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, Any]]":
     """Checks this machine; returns its links, too."""
-    from ..cluster.checks.findings import judge_links
-    from ..cluster.checks.links import measure_links
-    from ..cluster.checks.machine import look_at_machine
-    from ..planning.measured import fit_hockney
+    from ...cluster.checks.findings import judge_links
+    from ...cluster.checks.links import measure_links
+    from ...cluster.checks.machine import look_at_machine
+    from ...planning.measured import fit_hockney
 
     try:
         findings = look_at_machine(options.run_dir.absolute())
@@ -119,14 +119,14 @@ def _of_cluster(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, 
     """Checks a cluster; returns its links, if its nodes could measure them."""
     from rich.console import Console
 
-    from ..cluster.checks.cluster import Settings, examine
-    from ..cluster.places.standing import cluster_at
-    from ..planning.measured import fit_hockney
+    from ...cluster.checks.cluster import Settings, examine
+    from ...cluster.places.standing import cluster_at
+    from ...planning.measured import fit_hockney
 
     allow_unauthenticated(options)
     settings = Settings(str(options.run_dir.absolute()), options.processes, options.limit)
     with Console(stderr=True).status("connecting") as status, cluster_at(options.address):
-        from ..cluster.checks.ray_probes import probes
+        from ...cluster.checks.ray_probes import probes
 
         with probes(options.limit) as (nodes, silent):
             done = examine(nodes, settings, fit=fit_hockney, silent=silent, tell=status.update)
@@ -134,7 +134,7 @@ def _of_cluster(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, 
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:
-    from ..train.redaction import redact_values
+    from ...train.redaction import redact_values
 
     for finding in findings:
         print(json.dumps(redact_values(finding.record()), ensure_ascii=False))
@@ -145,7 +145,7 @@ def _show(findings: "Sequence[Finding]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..train.redaction import redact
+    from ...train.redaction import redact
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..train.config import Config
+    from ...train.config import Config
 
 
 def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def emit(options: argparse.Namespace) -> int:
 
 
 def _kuberay(options: argparse.Namespace) -> str:
-    from ..cluster.places.kuberay import KubeRaySettings, kuberay_manifest
+    from ...cluster.places.kuberay import KubeRaySettings, kuberay_manifest
 
     for what in ("image", "claim"):
         if getattr(options, what) is None:
@@ -82,7 +82,7 @@ def _ray_version() -> str:
 
 
 def _slurm(options: argparse.Namespace) -> str:
-    from ..cluster.places.slurm import SlurmSettings, parse_options, slurm_script
+    from ...cluster.places.slurm import SlurmSettings, parse_options, slurm_script
 
     if options.run_dir is None:
         raise ValueError("--emit slurm needs --run-dir: a folder that all nodes see")
@@ -98,8 +98,8 @@ def _slurm(options: argparse.Namespace) -> str:
 
 def _resolve(options: argparse.Namespace, root: Path) -> "Config":
     """The configuration; prepared data lies below `root`, which every node sees."""
-    from ..train.run_folder import place_data
-    from .configurations import resolve_config
+    from ...train.run_folder import place_data
+    from ..configurations import resolve_config
 
     config = place_data(resolve_config(options.name, options.overrides), root)
     config.check_world(config.world_size)

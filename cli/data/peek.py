@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Commands, add_command
+from ..arguments import Commands, add_command
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ..data_pipeline.document_order import RowPart, RunOrder, SampleRow, Sightings
-    from ..data_pipeline.peek import DecodedPart, DecodedRow
-    from ..train.config import Config
+    from ...data_pipeline.document_order import RowPart, RunOrder, SampleRow, Sightings
+    from ...data_pipeline.peek import DecodedPart, DecodedRow
+    from ...train.config import Config
 
 _ROWS = 3
 _EPOCHS = 20
@@ -109,11 +109,11 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
     Raises:
         ValueError: it means none, or its data is not there.
     """
-    from ..data_pipeline.inspection import check_readable, is_data_folder
-    from ..train.config import Config, resolve
-    from ..train.recipes.smoke import RECIPES
-    from ..train.run_folder import place_data
-    from .arguments import RUNS
+    from ...data_pipeline.inspection import check_readable, is_data_folder
+    from ...train.config import Config, resolve
+    from ...train.recipes.smoke import RECIPES
+    from ...train.run_folder import place_data
+    from ..arguments import RUNS
 
     path = Path(options.path)
     named = dict(RECIPES)
@@ -135,18 +135,18 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
 
 def _config_of_folder(folder: Path) -> "Config":
     """Returns the default configuration for a folder's sources."""
-    from ..data_pipeline.inspection import config_of_folder
-    from ..model.config import ModelConfig
-    from ..train.config import Config
+    from ...data_pipeline.inspection import config_of_folder
+    from ...model.config import ModelConfig
+    from ...train.config import Config
 
     data = config_of_folder(folder)
     return Config(model=ModelConfig(vocab_size=data.num_token_ids), data=data)
 
 
 def _open_order(config: "Config", run: Path | None) -> "RunOrder":
-    from ..data_pipeline.document_order import RunOrder
-    from ..data_pipeline.left_out import NOTHING
-    from ..train.spikes.record import left_out_by, read_rollbacks
+    from ...data_pipeline.document_order import RunOrder
+    from ...data_pipeline.left_out import NOTHING
+    from ...train.spikes.record import left_out_by, read_rollbacks
 
     return RunOrder(
         config.data,
@@ -200,9 +200,9 @@ def _peeked_rows(
     options: argparse.Namespace, config: "Config", run: Path | None
 ) -> "tuple[list[DecodedRow], bool]":
     """Returns the rows that were asked for, and whether they are in the order of a run."""
-    from ..data_pipeline.inspection import is_data_folder
-    from ..data_pipeline.peek import peek_order, peek_shards
-    from ..data_pipeline.token_store import prepared_tokenizer
+    from ...data_pipeline.inspection import is_data_folder
+    from ...data_pipeline.peek import peek_order, peek_shards
+    from ...data_pipeline.token_store import prepared_tokenizer
 
     count = _ROWS if options.rows is None else options.rows
     if count < 1:
@@ -270,7 +270,7 @@ def _part_lines(part: "DecodedPart", colour: str) -> "Iterator[Text]":
     """Yields where a part is from, and its text; what is not learned stands in dim brackets."""
     from rich.text import Text
 
-    from ..data_pipeline.peek import visible
+    from ...data_pipeline.peek import visible
 
     yield Text(f"── {_part_words(part.part)}", style=f"{colour} dim")
     line = Text()
@@ -286,7 +286,7 @@ def _part_lines(part: "DecodedPart", colour: str) -> "Iterator[Text]":
 
 
 def _part_words(part: "RowPart") -> str:
-    from ..data_pipeline.peek import visible
+    from ...data_pipeline.peek import visible
 
     document = part.document
     end = part.first + part.num_tokens
@@ -339,8 +339,8 @@ def _print_rows(options: argparse.Namespace, config: "Config", order: "RunOrder"
 def _print_sightings(options: argparse.Namespace, config: "Config", order: "RunOrder") -> int:
     from rich.console import Console
 
+    from ..progress import progress_bars
     from .data_report import print_json
-    from .progress import progress_bars
 
     with progress_bars(Console(stderr=True)) as start_progress:
         on_bytes = start_progress("looking for the document", order.documents.num_bytes())
@@ -357,8 +357,8 @@ def _print_sightings(options: argparse.Namespace, config: "Config", order: "RunO
 def _sighting_lines(config: "Config", order: "RunOrder", found: "Sightings") -> "Iterator[Text]":
     from rich.text import Text
 
-    from ..data_pipeline.document_order import RowPart
-    from ..data_pipeline.peek import visible
+    from ...data_pipeline.document_order import RowPart
+    from ...data_pipeline.peek import visible
 
     document = found.document
     yield Text(_order_words(config), style="dim")

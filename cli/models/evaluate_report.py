@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..evaluation.tasks.table import PAPER_TASKS, STAND_INS
-from ..evaluation.tasks.task import PAPER
-from ..evaluation.test_sets import TestSetReport
-from ..evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
+from ...evaluation.tasks.table import PAPER_TASKS, STAND_INS
+from ...evaluation.tasks.task import PAPER
+from ...evaluation.test_sets import TestSetReport
+from ...evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 
 _SHARES = (PAPER, "acc", "acc_norm")  # shown as percentages, in columns of their own
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..data_pipeline.inspection import (
+from ...data_pipeline.inspection import (
     SPLITS,
     FoundFolder,
     count,
@@ -23,8 +23,8 @@ from ..data_pipeline.inspection import (
     stats,
     verify,
 )
-from ..data_pipeline.manifest import DatasetManifest, read_manifest
-from .progress import StartProgress
+from ...data_pipeline.manifest import DatasetManifest, read_manifest
+from ..progress import StartProgress
 
 
 def print_json(values: Any) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from .arguments import Commands, add_command
+from ..arguments import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:
@@ -31,7 +31,7 @@ def _models(options: argparse.Namespace) -> int:
     """Carries out `moebius models`."""
     from rich.console import Console
 
-    from ..train.recipes.smoke import RECIPES
+    from ...train.recipes.smoke import RECIPES
     from .catalogue import catalogue, render_catalogue
 
     with Console(stderr=True).status("counting"):

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .arguments import Commands, add_command
+from ..arguments import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:
@@ -28,7 +28,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the harness is not installed: pip install 'moebius[lm-eval]'")
-    from ..evaluation.harness import main
+    from ...evaluation.harness import main
 
     main(options.passed_on)
     return 0

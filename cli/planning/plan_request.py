@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from ..planning.hardware import HARDWARE, find_hardware
-from ..planning.measured import read_kernel_ratios, read_table
-from ..planning.prediction import Scenario
-from ..planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
-from ..planning.workload import describe
-from ..train.config import Config
+from ...planning.hardware import HARDWARE, find_hardware
+from ...planning.measured import read_kernel_ratios, read_table
+from ...planning.prediction import Scenario
+from ...planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
+from ...planning.workload import describe
+from ...train.config import Config
 
 _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
