@@ -227,7 +227,7 @@ def _sliding(options: argparse.Namespace) -> object:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ...evaluation.sliding import measure_sliding
+    from ...evaluation.perplexity import measure_sliding
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("tokens", total=None)

@@ -28,7 +28,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the harness is not installed: pip install 'moebius[lm-eval]'")
-    from ...evaluation.harness import main
+    from ...evaluation.lm_eval_model import main
 
     main(options.passed_on)
     return 0

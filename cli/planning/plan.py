@@ -11,8 +11,8 @@ from ..arguments import Commands, add_command, add_overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ...planning.plan_report import PlanReport
     from ...planning.prediction import Scenario
-    from ...planning.report import PlanReport
 
 
 def add_commands(commands: Commands) -> None:
@@ -141,8 +141,8 @@ def _plan(options: argparse.Namespace) -> int:
     """Carries out `moebius plan`."""
     from rich.console import Console
 
+    from ...planning.plan_report import draw_plans, make_report, parse_nodes, plans_as_json
     from ...planning.planner import Constraints
-    from ...planning.report import draw_plans, make_report, parse_nodes, plans_as_json
     from ...train.config import resolve
     from ...train.recipes.smoke import RECIPES
     from .plan_request import make_scenario
@@ -187,7 +187,7 @@ def _show(
     for.
     """
     from ...planning.kernel_report import render_kernels
-    from ...planning.report import render_detail, render_plans, render_sources
+    from ...planning.plan_report import render_detail, render_plans, render_sources
 
     console.print(render_plans(report, top=options.top or top))
     if options.detail:

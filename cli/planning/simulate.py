@@ -11,7 +11,7 @@ from ..messages import print_message
 
 if TYPE_CHECKING:
     from ...model.transformer import Transformer
-    from ...simulation.request import CallSource, RequestedRanks, SavedPlacement
+    from ...simulation.calls import CallSource, RequestedRanks, SavedPlacement
     from ...train.config import Config
 
 
@@ -126,8 +126,8 @@ def _simulated(options: argparse.Namespace) -> int:
     """Simulates what was asked for and shows it; returns the exit code."""
     from rich.console import Console
 
-    from ...simulation.report import draw_simulation, render_simulation, simulation_as_json
-    from ...simulation.request import RequestedRanks, simulate_all
+    from ...simulation.calls import RequestedRanks, simulate_all
+    from ...simulation.traffic_report import draw_simulation, render_simulation, simulation_as_json
 
     _refuse_contradictions(options)
     asked = RequestedRanks(
@@ -174,7 +174,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 
 def _source(options: argparse.Namespace) -> "CallSource":
     """Returns where the simulated steps get their routes from: a recorded trace, or a model."""
-    from ...simulation.request import source_from_model, source_from_trace
+    from ...simulation.calls import source_from_model, source_from_trace
 
     if options.trace is not None:
         return source_from_trace(
@@ -197,9 +197,9 @@ def _simulate_shapes(options: argparse.Namespace, asked: "RequestedRanks") -> in
     from rich.console import Console
 
     from ...cluster.job import JobError
-    from ...simulation.report import render_shapes, shapes_as_json
-    from ...simulation.request import shape_request
+    from ...simulation.calls import shape_request
     from ...simulation.shapes import first_middle_last, shapes_of
+    from ...simulation.traffic_report import render_shapes, shapes_as_json
 
     if options.name is None:
         raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
@@ -224,7 +224,7 @@ def _simulated_model(
     """
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
-    from ...simulation.request import find_placement
+    from ...simulation.calls import find_placement
 
     if not _is_run(options):
         return options.name, _config(options), None, find_placement(None, options.expert_map)
@@ -240,7 +240,7 @@ def _simulated_model(
 
 def _config(options: argparse.Namespace) -> "Config":
     """Returns the configuration of the run, recipe or file that was named."""
-    from ...simulation.request import config_of_run
+    from ...simulation.calls import config_of_run
     from ...train.config import resolve
     from ...train.recipes.smoke import RECIPES
 

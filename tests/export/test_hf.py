@@ -30,7 +30,7 @@ from moebius.evaluation.generate import generate
 from moebius.evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 from moebius.export.hf import card
 from moebius.export.hf.card import read_score_notes
-from moebius.export.hf.folder import CODE, check_promises, export_to_hf
+from moebius.export.hf.model_folder import CODE, check_promises, export_to_hf
 from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
 from moebius.model.precision import forward_in

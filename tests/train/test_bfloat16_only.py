@@ -21,7 +21,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
-from moebius.simulation.request import RequestedRanks, make_cluster
+from moebius.simulation.calls import RequestedRanks, make_cluster
 from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train

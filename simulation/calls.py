@@ -32,9 +32,9 @@ from ..train.routing.trace import read_rank, recorded_steps
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, simulate
 from .replay import replay
-from .report import SimulationReport
 from .shapes import ShapeRequest
 from .threads import MOST_PRETENDED, MOST_THREADS
+from .traffic_report import SimulationReport
 
 DEFAULT_RANKS = 8
 MOST_TOKENS = 2**24  # of a rank and step: their rows, also those of 256 heads, have numbers

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from moebius.cli.main import main
-from moebius.planning import report
+from moebius.planning import plan_report as report
+from moebius.planning.plan_report import parse_nodes
 from moebius.planning.planner import SizeRange
-from moebius.planning.report import parse_nodes
 
 
 @pytest.fixture(autouse=True)

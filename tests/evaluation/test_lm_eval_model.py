@@ -231,7 +231,7 @@ def hugging_face_model(restored: Restored, run_dir: Path) -> Any:
 
 
 def own_model(run_dir: Path) -> Any:
-    harness: Any = importlib.import_module("moebius.evaluation.harness")
+    harness: Any = importlib.import_module("moebius.evaluation.lm_eval_model")
     return harness.MoebiusLM(run_dir, device="cpu")
 
 
@@ -354,7 +354,7 @@ def test_from_the_command_line(
     start = ["-c", code, "lm-eval"] if command == "ours" else ["-m", "lm_eval", "run"]
     task = tmp_path / "task.yaml"
     text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
-    brings = "metadata: {version: 1, model: !function moebius.evaluation.harness.MoebiusLM}\n"
+    brings = "metadata: {version: 1, model: !function moebius.evaluation.lm_eval_model.MoebiusLM}\n"
     task.write_text(text + (brings if command == "theirs" else ""), encoding="utf-8")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(

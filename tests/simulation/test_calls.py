@@ -27,8 +27,8 @@ from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
-from moebius.simulation import report
-from moebius.simulation.request import (
+from moebius.simulation import traffic_report as report
+from moebius.simulation.calls import (
     RequestedRanks,
     initial_experts,
     layout_of,

@@ -10,9 +10,9 @@ from made_folder import MadeFolder, documents
 from moebius.cli.main import main
 from moebius.data_pipeline.reader import SplitReader
 from moebius.distributed.process.process import start_process
+from moebius.evaluation.perplexity import _stretches, measure_sliding
 from moebius.evaluation.report import measure
 from moebius.evaluation.restore import restore
-from moebius.evaluation.sliding import _stretches, measure_sliding
 from moebius.train.config import Config
 
 S = 64  # of the run
