@@ -22,7 +22,7 @@ from .cluster.job import JobStatus, State, refuse_if_running
 from .cluster.local import train_here
 from .data_pipeline.token_store import prepared_tokenizer
 from .data_pipeline.tokenizers.interface import Tokenizer
-from .distributed.checkpoint.files import find_checkpoint, read_meta
+from .distributed.checkpoint.format import find_checkpoint, read_meta
 from .distributed.process.process import start_process
 from .evaluation.report import ScoredText, continue_text, score_with
 from .evaluation.restore import Restored, restore

@@ -40,9 +40,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import ROOT, save
+from moebius.distributed.dispatch.base import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
-from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.table import DISPATCHERS, needs_nodes, needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.symmetric.outbox import Outbox, Plan, open_outbox

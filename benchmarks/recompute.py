@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import save
-from moebius.model.compiled import compile_dense_parts
+from moebius.model.execution.compiled import compile_dense_parts
+from moebius.model.execution.precision import forward_in
+from moebius.model.execution.recompute import Recompute
 from moebius.model.initialise import initialise
-from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config
 from moebius.train.loss import MicroBatchLoss, micro_batch_loss

@@ -17,10 +17,10 @@ from torch import nn
 from torch._C._autograd import DeviceType, _get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import moebius.model.precision as precision
+import moebius.model.execution.precision as precision
 import moebius.train.loop as loop
 from moebius.data_pipeline.loader import Batch
-from moebius.model.attention import DenseAttention, SwitchHead
+from moebius.model.attention.attention.attention import DenseAttention, SwitchHead
 from moebius.model.experts import ExpertMLPs
 from moebius.model.layers import DenseMLP, LayerNorm
 from moebius.model.moe import SparseLayer

@@ -51,7 +51,7 @@ from .recovery.reach import NetworkWatch
 from .recovery.takeover import Predecessor
 from .recovery.term import ReplacedError, Term
 
-SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/files.py, which is not imported here
+SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/format.py, which is not imported here
 PORT_ATTEMPTS = (
     5  # new generations because somebody took the port; they are not charged to max_restarts
 )

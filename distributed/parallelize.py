@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..model.balance import RunningSum
-from ..model.config import ModelConfig
+from ..model.config.model_config import ModelConfig
+from ..model.execution.precision import store_in
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
-from ..model.precision import store_in
 from ..model.transformer import Transformer
+from .dispatch.base import ExpertParallelDispatcher, build_node_groups
 from .dispatch.choose import make_dispatcher
 from .dispatch.measure import choose_dispatcher, memory_inside
-from .dispatch.setup import ExpertParallelDispatcher, build_node_groups
 from .dispatch.table import needs_nodes
 from .layout import local_experts
 from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard

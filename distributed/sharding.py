@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from ..model.execution.precision import enters_a_product
 from ..model.moe import SparseLayer
-from ..model.precision import enters_a_product
 from ..model.transformer import Transformer
 from .layout import Layout, index_in_group
 from .local_shard import LocalShard, narrowed_shard

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..distributed.checkpoint.files import latest
+from ..distributed.checkpoint.format import latest
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
-from ..model.precision import stored_dtype
+from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError
 from ..train.state import model_tensors

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.process.json_messages import all_gather_json
-from ..model.cache import LayerCache
+from ..model.attention.cache import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
 from .batches import PASS_TOKENS, Batch, Family, Row, plan_batches, rows_alone

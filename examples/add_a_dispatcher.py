@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moebius.distributed.dispatch.base import ExpertParallelDispatcher
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllToAll, AsyncCollective
-from moebius.distributed.dispatch.setup import ExpertParallelDispatcher
 from moebius.distributed.dispatch.table import DISPATCHERS, DispatcherEntry, SendingPattern
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
+from moebius.model.execution.recompute import save_combine, save_decision
 from moebius.model.moe import Dispatcher, LocalDispatcher, PendingRows
-from moebius.model.recompute import save_combine, save_decision
 from moebius.model.routing import Routes, token_routes
 
 # The dispatcher -------------------------------------------------------------------------------------------------------

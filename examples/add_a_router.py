@@ -19,13 +19,13 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from moebius.data_pipeline.corpus import embedded_documents
-from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.balance import RunningSum, sum_per_sequence
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import DenseAttentionConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.execution.recompute import gather_unique, save_decision
 from moebius.model.initialise import Initializer, initialise, parameter
 from moebius.model.layers import router_logits
-from moebius.model.recompute import gather_unique, save_decision
 from moebius.model.routers.router import ChoiceConfig, ChoiceRouter, Loss, Promises
 from moebius.model.routers.table import ROUTERS
 from moebius.model.routing import Routing, token_routes

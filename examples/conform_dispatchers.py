@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from moebius.conform import Layer
 from moebius.conform.loop import LoopMoE
+from moebius.distributed.dispatch.base import build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.setup import build_node_groups
 from moebius.distributed.dispatch.table import needs_nodes, needs_outbox
 from moebius.distributed.symmetric.outbox import open_outbox
 from moebius.kernels.functional import routed_mlp

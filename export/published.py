@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.checkpoint.files import step_name
+from ..distributed.checkpoint.format import step_name
 from ..distributed.checkpoint.from_tensors import write_checkpoint
 from ..distributed.checkpoint.writing import atomic_directory, refuse_existing
 from ..distributed.parallelize import expert_names
-from ..model.attention_config import SwitchHeadConfig
-from ..model.config import ModelConfig
-from ..model.precision import stored_dtype
+from ..model.config.attention_config import SwitchHeadConfig
+from ..model.config.model_config import ModelConfig
+from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError
 from ..train.state import TrainingProgress

@@ -33,7 +33,7 @@ from ..data_pipeline.tokenizers.interface import (
     main_file,
 )
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
-from ..distributed.checkpoint.files import (
+from ..distributed.checkpoint.format import (
     CheckpointError,
     StoredCheckpoint,
     open_checkpoint,
@@ -45,8 +45,8 @@ from ..distributed.checkpoint.reading import dtype_named, read_tensor
 from ..distributed.checkpoint.reshard import StartProgress
 from ..distributed.checkpoint.writing import atomic_directory, refuse_existing, write_synced
 from ..distributed.parallelize import expert_names
-from ..model.config import ModelConfig
-from ..model.precision import enters_a_product
+from ..model.config.model_config import ModelConfig
+from ..model.execution.precision import enters_a_product
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError, build
 

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..kernels.activations import columns_of
-from .attention_config import MoMHAConfig, SwitchHeadConfig
-from .config import ModelConfig
-from .feed_forward_config import ExpertsConfig
+from .config.attention_config import MoMHAConfig, SwitchHeadConfig
+from .config.feed_forward_config import ExpertsConfig
+from .config.model_config import ModelConfig
 from .moe import SparseFeedForward, SparseLayer
 from .transformer import Layer, Transformer
 

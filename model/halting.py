@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import HaltingConfig
+from .config.model_config import HaltingConfig
 from .initialise import uniform, zeros
 from .layers import Linear
 

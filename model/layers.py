@@ -48,7 +48,7 @@ def own_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Returns the precision in which a norm or a router computes, which its weight decides.
 
     It is `wide_dtype`, unless the weight is stored in bfloat16: that is so under
-    train.precision="bfloat16_only" alone (model/precision.py), for low precision otherwise casts no
+    train.precision="bfloat16_only" alone (model/execution/precision.py), for low precision otherwise casts no
     weight of a norm or a router.
     """
     return weight.dtype if weight.dtype == torch.bfloat16 else wide_dtype(x)

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .config import ModelConfig
+from .config.feed_forward_config import ExpertsConfig
+from .config.model_config import ModelConfig
 from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
-from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
 from .initialise import Initializers, uniform, xavier_uniform
 from .layers import DenseMLP, LayerNorm, Linear

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..kernels.operands import Sorting
 from ..kernels.permute import sort_routes
 from .documents import DocumentRows, with_neighbours
-from .recompute import save_decision
+from .execution.recompute import save_decision
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halt
 scaling. SUT halts, and model/halting.py drives its depth steps. With G = L nothing is shared and
 this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer.
 The residual stream is as wide as the embedding is stored: float32, but for
-train.precision="bfloat16_only" (model/precision.py). Cost of one token and depth step of MoEUT, in
+train.precision="bfloat16_only" (model/execution/precision.py). Cost of one token and depth step of MoEUT, in
 multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E
 + 2·H·N_A)·D.
 
@@ -28,18 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.gradients import accumulate_weight_gradients
-from .attention import make_attention
+from .attention.attention import make_attention
+from .attention.cache import LayerCache
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
-from .cache import LayerCache
-from .config import ModelConfig, ScaledInitialisationConfig
+from .config.model_config import ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
+from .execution.recompute import Recompute, run_recomputed
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
 from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, rotary_table_of, wide_dtype
 from .moe import SparseFeedForward
-from .recompute import Recompute, run_recomputed
 from .residual import Order, Reader, read_residual
 from .routers.router import Router
 from .routing import Routing
@@ -337,7 +337,7 @@ class Transformer(nn.Module):
                 yield member, kind, router
 
     def recompute_layers(self, mode: Recompute) -> None:
-        """Sets what the backward pass keeps of every depth step (model/recompute.py)."""
+        """Sets what the backward pass keeps of every depth step (model/execution/recompute.py)."""
         for layer in self.group:
             cast(Layer, layer).recompute = mode
         for bank in self.modules():

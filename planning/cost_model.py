@@ -22,7 +22,7 @@ Of a step's micro-batches each computes, exchanges rows, gathers weights and sca
 sums of unsharded gradients and the optimizer come once. Assumed of the trainer, as it is built:
 gradients of unsharded weights are summed after the backward pass, in float32, and nothing hides
 that; rows travel in the precision of the products; one exchange in each direction per bank and use,
-in the forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions;
+in the forward and again in the backward pass. Recomputation (model/execution/recompute.py) keeps decisions;
 selective keeps also what travelled, and full sends it once more.
 
 Computation is that of a step's kernels, one by one (kernel_times.py, roofline.py), where the list of

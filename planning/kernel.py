@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..model.attention_config import SwitchHeadConfig
-from ..model.config import ModelConfig
+from ..model.config.attention_config import SwitchHeadConfig
+from ..model.config.model_config import ModelConfig
 from ..model.routers.sigmoid import SigmoidConfig
 from .hardware import Hardware
 from .roofline import Precision, Time, product_time, stream_time

@@ -18,8 +18,8 @@ vocabulary.
 from dataclasses import replace
 from functools import lru_cache
 
-from ..model.attention_config import MoMHAConfig
-from ..model.config import ModelConfig
+from ..model.config.attention_config import MoMHAConfig
+from ..model.config.model_config import ModelConfig
 from ..model.routers.sigmoid import SigmoidConfig
 from ..model.routers.token_choice import TokenChoiceConfig
 from .dense_kernels import (

@@ -9,7 +9,7 @@ Legend: N routes, E experts (A of a head), K chosen.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..model.attention_config import SwitchHeadConfig
+from ..model.config.attention_config import SwitchHeadConfig
 from .expert_kernels import (
     ExpertCall,
     gather_product,

@@ -21,13 +21,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.activations import columns_of
-from ..model.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
-from ..model.config import ModelConfig
+from ..model.config.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
+from ..model.config.feed_forward_config import ExpertsConfig
+from ..model.config.model_config import ModelConfig
 from ..model.cost import forward_flops
+from ..model.execution.precision import forward_in
 from ..model.experts import ExpertLinears
-from ..model.feed_forward_config import ExpertsConfig
 from ..model.moe import SparseFeedForward, SparseLayer
-from ..model.precision import forward_in
 from ..model.routers.mixture import TokenMixingConfig
 from ..model.routers.soft import SlotMixingConfig
 from ..model.routers.transition import TransitionConfig

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..data_pipeline.reader import SplitReader
-from ..distributed.checkpoint.files import find_checkpoint, read_meta
+from ..distributed.checkpoint.format import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
-from ..model.config import ModelConfig
+from ..model.config.model_config import ModelConfig
+from ..model.execution.precision import cast_weights, forward_in
 from ..model.initialise import draw, initialise
 from ..model.moe import SparseLayer
-from ..model.precision import cast_weights, forward_in
 from ..model.transformer import Transformer
 from ..train.config import Config
 from ..train.routing.call import RoutedCall

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..distributed.dispatch.base import build_node_groups, nodes_of
 from ..distributed.dispatch.choose import make_dispatcher
 from ..distributed.dispatch.exchange import ExchangeMismatch
 from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
-from ..distributed.dispatch.setup import build_node_groups, nodes_of
 from ..distributed.dispatch.table import is_exact, needs_nodes, resolved_dispatcher, same_traffic
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer

@@ -38,9 +38,9 @@ from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process.process import DEFAULT_TIMEOUT_S, Process
 from ..model.balance import RunningSum
-from ..model.config import ModelConfig
+from ..model.config.model_config import ModelConfig
+from ..model.execution.precision import enters_a_product, forward_in
 from ..model.moe import LocalRoutes, SparseLayer
-from ..model.precision import enters_a_product, forward_in
 from ..model.routing import Routes
 from ..model.transformer import Transformer
 from ..planning.workload import describe, kept_by_bank

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from dispatch_scenes import EXPERTS, SCENES, WIDTH, bank, choose
 from torch import Tensor
 
+from moebius.distributed.dispatch.base import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox

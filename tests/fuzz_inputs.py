@@ -42,7 +42,7 @@ import torch
 from moebius.cli.main import main
 from moebius.cluster import history, watch
 from moebius.cluster.job import JobError, Journal, State
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
     CheckpointMeta,

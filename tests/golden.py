@@ -11,9 +11,20 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.model.attention_config import DenseAttentionConfig, MoMHAConfig, SwitchHeadConfig
-from moebius.model.config import HaltingConfig, InitialisationConfig, ModelConfig
-from moebius.model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
+from moebius.model.config.model_config.attention_config import (
+    DenseAttentionConfig,
+    MoMHAConfig,
+    SwitchHeadConfig,
+)
+from moebius.model.config.model_config.feed_forward_config import (
+    DenseFeedForwardConfig,
+    ExpertsConfig,
+)
+from moebius.model.config.model_config.model_config import (
+    HaltingConfig,
+    InitialisationConfig,
+    ModelConfig,
+)
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routers.sut import SutConfig
 from moebius.model.transformer import Transformer

@@ -192,7 +192,7 @@ MUTANTS = (
         (f"{CHECKPOINT}::test_every_layout_loads_every_other_bit_for_bit",),
     ),
     Mutant(
-        "checksums of a checkpoint are not compared", "distributed/checkpoint/files.py",
+        "checksums of a checkpoint are not compared", "distributed/checkpoint/format.py",
         "if found != "
         "expected.blake2b:", "if False:", (f"{CHECKPOINT}::test_a_flipped_byte_is_found",),
     ),
@@ -213,12 +213,12 @@ MUTANTS = (
         (f"{SHARDING}::test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint[repeated]",),
     ),
     Mutant(
-        "a recomputed step routes anew", "model/recompute.py",
+        "a recomputed step routes anew", "model/execution/recompute.py",
         "index = save_decision(places)", "index = places()",
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
     ),
     Mutant(
-        "a recomputed router's kernel chooses anew", "model/recompute.py",
+        "a recomputed router's kernel chooses anew", "model/execution/recompute.py",
         "return choose(saved.save(lambda: None))", "return choose(None)",
         ("tests/kernels/test_router.py::test_a_second_run_takes_the_first_ones_experts[selective]",),
     ),

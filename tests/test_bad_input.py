@@ -17,7 +17,7 @@ import torch
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     CheckpointManifest,
     FileSum,
     blake2b,

@@ -25,7 +25,7 @@ from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model, expert_names
 from moebius.distributed.process.process import start_process
-from moebius.model.precision import forward_in
+from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train

@@ -14,11 +14,11 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
-from moebius.model.precision import forward_in
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig

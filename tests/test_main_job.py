@@ -13,7 +13,7 @@ from world import run_ranks
 
 from moebius.cluster.job import Journal, read_status
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.distributed.checkpoint.files import list_checkpoints, verify
+from moebius.distributed.checkpoint.format import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
 from moebius.train.config import Config, resolve
 from moebius.train.loop import train

@@ -30,7 +30,7 @@ from ..data_pipeline.making.config import (
     LanguageConfig,
     NearDuplicateConfig,
 )
-from ..distributed.checkpoint.config import CheckpointConfig
+from ..distributed.checkpoint.checkpoint_config import CheckpointConfig
 from ..distributed.layout import (
     MeshConfig,
     check_experts,
@@ -39,10 +39,10 @@ from ..distributed.layout import (
     plan_layout,
 )
 from ..kernels.backend import KernelConfig
-from ..model.config import SECTIONS, HaltingConfig, ModelConfig
-from ..model.precision import Precision
-from ..model.recompute import Recompute
-from ..model.sections import kinds_first, merge, set_value
+from ..model.config.model_config import SECTIONS, HaltingConfig, ModelConfig
+from ..model.config.sections import kinds_first, merge, set_value
+from ..model.execution.precision import Precision
+from ..model.execution.recompute import Recompute
 from .config_values import unusable_values
 from .job_config import JobConfig
 from .optim import OptimConfig
@@ -113,13 +113,13 @@ class TrainConfig(BaseModel):
     steps: PositiveInt = 1000
     global_batch: PositiveInt = 16  # sequences per optimizer step, over all ranks
     micro_batch: PositiveInt = 4  # sequences per forward pass of one rank
-    # "bfloat16": of the matrix products; model/precision.py says what stays float32.
+    # "bfloat16": of the matrix products; model/execution/precision.py says what stays float32.
     # "bfloat16_only": of everything that is stored, routers and AdamW's moments included.
     precision: Precision = "float32"
     # Activations of every depth step that are made again in the backward pass instead of being kept
-    # (model/recompute.py).
+    # (model/execution/recompute.py).
     recompute: Recompute = "none"
-    compile: bool = False  # the dense parts, with torch.compile (model/compiled.py)
+    compile: bool = False  # the dense parts, with torch.compile (model/execution/compiled.py)
     # On a GPU: a micro-batch's forward and backward pass as one CUDA graph (cuda_graph.py), which
     # spares the host some thousands of launches; a run where that cannot be says why, and goes on
     # without.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..data_pipeline.corruption import open_fetcher
 from ..data_pipeline.loader import validation_batches
 from ..distributed.process.process import Process
-from ..model.precision import forward_in, products_dtype
+from ..model.execution.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
 from .config import Config
 from .micro_batches import document_use

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.loader import Batch, Loader
+from ..distributed.dispatch.base import equal_rows
 from ..distributed.dispatch.choose import counters_of, rooms_of
-from ..distributed.dispatch.setup import equal_rows
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
-from ..model.precision import forward_in, products_dtype
+from ..model.execution.precision import forward_in, products_dtype
 from .config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate

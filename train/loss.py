@@ -18,7 +18,7 @@ from ..model.transformer import ModelOutput
 
 
 class Forward(Protocol):
-    """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
+    """A forward pass to the loss: a model, or one in lower precision (model/execution/precision.py)."""
 
     def __call__(
         self,

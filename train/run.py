@@ -15,9 +15,9 @@ import torch
 from .. import __version__
 from ..data_pipeline.left_out import LeftOut
 from ..data_pipeline.loader import Loader
+from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
-from ..distributed.checkpoint.files import CheckpointMeta
-from ..distributed.checkpoint.folder import DamagedCheckpoint
+from ..distributed.checkpoint.format import CheckpointMeta
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
@@ -32,8 +32,8 @@ from ..distributed.process.agreement import code_facts, flat_facts, layout_facts
 from ..distributed.process.process import Process
 from ..kernels import onednn
 from ..kernels.backend import build_backend, resolve_backend
-from ..model.compiled import compile_dense_parts
-from ..model.precision import products_dtype, stored_dtype
+from ..model.execution.compiled import compile_dense_parts
+from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
 from .cuda_graph import CudaDriver, MicroBatchGraph, reason_against

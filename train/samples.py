@@ -16,7 +16,7 @@ from ..data_pipeline.corruption import open_fetcher
 from ..data_pipeline.loader import validation_batches
 from ..data_pipeline.token_store import prepared_tokenizer
 from ..distributed.process.process import Process
-from ..model.precision import forward_in, products_dtype
+from ..model.execution.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
 from .config import Config
 

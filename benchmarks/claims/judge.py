@@ -25,7 +25,7 @@ from benchmarks.claims.toys import (
     in_bfloat16,
 )
 from moebius.evaluation.compare.statistics import Verdict, verdict
-from moebius.model.precision import Precision
+from moebius.model.execution.precision import Precision
 
 Runs = Mapping[
     str, Sequence[Mapping[str, Any]]

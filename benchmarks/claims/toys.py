@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.model.config import ModelConfig
-from moebius.model.precision import Precision
+from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.execution.precision import Precision
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.optim import OptimConfig
 

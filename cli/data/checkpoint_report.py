@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from ...distributed.checkpoint.files import (
+from ...distributed.checkpoint.checkpoint_folder import list_set_aside
+from ...distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
     find_checkpoint,
@@ -22,7 +23,6 @@ from ...distributed.checkpoint.files import (
     read_meta,
     step_name,
 )
-from ...distributed.checkpoint.folder import list_set_aside
 from ...distributed.checkpoint.reshard import StartProgress, reshard
 from ...distributed.dispatch.expert_map import ExpertMap
 from ...distributed.layout import Layout, MeshConfig, check_runnable, plan_layout

@@ -182,7 +182,7 @@ def _export(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt export`."""
     from rich.console import Console
 
-    from ...distributed.checkpoint.files import find_checkpoint
+    from ...distributed.checkpoint.format import find_checkpoint
     from ...export.hf.model_folder import export_to_hf
     from ...export.safetensors import export, parse_size
     from ..progress import progress_bars

@@ -136,7 +136,7 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
 def _config_of_folder(folder: Path) -> "Config":
     """Returns the default configuration for a folder's sources."""
     from ...data_pipeline.inspection import config_of_folder
-    from ...model.config import ModelConfig
+    from ...model.config.model_config import ModelConfig
     from ...train.config import Config
 
     data = config_of_folder(folder)

@@ -38,9 +38,10 @@ from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
 from ..process.json_messages import gather_json
 from ..process.process import Process
-from .config import OnFailure
+from .checkpoint_config import OnFailure
+from .checkpoint_folder import CheckpointFolder, DamagedCheckpoint, publish
 from .dcp_save import finish_save, write_plan
-from .files import (
+from .format import (
     CheckpointError,
     CheckpointMeta,
     CorruptCheckpointError,
@@ -52,7 +53,6 @@ from .files import (
     step_name,
     without_advice,
 )
-from .folder import CheckpointFolder, DamagedCheckpoint, publish
 from .loading import open_share
 from .parts import ShardSavePlanner, TensorShard, misfits
 from .reading import dtype_name

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .files import CheckpointError
+from .format import CheckpointError
 from .reading import dtype_name, dtype_named
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..layout import MeshConfig, plan_layout
-from .files import (
+from .format import (
     CheckpointError,
     CheckpointMeta,
     Chunk,

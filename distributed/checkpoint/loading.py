@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..local_shard import LocalShard
 from ..mesh import Mesh
-from .files import (
+from .format import (
     CheckpointError,
     CheckpointMeta,
     StoredCheckpoint,

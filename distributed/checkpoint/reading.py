@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from .files import Chunk, CorruptCheckpointError, StoredCheckpoint, StoredTensor
+from .format import Chunk, CorruptCheckpointError, StoredCheckpoint, StoredTensor
 
 # What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what
 # calls those with nonsense.

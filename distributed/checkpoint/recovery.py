@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .files import (
+from .checkpoint_folder import DamagedCheckpoint, list_set_aside
+from .format import (
     CheckpointError,
     CheckpointMeta,
     CorruptCheckpointError,
@@ -30,7 +31,6 @@ from .files import (
     step_of,
     without_advice,
 )
-from .folder import DamagedCheckpoint, list_set_aside
 from .loading import check_for_all
 from .second_copy import SecondCopy
 from .together import gathered

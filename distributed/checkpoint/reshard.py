@@ -39,7 +39,7 @@ from ..local_shard import LocalShard, Slice, block_shard, whole_shard
 from ..placement.move import expert_shard
 from ..sharding import fsdp_shard, is_sharded
 from .checkpointer import Signature, owners_of
-from .files import (
+from .format import (
     CheckpointError,
     CheckpointMeta,
     Chunk,

@@ -27,7 +27,7 @@ from typing import Any
 
 import fsspec
 
-from .files import CheckpointError, step_of
+from .format import CheckpointError, step_of
 from .writing import discard
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..process.connections import noting_connections
 from ..process.json_messages import all_gather_json
-from .files import CheckpointError, CorruptCheckpointError, StaleGenerationError
+from .format import CheckpointError, CorruptCheckpointError, StaleGenerationError
 
 T = TypeVar("T")
 

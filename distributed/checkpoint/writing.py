@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .files import (
+from .format import (
     SUM_BYTES,
     CheckpointError,
     CheckpointManifest,

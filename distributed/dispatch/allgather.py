@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched, PendingRows
-from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
+from .base import ExpertParallelDispatcher, Setup
 from .exchange import AllGather, AsyncCollective, Communicator
 from .expert_map import ExpertMap
-from .setup import ExpertParallelDispatcher, Setup
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,13 @@ from torch import Tensor
 
 from ...kernels.operands import check_counts
 from ...kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
+from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched, DispatchedChunk, PendingRows
-from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes, slot_routes
+from .base import ExpertParallelDispatcher
 from .dedup_hop import count_of, split_rows
 from .exchange import AllToAll, AsyncCollective, Communicator
 from .expert_map import ExpertMap
-from .setup import ExpertParallelDispatcher
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch import nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
 from ..symmetric.interface import RowOutbox
+from .base import ExpertParallelDispatcher, NodeGroups, Setup
 from .exchange import Counters
 from .expert_map import ExpertMap
 from .room import RouteRoom
-from .setup import ExpertParallelDispatcher, NodeGroups, Setup
 from .table import DISPATCHERS, LOCAL, DispatcherEntry, resolved_dispatcher
 
 

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.addresses import ROUTES, ROWS
+from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched, PendingRows
-from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
+from .base import ExpertParallelDispatcher, Setup
 from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllToAll, Counters, Pending
 from .expert_map import ExpertMap
-from .setup import ExpertParallelDispatcher, Setup
 
 
 @dataclass(frozen=True)

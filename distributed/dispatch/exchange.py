@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...model.recompute import save_dispatch, skip_combine
+from ...model.execution.recompute import save_dispatch, skip_combine
 
 # As torch calls them since 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -276,7 +276,7 @@ class _Wait(torch.autograd.Function):
 class AsyncCollective:
     """A collective under way, differentiable; between start and `wait` its rows must not be read.
 
-    `is_combine`: its rows are outputs, of which `save_combine` keeps the sum (model/recompute.py).
+    `is_combine`: its rows are outputs, of which `save_combine` keeps the sum (model/execution/recompute.py).
     """
 
     def __init__(

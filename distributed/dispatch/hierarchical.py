@@ -25,16 +25,16 @@ from torch import Tensor
 
 from ...kernels.addresses import ROUTES, ROWS
 from ...kernels.sends import count_sends
+from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched, DispatchedChunk, PendingRows
-from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from ..symmetric.interface import RowOutbox
 from .alltoall import AllToAllDispatcher
+from .base import ExpertParallelDispatcher, Setup
 from .dedup import read_sizes
 from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
 from .exchange import AllGather, Communicator, Pending
 from .expert_map import ExpertMap, ExpertPlaces
-from .setup import ExpertParallelDispatcher, Setup
 from .symmetric import start_exchange
 
 

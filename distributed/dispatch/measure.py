@@ -18,9 +18,9 @@ from ...model.routing import Routes, token_routes
 from ..symmetric.interface import RowOutbox
 from ..symmetric.outbox import Outbox, open_outbox
 from ..symmetric.peer_outbox import open_peer_outbox
+from .base import NodeGroups, nodes_of
 from .choose import make_dispatcher
 from .exchange import gathered
-from .setup import NodeGroups, nodes_of
 from .table import AUTO, DEFAULT, SHARED_MEMORY, needs_outbox, resolved_dispatcher
 
 _TOKENS, _TOP_K, _WIDTH = 256, 4, 128  # 128 KiB of float32 rows

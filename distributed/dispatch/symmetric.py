@@ -34,14 +34,14 @@ from torch.autograd.function import once_differentiable
 from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...kernels.operands import check_counts
 from ...kernels.permute import gather_rows, sum_rows
+from ...model.execution.recompute import save_combine, save_decision, save_dispatch, skip_combine
 from ...model.moe import Dispatched, PendingRows
-from ...model.recompute import save_combine, save_decision, save_dispatch, skip_combine
 from ...model.routing import Routes
 from ..symmetric.interface import ExchangePlan, RowOutbox
+from .base import ExpertParallelDispatcher, Setup
 from .exchange import Counters
 from .expert_map import ExpertMap, ExpertPlaces
 from .room import RouteRoom
-from .setup import ExpertParallelDispatcher, Setup
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
 

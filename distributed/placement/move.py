@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...model.moe import SparseLayer
+from ..dispatch.base import ExpertParallelDispatcher
 from ..dispatch.expert_map import ExpertMap, contiguous_map
-from ..dispatch.setup import ExpertParallelDispatcher
 from ..local_shard import LocalShard, Slice, local_shard_of, set_local_shard
 from ..mesh import Mesh
 

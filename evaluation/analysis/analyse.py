@@ -15,7 +15,7 @@ import numpy as np
 
 from ...data_pipeline.token_store import prepared_tokenizer
 from ...distributed.process.process import start_process
-from ...model.config import ModelConfig
+from ...model.config.model_config import ModelConfig
 from ...train.config import Config
 from ...train.routing.call import RoutedCall
 from ..restore import Restored, restore

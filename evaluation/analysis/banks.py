@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...model.attention_config import SwitchHeadConfig
+from ...model.config.attention_config import SwitchHeadConfig
 from ...model.transformer import Transformer
 from ...train.routing.call import RoutedCall, kind_of
 from ...train.routing.tap import depths_of, sparse_layers

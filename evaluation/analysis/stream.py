@@ -21,7 +21,7 @@ from ...data_pipeline.corruption import open_fetcher
 from ...data_pipeline.loader import ValidationBatch, validation_batches
 from ...data_pipeline.reader import SplitReader
 from ...model.documents import Documents
-from ...model.precision import forward_in, products_dtype
+from ...model.execution.precision import forward_in, products_dtype
 from ...train.config import Config
 from ...train.micro_batches import document_use
 from ...train.routing.call import RoutedCall

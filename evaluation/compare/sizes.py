@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ...model.config import ModelConfig
+from ...model.config.model_config import ModelConfig
 from ...model.cost import Flops, Parameters, count_parameters, forward_flops
 from ...train.config import Config, ConfigError
 from .file import CompareError, Match

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 
 from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import DatasetManifest, read_manifest
-from ...distributed.checkpoint.files import StoredCheckpoint
-from ...model.config import ModelConfig
+from ...distributed.checkpoint.format import StoredCheckpoint
+from ...model.config.model_config import ModelConfig
 from ...model.cost import count_parameters
 from ...train.config import Config
 from ..safetensors import Precision

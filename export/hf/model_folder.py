@@ -16,9 +16,9 @@ import numpy as np
 from ...data_pipeline.errors import DataError, ShardError
 from ...data_pipeline.reader import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
-from ...distributed.checkpoint.files import StoredCheckpoint, open_checkpoint
+from ...distributed.checkpoint.format import StoredCheckpoint, open_checkpoint
 from ...distributed.checkpoint.reshard import StartProgress
-from ...model.config import ModelConfig
+from ...model.config.model_config import ModelConfig
 from ...train.config import Config, ConfigError
 from ..safetensors import (
     Description,

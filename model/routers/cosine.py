@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
+from ..execution.recompute import save_topk
 from ..initialise import Initializer, constant, normal, parameter, uniform
 from ..layers import own_dtype, wide_dtype
-from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
 from .token_choice import softmax_gates

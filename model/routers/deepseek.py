@@ -23,9 +23,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch import Tensor
 
 from ..balance import RunningSum, count_chosen, document_sums
+from ..execution.recompute import save_decision
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
-from ..recompute import save_decision
 from ..routing import Routing
 from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
 

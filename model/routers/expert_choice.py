@@ -22,9 +22,9 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
+from ..execution.recompute import gather_unique, save_decision
 from ..initialise import Initializer, parameter
 from ..layers import own_dtype, router_logits
-from ..recompute import gather_unique, save_decision
 from ..routing import Routes, Routing
 from .mixture import rows_by_position
 from .router import Promises, Router, RouterConfig

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ...kernels.router import Gate, can_route, route_top_k
 from ..balance import RunningSum, balance_value, choice_sums, document_sums
+from ..execution.recompute import save_choice
 from ..initialise import Initializer
-from ..recompute import save_choice
 from ..routing import Routes, Routing, token_routes
 
 

@@ -10,9 +10,9 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
-from ..recompute import save_topk
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 

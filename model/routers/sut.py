@@ -27,9 +27,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ..balance import RunningSum
+from ..execution.recompute import save_decision
 from ..initialise import Initializer, uniform
 from ..layers import Linear, wide_dtype
-from ..recompute import save_decision
 from ..routing import Routing, token_routes
 from .router import Loss, Promises, Router, TopKConfig
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
+from ..config.sections import Section
 from ..initialise import Initializer
-from ..sections import Section
 from .cosine import CosineRouter
 from .deepseek import DeepSeekRouter
 from .expert_choice import ExpertChoiceRouter

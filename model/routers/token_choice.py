@@ -20,9 +20,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...kernels.router import Gate
+from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import own_dtype, router_logits
-from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
 

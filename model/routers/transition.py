@@ -28,9 +28,9 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from ..balance import RunningSum, rows_per_sequence, sum_per_sequence
+from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
-from ..recompute import save_topk
 from ..routing import Mixture, Routing
 from .capacity import CapacityConfig, CapacityRouter
 from .mixture import group_of_one, rows_by_position

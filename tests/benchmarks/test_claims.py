@@ -43,7 +43,7 @@ from moebius.data_pipeline.loader import validation_batches  # noqa: E402
 from moebius.data_pipeline.making.prepare import prepare  # noqa: E402
 from moebius.evaluation.compare.plan import PlannedRun  # noqa: E402
 from moebius.evaluation.compare.runner import RunState  # noqa: E402
-from moebius.model.config import ModelConfig  # noqa: E402
+from moebius.model.config.model_config.model_config import ModelConfig  # noqa: E402
 from moebius.model.cost import forward_flops  # noqa: E402
 from moebius.model.initialise import initialise  # noqa: E402
 from moebius.model.transformer import Transformer  # noqa: E402

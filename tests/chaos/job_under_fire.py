@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moebius.distributed.checkpoint.files import list_checkpoints
+from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
 from tests.tiny_job import (

@@ -25,7 +25,7 @@ from moebius.cluster.places.standing import (
 )
 from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.distributed.checkpoint.files import list_checkpoints
+from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config import Config, resolve
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES

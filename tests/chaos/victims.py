@@ -14,7 +14,7 @@ import psutil
 from moebius.cluster import processes
 from moebius.cluster.job import JobError, Journal
 from moebius.cluster.places.standing import StandingCluster
-from moebius.distributed.checkpoint.files import list_checkpoints
+from moebius.distributed.checkpoint.format import list_checkpoints
 from tests.chaos.plan import Planned
 
 WAIT_S = 15.0  # for a victim: the job may be between two generations

@@ -14,7 +14,7 @@ from world import run_ranks
 from moebius.cli.data import checkpoint_report
 from moebius.cli.main import main
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     Checkpoint,
     list_checkpoints,
     open_checkpoint,

@@ -31,7 +31,7 @@ from moebius.cluster.recovery.node_check import NodeCheck
 from moebius.cluster.recovery.term import Term
 from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import RankState
-from moebius.distributed.checkpoint.files import SaveFailedError
+from moebius.distributed.checkpoint.format import SaveFailedError
 from moebius.train.in_place.orders import RoundOrder
 
 OK = AgentReport(ok=True)
@@ -342,7 +342,7 @@ def test_spikes_and_rollbacks_are_in_the_journal(tmp_path):
 
 
 def test_a_job_that_shall_stop_where_it_cannot_save_is_not_started_again(tmp_path):
-    error = "moebius.distributed.checkpoint.files.SaveFailedError: step 4 was not saved: disk full"
+    error = "moebius.distributed.checkpoint.format.SaveFailedError: step 4 was not saved: disk full"
     status, _ = live(tmp_path, makes_steps(4, then=ends(failed(error))), max_restarts=5)
     assert status.state is State.FAILED
     assert states(tmp_path).count("STARTING") == 1

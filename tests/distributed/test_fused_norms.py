@@ -14,8 +14,8 @@ from moebius.distributed.local_shard import local_tensor
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
-from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute
+from moebius.model.execution.precision import forward_in
+from moebius.model.execution.recompute import Recompute
 
 LOW = torch.bfloat16
 

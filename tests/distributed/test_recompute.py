@@ -23,8 +23,8 @@ from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.distributed.symmetric.outbox import Outbox
-from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute
+from moebius.model.execution.precision import forward_in
+from moebius.model.execution.recompute import Recompute
 from moebius.planning.hardware import HARDWARE
 from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew

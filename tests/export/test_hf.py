@@ -33,7 +33,7 @@ from moebius.export.hf.card import read_score_notes
 from moebius.export.hf.model_folder import CODE, check_promises, export_to_hf
 from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
-from moebius.model.precision import forward_in
+from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import ConfigError
 

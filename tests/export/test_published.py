@@ -16,12 +16,12 @@ from torch import Tensor
 
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.files import verify
+from moebius.distributed.checkpoint.format import verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
 from moebius.export.published import import_published, our_name, read_tensors, translate
 from moebius.export.safetensors import export, load_export
-from moebius.model.precision import store_in
+from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config, ConfigError
 from moebius.train.optim import make_optimizer

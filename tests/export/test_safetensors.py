@@ -25,14 +25,14 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import CheckpointError
+from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 from moebius.export import safetensors as module
 from moebius.export.safetensors import Precision, export, load_export, parse_size
+from moebius.model.execution.precision import enters_a_product, forward_in
 from moebius.model.initialise import initialise
-from moebius.model.precision import enters_a_product, forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config, ConfigError, TrainConfig
 from moebius.train.state import TrainingProgress, model_tensors

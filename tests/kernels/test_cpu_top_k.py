@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from moebius.kernels import cpu_top_k
 from moebius.kernels.cpu_top_k import LIBRARY, can_find, top_k
-from moebius.model.recompute import save_topk
+from moebius.model.execution.recompute import save_topk
 
 needs_a_compiler = pytest.mark.skipif(
     LIBRARY.reason_against() is not None, reason=f"{LIBRARY.reason_against()}"

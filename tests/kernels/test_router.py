@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels import router as kernel
 from moebius.kernels.router import Gate, can_route, route_top_k
+from moebius.model.execution.recompute import run_recomputed
 from moebius.model.initialise import uniform
-from moebius.model.recompute import run_recomputed
 from moebius.model.routers import router as routers
 from moebius.model.routers.sigmoid import SigmoidConfig, SigmoidRouter
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter

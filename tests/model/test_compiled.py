@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from moebius.model.compiled import check_compiler, compile_dense_parts
-from moebius.model.precision import forward_in
+from moebius.model.execution.compiled import check_compiler, compile_dense_parts
+from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 

@@ -8,8 +8,12 @@ import torch
 from pairwise import slow_but
 from parts import layers
 
-from moebius.model.attention_config import DenseAttentionConfig, SwitchHeadConfig
-from moebius.model.config import ModelConfig
+from moebius.model.config.model_config.attention_config import (
+    DenseAttentionConfig,
+    SwitchHeadConfig,
+)
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.cost import (
     ExpertLayer,
     count_parameters,
@@ -20,7 +24,6 @@ from moebius.model.cost import (
     parity_experts,
     parity_width,
 )
-from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.router import ChoiceConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer

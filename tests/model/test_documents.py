@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from parts import layers
 from torch import Tensor
 
-from moebius.model.cache import LayerCache
-from moebius.model.compiled import compile_dense_parts
+from moebius.model.attention.attention.cache import LayerCache
 from moebius.model.documents import Documents, mark_documents
+from moebius.model.execution.compiled import compile_dense_parts
+from moebius.model.execution.precision import forward_in
 from moebius.model.layers import rotary_table_of
-from moebius.model.precision import forward_in
 from moebius.model.transformer import ModelOutput, Transformer
 from moebius.train.loss import micro_batch_loss
 

@@ -12,8 +12,8 @@ from live_memory import LiveMemory
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from moebius.model.execution.precision import forward_in
 from moebius.model.head_loss import head_loss, rows_of_chunk
-from moebius.model.precision import forward_in
 
 TOKENS, WIDTH, WORDS = 23, 7, 11
 CHUNKS = (

@@ -10,10 +10,10 @@ from live_memory import LiveMemory
 from parts import layers
 from torch import Tensor
 
+from moebius.model.execution.precision import forward_in
+from moebius.model.execution.recompute import Recompute, recomputing, run_recomputed, save_decision
 from moebius.model.layers import LayerNorm
 from moebius.model.moe import LocalDispatcher, LocalRoutes
-from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute, recomputing, run_recomputed, save_decision
 from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss

@@ -13,10 +13,16 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moebius.model.compiled import compile_dense_parts
 from moebius.model.documents import mark_documents
-from moebius.model.precision import Precision, forward_in, products_dtype, store_in, stored_dtype
-from moebius.model.recompute import Recompute
+from moebius.model.execution.compiled import compile_dense_parts
+from moebius.model.execution.precision import (
+    Precision,
+    forward_in,
+    products_dtype,
+    store_in,
+    stored_dtype,
+)
+from moebius.model.execution.recompute import Recompute
 from moebius.model.transformer import Transformer
 
 TOKENS = torch.randint(61, (8, 9), generator=torch.Generator().manual_seed(1))

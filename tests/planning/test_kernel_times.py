@@ -17,9 +17,9 @@ from moebius.cli.planning.plan_request import make_scenario
 from moebius.kernels import norm, rotary
 from moebius.model import layers as model_layers
 from moebius.model import residual
-from moebius.model.config import ModelConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.cost import forward_flops
-from moebius.model.precision import enters_a_product, forward_in
+from moebius.model.execution.precision import enters_a_product, forward_in
 from moebius.model.routers import router
 from moebius.model.transformer import Transformer
 from moebius.planning.cost_model import computation_s, host_s, predict

@@ -14,7 +14,7 @@ from world import run_ranks
 
 from moebius.cli.planning.plan_request import make_scenario
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.files import latest, open_checkpoint
+from moebius.distributed.checkpoint.format import latest, open_checkpoint
 from moebius.distributed.checkpoint.reading import read_tensor
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process

@@ -16,9 +16,9 @@ from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.serving.job import ServerJob
 from moebius.data_pipeline.serving.start import ServerHandle
 from moebius.distributed.process.process import Process
-from moebius.model.attention_config import DenseAttentionConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import DenseFeedForwardConfig
+from moebius.model.config.model_config.attention_config import DenseAttentionConfig
+from moebius.model.config.model_config.feed_forward_config import DenseFeedForwardConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.train import data_server, loop
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.data_server import open_data_server

@@ -16,15 +16,15 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import audit, open_checkpoint, read_meta, verify
+from moebius.distributed.checkpoint.format import audit, open_checkpoint, read_meta, verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.config import MeshConfig
 from moebius.train.optim import OptimConfig, make_optimizer

@@ -13,15 +13,15 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.files import latest, read_meta, verify
+from moebius.distributed.checkpoint.format import latest, read_meta, verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.placement.move import banks_of, expert_maps_of
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig

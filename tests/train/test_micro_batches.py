@@ -22,7 +22,7 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Batch, ValidationBatch
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
-from moebius.model.precision import forward_in
+from moebius.model.execution.precision import forward_in
 from moebius.train import evaluate as evaluation
 from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step

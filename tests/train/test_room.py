@@ -21,7 +21,7 @@ from moebius.distributed.dispatch.choose import rooms_of
 from moebius.distributed.process.process import start_process
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import sends
-from moebius.model.recompute import Recompute
+from moebius.model.execution.recompute import Recompute
 from moebius.train import loop
 from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step

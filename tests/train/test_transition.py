@@ -13,11 +13,11 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.files import latest
+from moebius.distributed.checkpoint.format import latest
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
-from moebius.model.config import ModelConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig

@@ -12,7 +12,7 @@ Two comparisons are fair here, and a recipe takes part in one of them:
 from typing import Any
 
 from ...data_pipeline.config import DataConfig
-from ...model.config import ModelConfig
+from ...model.config.model_config import ModelConfig
 from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 

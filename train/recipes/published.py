@@ -17,19 +17,19 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ...data_pipeline.config import DataConfig
-from ...model.attention_config import (
+from ...model.config.attention_config import (
     DenseAttentionConfig,
     LearnedPositionsConfig,
     MoMHAConfig,
     SwitchHeadConfig,
 )
-from ...model.config import (
+from ...model.config.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
+from ...model.config.model_config import (
     HaltingConfig,
     InitialisationConfig,
     ModelConfig,
     ScaledInitialisationConfig,
 )
-from ...model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
 from ...model.routers.mixture import TokenMixingConfig
 from ...model.routers.sigmoid import SigmoidConfig
 from ...model.routers.sut import SutConfig

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from ...data_pipeline.config import DataConfig
 from ...distributed.layout import MeshConfig
-from ...model.attention_config import SwitchHeadConfig
-from ...model.config import ModelConfig
-from ...model.feed_forward_config import ExpertsConfig
+from ...model.config.attention_config import SwitchHeadConfig
+from ...model.config.feed_forward_config import ExpertsConfig
+from ...model.config.model_config import ModelConfig
 from ...model.routers.sigmoid import SigmoidConfig
 from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from ...distributed.checkpoint.config import CheckpointConfig
+from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
 
 
 class SpikeConfig(BaseModel):

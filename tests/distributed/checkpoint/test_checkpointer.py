@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as plain_dcp_loa
 from world import RankFailed, run_ranks
 
 from moebius.distributed.checkpoint import checkpointer as checkpoint
-from moebius.distributed.checkpoint import files as checkpoint_files
+from moebius.distributed.checkpoint import format as checkpoint_files
 from moebius.distributed.checkpoint import reading as checkpoint_reading
 from moebius.distributed.checkpoint import writing as checkpoint_writing
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.dcp_save import write_plan
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
     CheckpointMeta,
@@ -41,7 +42,6 @@ from moebius.distributed.checkpoint.files import (
     read_meta,
     verify,
 )
-from moebius.distributed.checkpoint.folder import CheckpointFolder
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.parts import ShardSavePlanner
 from moebius.distributed.checkpoint.recovery import newest_whole

@@ -14,14 +14,14 @@ from world import run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpointer_module
 from moebius.distributed.checkpoint import loading
 from moebius.distributed.checkpoint import writing as checkpoint_writing
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder, DamagedCheckpoint
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
     list_checkpoints,
     verify,
 )
-from moebius.distributed.checkpoint.folder import CheckpointFolder, DamagedCheckpoint
 from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh

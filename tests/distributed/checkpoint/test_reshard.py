@@ -10,11 +10,11 @@ import pytest
 import torch
 from world import run_ranks
 
-from moebius.distributed.checkpoint import files as checkpoint_files
+from moebius.distributed.checkpoint import format as checkpoint_files
 from moebius.distributed.checkpoint import reshard as module
 from moebius.distributed.checkpoint import writing as checkpoint_writing
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import (
+from moebius.distributed.checkpoint.format import (
     CheckpointError,
     Chunk,
     CorruptCheckpointError,
@@ -33,7 +33,7 @@ from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import expert_maps_of, move_experts
 from moebius.distributed.process.process import start_process
-from moebius.model.config import ModelConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routers.cosine import CosineConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.optim import OptimConfig, make_optimizer

@@ -13,7 +13,7 @@ import torch
 from world import run_ranks
 
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.files import CheckpointError, list_checkpoints, verify
+from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, verify
 from moebius.distributed.checkpoint.second_copy import MARK, SecondCopy
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh

@@ -13,7 +13,7 @@ import pytest
 from world import RankFailed, run_ranks
 
 from moebius.distributed.checkpoint import writing as checkpoint_writing
-from moebius.distributed.checkpoint.files import CheckpointError
+from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.distributed.checkpoint.writing import atomic_directory
 
 

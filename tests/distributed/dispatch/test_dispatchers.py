@@ -39,6 +39,7 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch import alltoall as dispatch_alltoall
 from moebius.distributed.dispatch import dedup_hop, exchange
+from moebius.distributed.dispatch.base import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import (
     AllGather,
@@ -50,7 +51,6 @@ from moebius.distributed.dispatch.exchange import (
     hottest_factor,
 )
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
-from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.table import DISPATCHERS, needs_outbox
 from moebius.distributed.process.process import Process
 from moebius.kernels.functional import routed_mlp

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
+from moebius.distributed.dispatch.base import equal_rows
 from moebius.distributed.dispatch.expert_map import ExpertMap
-from moebius.distributed.dispatch.setup import equal_rows
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox
+from moebius.model.execution.recompute import Recompute, run_recomputed
 from moebius.model.moe import SparseLayer
-from moebius.model.recompute import Recompute, run_recomputed
 from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes
 
 HEADS = 4

@@ -24,8 +24,8 @@ from dispatch_scenes import (
 from torch import Tensor
 from world import run_ranks
 
+from moebius.distributed.dispatch.base import build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.setup import build_node_groups
 from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.model.moe import Dispatcher, SparseLayer

@@ -14,9 +14,9 @@ from dispatch_scenes import EXPERTS, SCENES, bank, forward_backward, parts
 from torch import Tensor, nn
 from world import run_ranks
 
+from moebius.distributed.dispatch.base import build_node_groups
 from moebius.distributed.dispatch.choose import counters_of, make_dispatcher
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
-from moebius.distributed.dispatch.setup import build_node_groups
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import local_shard_of
@@ -26,9 +26,9 @@ from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import banks_of, expert_maps_of, expert_shard, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.moe import SparseLayer
 from moebius.model.routers.sigmoid import SigmoidConfig

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moebius.distributed.dispatch import expert_map, symmetric
-from moebius.distributed.dispatch.setup import Setup, equal_rows
+from moebius.distributed.dispatch.base import Setup, equal_rows
 from moebius.distributed.dispatch.symmetric import SymmetricDispatcher
 from moebius.distributed.symmetric import peer_outbox
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox

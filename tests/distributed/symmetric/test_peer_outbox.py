@@ -25,8 +25,8 @@ from moebius.distributed.symmetric.interface import OutboxError
 from moebius.distributed.symmetric.peer_memory import SymmetricMemory
 from moebius.distributed.symmetric.peer_outbox import open_peer_outbox
 from moebius.kernels import peers, sends
-from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute
+from moebius.model.execution.precision import forward_in
+from moebius.model.execution.recompute import Recompute
 from moebius.train.loss import micro_batch_loss
 
 QUICK = ("even", "a rank without tokens")  # of the scenes

@@ -11,7 +11,7 @@ from dispatch_scenes import Scene, choose
 from shared_files import open_files, to_nearest
 from world import run_ranks
 
-from moebius.distributed.dispatch.setup import equal_rows
+from moebius.distributed.dispatch.base import equal_rows
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import sends
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from family import tiny_model
 
 from moebius.kernels.norm import WIDEST, Copied, NormedRows, add_norm, add_norm_reference
-from moebius.model.precision import forward_in
+from moebius.model.execution.precision import forward_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COPIES: list[tuple[Copied, ...]] = [("normed", "total"), ("normed", "normed"), ("total",)]

@@ -20,8 +20,8 @@ from peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
 from send_cases import CASES, addresses, check_received, check_sends, weights
 from world import run_ranks
 
+from moebius.distributed.dispatch.base import equal_rows
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.setup import equal_rows
 from moebius.distributed.process.process import start_process
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox, open_peer_outbox
 from moebius.kernels import peers, sends

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moebius.distributed.parallelize import expert_names
-from moebius.model.attention_config import MoMHAConfig
 from moebius.model.balance import RunningSum
-from moebius.model.config import InitialisationConfig, ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.attention_config import MoMHAConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import InitialisationConfig, ModelConfig
+from moebius.model.execution.precision import cast_weights, forward_in
 from moebius.model.initialise import draw, initialise
-from moebius.model.precision import cast_weights, forward_in
 from moebius.model.routers.sut import SutConfig, SutRouter
 from moebius.model.routing import Routing, token_routes
 from moebius.model.transformer import Transformer

@@ -17,10 +17,10 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Loader
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.recompute import Recompute
+from moebius.model.config.model_config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.execution.recompute import Recompute
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig

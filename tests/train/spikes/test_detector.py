@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moebius.distributed.checkpoint.config import CheckpointConfig
+from moebius.distributed.checkpoint.checkpoint_config import CheckpointConfig
 from moebius.train.config import Config, ConfigError, build
 from moebius.train.spikes.config import SpikeConfig
 from moebius.train.spikes.detector import SpikeDetector

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from .routers.sigmoid import SigmoidConfig
-from .routers.table import AnyRouterConfig
+from ..routers.sigmoid import SigmoidConfig
+from ..routers.table import AnyRouterConfig
 from .sections import Section
 
 

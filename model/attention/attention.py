@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_base import Attention
-from .attention_config import SwitchHeadConfig
+from ..config.attention_config import SwitchHeadConfig
+from ..config.model_config import ModelConfig
+from ..documents import Documents
+from ..experts import ExpertLinears
+from ..halting import Unhalted
+from ..initialise import Initializer, Initializers
+from ..layers import Linear, RotaryTable, rotate_scaled
+from ..moe import SparseLayer
+from ..routers.router import Router
+from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
+from ..routing import Routing, head_to_token_routes, token_to_head_routes
+from .base import Attention
 from .cache import LayerCache
-from .config import ModelConfig
-from .documents import Documents
-from .experts import ExpertLinears
-from .halting import Unhalted
-from .initialise import Initializer, Initializers
-from .layers import Linear, RotaryTable, rotate_scaled
-from .moe import SparseLayer
 from .momha import MoMHA
-from .routers.router import Router
-from .routers.sigmoid import SigmoidConfig, SigmoidRouter
-from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
 class RotaryAttention(Attention):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.addresses import ROUTES, ROWS, TARGETS
+from ...model.execution.recompute import recomputing
 from ...model.moe import Dispatched
-from ...model.recompute import recomputing
 from ...model.routing import Routes
 from ..process.connections import noting_connections
 from ..symmetric.interface import RowOutbox

@@ -23,20 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_base import Attention
-from .attention_config import MoMHAConfig
+from ..config.attention_config import MoMHAConfig
+from ..config.feed_forward_config import ExpertsConfig
+from ..config.model_config import ModelConfig
+from ..documents import Documents
+from ..experts import ExpertLinears
+from ..halting import Unhalted
+from ..initialise import Initializers, parameter, zeros
+from ..layers import Linear, RotaryTable
+from ..moe import SparseLayer
+from ..routers.router import Router
+from ..routers.sut import SutConfig, SutRouter
+from ..routing import Routing, head_to_token_routes, token_to_head_routes
+from .base import Attention
 from .cache import LayerCache
-from .config import ModelConfig
-from .documents import Documents
-from .experts import ExpertLinears
-from .feed_forward_config import ExpertsConfig
-from .halting import Unhalted
-from .initialise import Initializers, parameter, zeros
-from .layers import Linear, RotaryTable
-from .moe import SparseLayer
-from .routers.router import Router
-from .routers.sut import SutConfig, SutRouter
-from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
 class MoMHA(Attention):

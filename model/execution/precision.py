@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .documents import Documents
-from .transformer import ModelOutput, Transformer
+from ..documents import Documents
+from ..transformer import ModelOutput, Transformer
 
 Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 

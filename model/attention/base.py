@@ -6,13 +6,13 @@ Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 import torch
 from torch import Tensor, nn
 
-from .attention_config import AttentionConfig
+from ..config.attention_config import AttentionConfig
+from ..documents import Documents
+from ..halting import Unhalted
+from ..layers import Linear, RotaryTable
+from ..routers.router import Router
+from ..routing import Routing
 from .cache import LayerCache
-from .documents import Documents
-from .halting import Unhalted
-from .layers import Linear, RotaryTable
-from .routers.router import Router
-from .routing import Routing
 
 
 class Attention(nn.Module):

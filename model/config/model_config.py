@@ -1,7 +1,7 @@
 """What a model is: its sizes and its named variants. Nothing here touches a device.
 
 What belongs together stands together, in sections that come in kinds: `attention`
-(model/attention_config.py), `feed_forward` with its `router` (model/feed_forward_config.py),
+(model/config/attention_config.py), `feed_forward` with its `router` (model/config/feed_forward_config.py),
 `initialisation`.
 
 Legend of the symbols in the papers: L `num_layers` (depth steps), G `layers_per_group` (distinct
@@ -23,10 +23,10 @@ from pydantic import (
     model_validator,
 )
 
+from ..routers.router import Promises
+from ..routers.table import ROUTER
 from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHeadConfig
 from .feed_forward_config import FEED_FORWARD, AnyFeedForwardConfig, ExpertsConfig
-from .routers.router import Promises
-from .routers.table import ROUTER
 from .sections import Section, kinds_first, set_value
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .files import CheckpointError, StaleGenerationError, latest, list_checkpoints
+from .format import CheckpointError, StaleGenerationError, latest, list_checkpoints
 from .writing import discard, sync_directory
 
 logger = logging.getLogger(__name__)

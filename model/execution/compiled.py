@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.toolchain import lacking
-from .attention import DenseAttention, SwitchHead
-from .halting import Halting
-from .layers import DenseMLP, LayerNorm
-from .momha import MoMHA
-from .transformer import Transformer
+from ...kernels.toolchain import lacking
+from ..attention.attention import DenseAttention, SwitchHead
+from ..attention.momha import MoMHA
+from ..halting import Halting
+from ..layers import DenseMLP, LayerNorm
+from ..transformer import Transformer
 
 _METHODS = {
     LayerNorm: "forward",
