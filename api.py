@@ -28,9 +28,9 @@ from .evaluation.report import ScoredText, continue_text, score_with
 from .evaluation.restore import Restored, restore
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .train.config import Config, ConfigError, resolve
+from .train.config.run_config import Config, ConfigError, resolve
 from .train.recipes.smoke import RECIPES
-from .train.run_folder import open_run, place_data
+from .train.record.run_folder import open_run, place_data
 
 
 class TrainingFailed(RuntimeError):

@@ -44,9 +44,9 @@ from benchmarks.report import save
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.placement.balance_load import load_imbalance, rebalanced
-from moebius.train.config import Config, resolve
+from moebius.train.config.run_config.run_config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.run_folder import open_run, place_data
+from moebius.train.record.run_folder import open_run, place_data
 
 DEGREES, REPLICAS, WINDOWS = (2, 4, 8), (0, 1, 2), (5, 20)
 SPANS = {"steps 21 to 60": (20, 60), "from step 101 on": (100, None)}

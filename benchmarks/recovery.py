@@ -70,7 +70,7 @@ from moebius.cluster.job import (
 from moebius.cluster.json_lines import JsonLinesTail
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.data_pipeline.manifest import is_prepared
-from moebius.train.config import Config
+from moebius.train.config.run_config.run_config import Config
 from moebius.train.recipes.smoke import smoke
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ import sys, time
 from pathlib import Path
 from rich.console import Console
 from moebius.cluster.submit import submit
-from moebius.train.config import Config
+from moebius.train.config.run_config import Config
 config, run_dir, address = sys.argv[1:]
 asked = Config.load(Path(config))
 print(time.time(), flush=True)

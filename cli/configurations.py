@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..train.config import Config
+    from ..train.config.run_config import Config
 
 
 def resolve_config(name: str, overrides: list[str]) -> "Config":
@@ -13,7 +13,7 @@ def resolve_config(name: str, overrides: list[str]) -> "Config":
     Raises:
         ConfigError: there is none of this name, it cannot be read, or a change is not valid.
     """
-    from ..train.config import Config, ConfigError, resolve
+    from ..train.config.run_config import Config, ConfigError, resolve
     from ..train.recipes.smoke import RECIPES
 
     if not name.endswith(".json"):

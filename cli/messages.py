@@ -6,7 +6,7 @@ def print_message(label: str, text: str, *, style: str = "bold red") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ..train.redaction import redact
+    from ..train.record.redaction import redact
 
     message = Text.assemble((f"{label}:", style), " ", redact(text))
     Console(stderr=True, soft_wrap=True).print(message, highlight=False)

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..train.heartbeat import FOLDER
 from ..train.in_place.orders import IN_PLACE
 from ..train.mesh_variable import MESH_VARIABLE
-from ..train.process_log import LOG, LogLimits, keep_log
-from ..train.redaction import redact, redact_values
+from ..train.record.heartbeat import FOLDER
+from ..train.record.process_log import LOG, LogLimits, keep_log
+from ..train.record.redaction import redact, redact_values
 from . import processes
 from .job import Launch, write_atomically
 from .recovery.deadman import Deadman

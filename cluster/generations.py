@@ -13,7 +13,7 @@ go on or give up:
   where that was the reason; or, where the supervision itself had asked the ranks for a pause, the
   next generation on other nodes (recovery/placing.py);
 * a stop was asked for: STOPPED or PREEMPTED, however the generation ended;
-* a rank says that no restart would help (train/mistakes.py), the same error comes at the same step
+* a rank says that no restart would help (train/config/errors.py), the same error comes at the same step
   three times, or a budget is used up (recovery/budgets.py): FAILED with the root cause;
 * otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
   the wait doubles.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.errors import PreparationFailedError
-from ..train.mistakes import EXIT_MISTAKE
+from ..train.config.errors import EXIT_MISTAKE
 from .generation import POLL_S, Outcome, Superseded, Watch
 from .job import (
     IN_PLACE,

@@ -21,8 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..train.process_log import MAX_BYTES, PIECES
-from ..train.redaction import redact, redact_values
+from ..train.record.process_log import MAX_BYTES, PIECES
+from ..train.record.redaction import redact, redact_values
 from .json_lines import JsonLinesTail
 from .recovery import life as life_signs
 from .recovery.life import LifeWatch, beat, silence_s

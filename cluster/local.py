@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data_pipeline.making.prepare import prepare
-from ..train.config import Config
-from ..train.run_folder import open_run
+from ..train.config.run_config import Config
+from ..train.record.run_folder import open_run
 from .generations import supervise
 from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running
 from .nodes import ThisMachine

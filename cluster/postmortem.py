@@ -11,7 +11,7 @@ a SIGTERM.
 import re
 from collections.abc import Mapping, Sequence
 
-from ..train.mistakes import EXIT_MISTAKE
+from ..train.config.errors import EXIT_MISTAKE
 from .agent import AgentReport, RankFailure
 from .job import RootCause, signal_name
 

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.growth import give_up, go_on
 from ..data_pipeline.manifest import DatasetManifest, follow, is_prepared, read_manifest
-from ..train.start_when import StartWhen
+from ..train.config.start_when import StartWhen
 from . import processes
 from .job import Launch
 from .preparation_progress import EXIT_FAILED, FAILED, last_record
 from .tracebacks import last_traceback, read_tail, summarise
 
 if TYPE_CHECKING:  # the supervisor needs no torch
-    from ..train.config import Config
+    from ..train.config.run_config import Config
 
 LOG = Path("logs") / "preparation.log"
 END_TIMEOUT_S = 10.0

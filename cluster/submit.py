@@ -22,9 +22,9 @@ from ..data_pipeline.making.pools import TaskPool
 from ..data_pipeline.making.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
 from ..data_pipeline.sources.embedded import EMBEDDED
-from ..train.config import Config
-from ..train.resize import layouts_for
-from ..train.run_folder import open_run
+from ..train.config.resize import layouts_for
+from ..train.config.run_config import Config
+from ..train.record.run_folder import open_run
 from .job import (
     SIMULATED,
     JobError,

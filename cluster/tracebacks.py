@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..train.process_log import older_pieces
+from ..train.record.process_log import older_pieces
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")

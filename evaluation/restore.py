@@ -11,7 +11,7 @@ from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..train.config import Config, ConfigError
+from ..train.config.run_config import Config, ConfigError
 from ..train.state import model_tensors
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..data_pipeline.config import DataConfig, TestSet
 from ..distributed.process.process import start_process
-from ..train.config import Config, ConfigError
+from ..train.config.run_config import Config, ConfigError
 from ..train.exact_match import ExactMatch, score_test_sets
 from .restore import restore
 

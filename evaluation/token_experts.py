@@ -1,6 +1,6 @@
 """Which experts serve which token, asked of a run's recorded routes (`train.record_routing`).
 
-A recorded step has the ids of its tokens beside their routes (train/routing/trace.py), so the
+A recorded step has the ids of its tokens beside their routes (train/record/route_trace.py), so the
 question needs no model and no data: every route of a token with that id is counted, by depth step.
 A token that chooses K experts has K routes at each; in SwitchHead K per head, whose experts are
 numbered on from head to head; in Multi-Head MoE K per sub-token.
@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..train.routing.call import RoutedCall
-from ..train.routing.trace import RecordedRank, read_rank, recorded_steps
+from ..train.record.route_trace import RecordedRank, read_rank, recorded_steps
+from ..train.record.routed_call import RoutedCall
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import moebius
 from moebius.model.transformer import Transformer
-from moebius.train.routing.call import RoutedCall
-from moebius.train.routing.tap import tap
+from moebius.train.record.route_tap import tap
+from moebius.train.record.routed_call import RoutedCall
 
 BYTES = {"data": {"tokenizer": "bytes", "vocab_size": 257}, "model": {"vocab_size": 257}}
 

@@ -34,7 +34,7 @@ from ..model.config.attention_config import SwitchHeadConfig
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import stored_dtype
 from ..model.transformer import Transformer
-from ..train.config import Config, ConfigError
+from ..train.config.run_config import Config, ConfigError
 from ..train.state import TrainingProgress
 from .safetensors import require_safetensors
 

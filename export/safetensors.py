@@ -48,7 +48,7 @@ from ..distributed.parallelize import expert_names
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import enters_a_product
 from ..model.transformer import Transformer
-from ..train.config import Config, ConfigError, build
+from ..train.config.run_config import Config, ConfigError, build
 
 INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]

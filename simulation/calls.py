@@ -25,10 +25,10 @@ from ..model.execution.precision import cast_weights, forward_in
 from ..model.initialise import draw, initialise
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
-from ..train.config import Config
-from ..train.routing.call import RoutedCall
-from ..train.routing.tap import sparse_layers, tap
-from ..train.routing.trace import read_rank, recorded_steps
+from ..train.config.run_config import Config
+from ..train.record.route_tap import sparse_layers, tap
+from ..train.record.route_trace import read_rank, recorded_steps
+from ..train.record.routed_call import RoutedCall
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, simulate
 from .replay import replay

@@ -16,9 +16,9 @@ from moebius.evaluation.analysis.updates import tap_residual
 from moebius.evaluation.restore import Restored
 from moebius.model.documents import mark_documents
 from moebius.model.transformer import Transformer
-from moebius.train.config import Config, TrainConfig
-from moebius.train.routing.call import RoutedCall
-from moebius.train.routing.tap import tap
+from moebius.train.config.run_config.run_config import Config, TrainConfig
+from moebius.train.record.route_tap import tap
+from moebius.train.record.routed_call import RoutedCall
 
 ITEMS = (Item(3, "three"), Item(5, "$five\n"))
 GROUP = 32  # sequences, which whole groups of every recipe are

@@ -54,9 +54,9 @@ from moebius.distributed.checkpoint.format import (
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.writing import SummingWriter, seal
 from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.train.config import Config, ConfigError, resolve
+from moebius.train.config.run_config.run_config import Config, ConfigError, resolve
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.run_folder import open_run
+from moebius.train.record.run_folder import open_run
 
 CASE_S = 30.0  # longer is a hang
 MAX_WORDS = 100_000  # of an error, in characters

@@ -21,7 +21,12 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    TrainConfig,
+)
 from moebius.train.loop import train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -16,7 +16,7 @@ from test_main_job import make_config
 from moebius.cluster import ray_session
 from moebius.cluster.job import JobError, Launch, State
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.train.run_folder import open_run
+from moebius.train.record.run_folder import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE_THE_LIBRARY = {"tests", "benchmarks", "examples", "docs", "build", ".venv", ".ci"}

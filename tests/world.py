@@ -62,9 +62,9 @@ _PRELOAD = [
     "moebius.distributed.parallelize",
     "moebius.distributed.checkpoint.reshard",
     "moebius.simulation.dispatch",
-    "moebius.train.config",
+    "moebius.train.config.run_config",
     "moebius.train.expert_placement",
-    "moebius.train.metrics",
+    "moebius.train.metrics.step_metrics",
 ]
 
 

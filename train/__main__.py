@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .config import Config
+from .config.errors import EXIT_MISTAKE, no_restart_mends
+from .config.resize import with_mesh_of
+from .config.run_config import Config
 from .loop import train
-from .mistakes import EXIT_MISTAKE, no_restart_mends
-from .process_log import keep_log_of_rank
-from .redaction import RedactingFilter
-from .resize import with_mesh_of
+from .record.process_log import keep_log_of_rank
+from .record.redaction import RedactingFilter
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from ..distributed.layout import Layout
 from ..kernels.backend import defers
 from ..model.transformer import Transformer
-from .config import Config
+from .config.run_config import Config
 from .loss import MicroBatchLoss
 from .micro_batches import MicroBatch
 

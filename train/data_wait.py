@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..data_pipeline.loader import Loader
+from .metrics.log import MetricsLog
 from .run import Run
-from .sinks.log import MetricsLog
 
 _ROUND_S = 5.0  # much shorter than the time-out of a collective
 _SAY_AFTER_S = 10.0  # then after twice as long, and so on

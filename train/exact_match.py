@@ -24,7 +24,7 @@ from ..data_pipeline.test_sets import TestItem, read_test_sets
 from ..distributed.process.process import Process
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
-from .config import Config
+from .config.run_config import Config
 from .micro_batches import document_use
 
 

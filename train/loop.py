@@ -27,18 +27,22 @@ from ..distributed.dispatch.choose import counters_of, rooms_of
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
 from ..model.execution.precision import forward_in, products_dtype
-from .config import Config
+from .config.run_config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
 from .exact_match import score_test_sets
-from .heartbeat import Phase, open_heartbeat
 from .in_place.rejoin import InPlace
 from .in_place.rounds import open_rounds
 from .loss import MicroBatchLoss, micro_batch_loss
-from .metrics import StepClock, StepMeter, exchange_metrics, expert_metrics
+from .metrics.log import MetricsLog
+from .metrics.sinks import check_sinks
+from .metrics.step_metrics import StepClock, StepMeter, exchange_metrics, expert_metrics
 from .micro_batches import MicroBatch, count_targets, document_use, split_batch
 from .optim import learning_rate_at
 from .phase_clock import PhaseClock
+from .record.heartbeat import Phase, open_heartbeat
+from .record.run_folder import end_is_asked
+from .record.samples import write_samples
 from .run import (
     Run,
     assemble,
@@ -50,10 +54,6 @@ from .run import (
     trace_next_step,
     write_result,
 )
-from .run_folder import end_is_asked
-from .samples import write_samples
-from .sinks.log import MetricsLog
-from .sinks.opening import check_sinks
 from .spikes.detector import Spike
 from .spikes.rollback import roll_back
 from .state import seed_micro_batch

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..data_pipeline.loader import Batch
 from ..model.documents import Documents, mark_documents
-from .config import Config
+from .config.run_config import Config
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,15 @@ from ..kernels.backend import build_backend, resolve_backend
 from ..model.execution.compiled import compile_dense_parts
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
-from .config import Config, ConfigError
+from .config.run_config import Config, ConfigError
 from .cuda_graph import CudaDriver, MicroBatchGraph, reason_against
-from .data_server import open_data_server
 from .expert_placement import ExpertPlacement
-from .heartbeat import Heartbeat, Phase
+from .metrics.log import MetricsLog
+from .metrics.sinks import open_metrics
 from .optim import make_optimizer
-from .routing.trace import StepTrace
-from .sinks.log import MetricsLog
-from .sinks.opening import open_metrics
+from .rank_data import open_data_server
+from .record.heartbeat import Heartbeat, Phase
+from .record.route_trace import StepTrace
 from .spikes.detector import Spike, SpikeDetector
 from .spikes.record import (
     Rollback,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ...data_pipeline.document_order import RowPart, RunOrder, SampleRow, Sightings
     from ...data_pipeline.peek import DecodedPart, DecodedRow
-    from ...train.config import Config
+    from ...train.config.run_config import Config
 
 _ROWS = 3
 _EPOCHS = 20
@@ -110,9 +110,9 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
         ValueError: it means none, or its data is not there.
     """
     from ...data_pipeline.inspection import check_readable, is_data_folder
-    from ...train.config import Config, resolve
+    from ...train.config.run_config import Config, resolve
     from ...train.recipes.smoke import RECIPES
-    from ...train.run_folder import place_data
+    from ...train.record.run_folder import place_data
     from ..arguments import RUNS
 
     path = Path(options.path)
@@ -137,7 +137,7 @@ def _config_of_folder(folder: Path) -> "Config":
     """Returns the default configuration for a folder's sources."""
     from ...data_pipeline.inspection import config_of_folder
     from ...model.config.model_config import ModelConfig
-    from ...train.config import Config
+    from ...train.config.run_config import Config
 
     data = config_of_folder(folder)
     return Config(model=ModelConfig(vocab_size=data.num_token_ids), data=data)

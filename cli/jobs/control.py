@@ -21,7 +21,7 @@ from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
     from ...cluster.recovery.scale import ScaleRequest
-    from ...train.config import Config
+    from ...train.config.run_config import Config
 
 ENDS = (
     "exit code: 0 where the job SUCCEEDED or was STOPPED, 75 where it was PREEMPTED, 1 where it has "
@@ -197,7 +197,7 @@ def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     """Returns the configuration, checked against the world it asks for, and where it is to run."""
-    from ...train.run_folder import default_run_dir, place_data
+    from ...train.record.run_folder import default_run_dir, place_data
 
     config = place_data(resolve_config(options.name, options.overrides), RUNS)
     config.check_world(config.world_size)

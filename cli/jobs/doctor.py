@@ -134,7 +134,7 @@ def _of_cluster(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, 
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:
-    from ...train.redaction import redact_values
+    from ...train.record.redaction import redact_values
 
     for finding in findings:
         print(json.dumps(redact_values(finding.record()), ensure_ascii=False))
@@ -145,7 +145,7 @@ def _show(findings: "Sequence[Finding]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ...train.redaction import redact
+    from ...train.record.redaction import redact
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}

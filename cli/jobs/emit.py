@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...train.config import Config
+    from ...train.config.run_config import Config
 
 
 def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def _slurm(options: argparse.Namespace) -> str:
 
 def _resolve(options: argparse.Namespace, root: Path) -> "Config":
     """The configuration; prepared data lies below `root`, which every node sees."""
-    from ...train.run_folder import place_data
+    from ...train.record.run_folder import place_data
     from ..configurations import resolve_config
 
     config = place_data(resolve_config(options.name, options.overrides), root)

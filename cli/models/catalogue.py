@@ -21,7 +21,7 @@ from ...model.cost import (
     is_upper_bound,
 )
 from ...model.routers.router import Promises
-from ...train.config import Config, resolve
+from ...train.config.run_config import Config, resolve
 
 
 @dataclass(frozen=True)

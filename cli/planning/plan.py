@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     from ...planning.plan_report import draw_plans, make_report, parse_nodes, plans_as_json
     from ...planning.planner import Constraints
-    from ...train.config import resolve
+    from ...train.config.run_config import resolve
     from ...train.recipes.smoke import RECIPES
     from .plan_request import make_scenario
 

@@ -7,7 +7,7 @@ from ...planning.measured import read_kernel_ratios, read_table
 from ...planning.prediction import Scenario
 from ...planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
 from ...planning.workload import describe
-from ...train.config import Config
+from ...train.config.run_config import Config
 
 _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 

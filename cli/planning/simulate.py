@@ -12,7 +12,7 @@ from ..messages import print_message
 if TYPE_CHECKING:
     from ...model.transformer import Transformer
     from ...simulation.calls import CallSource, RequestedRanks, SavedPlacement
-    from ...train.config import Config
+    from ...train.config.run_config import Config
 
 
 def add_commands(commands: Commands) -> None:
@@ -241,7 +241,7 @@ def _simulated_model(
 def _config(options: argparse.Namespace) -> "Config":
     """Returns the configuration of the run, recipe or file that was named."""
     from ...simulation.calls import config_of_run
-    from ...train.config import resolve
+    from ...train.config.run_config import resolve
     from ...train.recipes.smoke import RECIPES
 
     if _is_run(options):

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...train.config import Config
+from ...train.config.run_config import Config
 from ..job import JobError
 from .plain_words import dns_label, plain_path, plain_word, quantity
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Template
 
-from ...train.config import Config
+from ...train.config.run_config import Config
 from ..job import JobError
 from .kuberay import gpus_per_node
 from .plain_words import plain_word

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ...train.mistakes import EXIT_MISTAKE
+from ...train.config.errors import EXIT_MISTAKE
 from ..generation import Outcome
 from ..job import RootCause
 from ..nodes import NodeLost, NodesUnavailable

@@ -1,7 +1,7 @@
 """The logs of a run's ranks, complete across its restarts: one order, generation by generation.
 
 A rank's log of one generation is logs/g001/node0/rank0.log and the older pieces of it that a
-rotation has left, rank0.log.1, rank0.log.2, … (train/process_log.py); the rank of the next
+rotation has left, rank0.log.1, rank0.log.2, … (train/record/process_log.py); the rank of the next
 generation begins another. Here they are one stream: the last 100 lines of rank 3 reach back into
 earlier pieces and generations where the newest one has said less. Lines of ranks carry a time where
 Python's logging wrote them; a line without one belongs to the line before it.
@@ -24,8 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from ...train.process_log import older_pieces, piece_of
-from ...train.redaction import redact, secret_values
+from ...train.record.process_log import older_pieces, piece_of
+from ...train.record.redaction import redact, secret_values
 from ..job import read_status
 
 POLL_S = 0.4

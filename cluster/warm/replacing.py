@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ...train.config.errors import EXIT_MISTAKE
 from ...train.in_place.orders import (
     ROUND_NUMBER,
     RoundOrder,
@@ -25,7 +26,6 @@ from ...train.in_place.orders import (
     read_readiness,
     withdraw_readiness,
 )
-from ...train.mistakes import EXIT_MISTAKE
 from ..job import write_atomically
 from ..recovery.round_of_node import LOST
 

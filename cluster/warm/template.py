@@ -37,7 +37,7 @@ if __name__ == "__main__":
     # its parent must come as soon as it can
     processes.bind_to_parent()
 
-from ...train.process_log import print_through_log
+from ...train.record.process_log import print_through_log
 from .. import agent
 from .orders import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 

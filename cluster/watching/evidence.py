@@ -1,7 +1,7 @@
 """What can be learnt of ranks that no longer move, on their own machine, within seconds.
 
 Of every rank: the state of its process and where it waits in the kernel; the Python stacks of all
-its threads, which faulthandler writes on SIGUSR1 (train/heartbeat.py); and how far it has come in
+its threads, which faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and how far it has come in
 its collectives. All ranks are asked at once. A stopped process answers nothing: of it there is what
 /proc tells, and its stacks if py-spy is installed, which reads them from outside.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...train.heartbeat import Beat, page_of
+from ...train.record.heartbeat import Beat, page_of
 from .heartbeats import GONE, STOPPED, process_state
 
 WAIT_S = 2.5

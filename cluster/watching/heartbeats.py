@@ -1,4 +1,4 @@
-"""Where the ranks of this machine are, read from the pages that they write (train/heartbeat.py).
+"""Where the ranks of this machine are, read from the pages that they write (train/record/heartbeat.py).
 
 The pages lie in memory (/dev/shm), in a folder that only this user can enter: reading those of
 eight ranks takes a millisecond, and no file system or network that hangs can keep a rank from
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...train.heartbeat import Beat, page_of, read_page, started_ticks
+from ...train.record.heartbeat import Beat, page_of, read_page, started_ticks
 
 GONE = "gone"  # in place of a process's state
 STOPPED = ("T", "t")  # by SIGSTOP, or by a debugger
@@ -37,7 +37,7 @@ class RankState:
     """Says where one rank is; plain values, as they come from another machine."""
 
     rank: int
-    phase: str  # a name of train/heartbeat.py's `Phase`, in small letters
+    phase: str  # a name of train/record/heartbeat.py's `Phase`, in small letters
     step: int  # that is being made
     age_s: float  # of the phase
     median_step_s: float = 0.0  # of the last steps; 0: none was made yet

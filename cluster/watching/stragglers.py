@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...train.heartbeat import WINDOW
+from ...train.record.heartbeat import WINDOW
 from .heartbeats import RankState
 
 RATIO = 1.5

@@ -16,8 +16,8 @@ import numpy as np
 from ...data_pipeline.token_store import prepared_tokenizer
 from ...distributed.process.process import start_process
 from ...model.config.model_config import ModelConfig
-from ...train.config import Config
-from ...train.routing.call import RoutedCall
+from ...train.config.run_config import Config
+from ...train.record.routed_call import RoutedCall
 from ..restore import Restored, restore
 from .banks import FEED_FORWARD, Bank, ChosenBy, banks_of, choices_of, chosen_by
 from .cosines import RowCosine, row_cosines

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...model.config.attention_config import SwitchHeadConfig
 from ...model.transformer import Transformer
-from ...train.routing.call import RoutedCall, kind_of
-from ...train.routing.tap import depths_of, sparse_layers
+from ...train.record.route_tap import depths_of, sparse_layers
+from ...train.record.routed_call import RoutedCall, kind_of
 
 FEED_FORWARD = "feed_forward"
 KINDS = (FEED_FORWARD, "value", "output", "attention")

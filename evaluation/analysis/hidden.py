@@ -24,7 +24,7 @@ from ...model.layers import DenseMLP
 from ...model.moe import SparseLayer
 from ...model.routing import Routes
 from ...model.transformer import Transformer
-from ...train.routing.tap import depths_of
+from ...train.record.route_tap import depths_of
 
 PARTS = ("experts", "shared", "dense")
 

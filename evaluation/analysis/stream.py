@@ -22,10 +22,10 @@ from ...data_pipeline.loader import ValidationBatch, validation_batches
 from ...data_pipeline.reader import SplitReader
 from ...model.documents import Documents
 from ...model.execution.precision import forward_in, products_dtype
-from ...train.config import Config
+from ...train.config.run_config import Config
 from ...train.micro_batches import document_use
-from ...train.routing.call import RoutedCall
-from ...train.routing.tap import tap
+from ...train.record.route_tap import tap
+from ...train.record.routed_call import RoutedCall
 from ..restore import Restored
 from .hidden import HiddenPass, tap_hidden
 from .updates import DepthUpdate, tap_residual

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...train.config import Config
+from ...train.config.run_config import Config
 from .environment import environment
 from .file import CompareError, ComparisonFile
 from .plan import Arm

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...train.run_folder import open_run
+from ...train.record.run_folder import open_run
 from .file import CompareError
 from .plan import PlannedRun
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...model.config.model_config import ModelConfig
 from ...model.cost import Flops, Parameters, count_parameters, forward_flops
-from ...train.config import Config, ConfigError
+from ...train.config.run_config import Config, ConfigError
 from .file import CompareError, Match
 
 _LARGEST = 1 << 30  # of a field that is scaled

@@ -17,7 +17,7 @@ from ...data_pipeline.manifest import DatasetManifest, read_manifest
 from ...distributed.checkpoint.format import StoredCheckpoint
 from ...model.config.model_config import ModelConfig
 from ...model.cost import count_parameters
-from ...train.config import Config
+from ...train.config.run_config import Config
 from ..safetensors import Precision
 
 PICTURE = "loss.png"

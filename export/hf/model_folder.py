@@ -19,7 +19,7 @@ from ...data_pipeline.tokenizers.interface import Tokenizer
 from ...distributed.checkpoint.format import StoredCheckpoint, open_checkpoint
 from ...distributed.checkpoint.reshard import StartProgress
 from ...model.config.model_config import ModelConfig
-from ...train.config import Config, ConfigError
+from ...train.config.run_config import Config, ConfigError
 from ..safetensors import (
     Description,
     Exported,

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, normalizers
 
 from ...data_pipeline.tokenizers.interface import MODEL_FILE
 from ...data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
-from ...train.config import ConfigError
+from ...train.config.run_config import ConfigError
 
 _BLANK = "▁"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of pieces

@@ -48,7 +48,7 @@ from moebius.model.cost import forward_flops  # noqa: E402
 from moebius.model.initialise import initialise  # noqa: E402
 from moebius.model.transformer import Transformer  # noqa: E402
 from moebius.train.loop import train  # noqa: E402
-from moebius.train.run_folder import open_run  # noqa: E402
+from moebius.train.record.run_folder import open_run  # noqa: E402
 
 
 def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:

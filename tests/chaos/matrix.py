@@ -433,7 +433,7 @@ MATRIX = (
                 "test_a_log_is_followed_over_rotations_and_gaps_are_told",
             ),
             *_in(
-                "tests/train/test_process_log.py",
+                "tests/train/record/test_process_log.py",
                 "test_a_rank_that_writes_fast_is_followed_line_by_line",
                 "test_logs_are_bounded_and_the_newest_lines_are_kept",
                 "test_a_full_disk_costs_lines_and_says_how_many",
@@ -450,7 +450,9 @@ MATRIX = (
                 "test_a_clock_that_jumped_since_the_last_beat_deceives_nobody",
                 "test_who_watches_judges_by_change_alone",
             ),
-            *_in("tests/train/test_heartbeat.py", "test_the_clock_on_the_wall_does_not_matter"),
+            *_in(
+                "tests/train/record/test_heartbeat.py", "test_the_clock_on_the_wall_does_not_matter"
+            ),
             *_in(_REAL_RANKS, "test_a_rank_without_cpu_is_slow_and_no_hang"),
             *_in(
                 f"{_WATCHING}/test_heartbeats.py",

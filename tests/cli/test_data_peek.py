@@ -7,9 +7,9 @@ import pytest
 from small_corpus import shards_of_words
 
 from moebius.cli.main import main
-from moebius.train.config import Config
+from moebius.train.config.run_config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.run_folder import open_run
+from moebius.train.record.run_folder import open_run
 
 SMALL = ("data.seq_len=32", "train.global_batch=4")
 

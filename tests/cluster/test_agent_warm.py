@@ -33,8 +33,13 @@ from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
 from moebius.cluster.warm.start import OrderedAgent, _sweep
 from moebius.distributed.layout import MeshConfig
-from moebius.train.config import CheckpointConfig, Config, JobConfig, TrainConfig
-from moebius.train.run_folder import open_run
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    JobConfig,
+    TrainConfig,
+)
+from moebius.train.record.run_folder import open_run
 
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="elsewhere nothing is forked")
 

@@ -251,7 +251,7 @@ def test_the_same_error_at_the_same_step_three_times_is_the_end(tmp_path):
 
 
 def test_a_mistake_ends_the_job_at_once(tmp_path):
-    mistake = failed("moebius.train.config.ConfigError: train.timeout_s=0", exit_code=78)
+    mistake = failed("moebius.train.config.run_config.ConfigError: train.timeout_s=0", exit_code=78)
     status, node = live(tmp_path, *[ends(mistake)] * 3, max_restarts=8)
     assert status.state is State.FAILED
     assert len(node.attempts) == 1

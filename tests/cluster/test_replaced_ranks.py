@@ -29,8 +29,8 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.local import train_here
 from moebius.cluster.nodes import Capacity, NodeHandle, ThisMachine
-from moebius.train.config import Config
-from moebius.train.run_folder import open_run
+from moebius.train.config.run_config.run_config import Config
+from moebius.train.record.run_folder import open_run
 from tests.chaos.job_under_fire import curve, weights_hash
 
 pytestmark = [

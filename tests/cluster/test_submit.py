@@ -18,8 +18,8 @@ from moebius.cluster.job import JobError, Journal, State, begin_submission, read
 from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
-from moebius.train.config import Config, build
-from moebius.train.sinks.config import MetricsConfig
+from moebius.train.config.run_config.metrics_config import MetricsConfig
+from moebius.train.config.run_config.run_config import Config, build
 
 
 def config_of(tmp_path: Path, **job) -> Config:
@@ -45,7 +45,7 @@ SUBMIT = """
 import json, sys
 from pathlib import Path
 from moebius.cluster.submit import submit
-from moebius.train.config import Config
+from moebius.train.config.run_config import Config
 run_dir, address, detach, *command = sys.argv[1:]
 config = Config.load(Path(run_dir).parent / "asked.json")
 status = submit(config, Path(run_dir), address=address or None, detach=detach == "detach", command=command)

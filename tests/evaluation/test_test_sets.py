@@ -12,7 +12,12 @@ from moebius.data_pipeline.config import DataConfig, TestSet
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
-from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    TrainConfig,
+)
 from moebius.train.loop import train
 from moebius.train.recipes.algorithmic import input_of
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moebius.evaluation.token_experts import ExpertUse, frequent_experts
 from moebius.model.documents import mark_documents
-from moebius.train.routing.tap import tap
-from moebius.train.routing.trace import RecordedRank, StepTrace, read_rank, write_rank
+from moebius.train.record.route_tap import tap
+from moebius.train.record.route_trace import RecordedRank, StepTrace, read_rank, write_rank
 
 RANKS, MICRO_BATCHES = 2, 2
 

@@ -65,8 +65,8 @@ from moebius.cluster.job import begin_submission
 from moebius.cluster.places.standing import cluster_at
 from moebius.cluster.submit import make_launch
 from moebius.cluster.supervisor import start_supervisor
-from moebius.train.run_folder import open_run
-from moebius.train.config import resolve
+from moebius.train.record.run_folder import open_run
+from moebius.train.config.run_config import resolve
 from moebius.train.recipes.smoke import RECIPES
 run_dir, address, overrides = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 config = resolve("smoke", overrides, RECIPES)

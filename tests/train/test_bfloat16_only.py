@@ -22,7 +22,12 @@ from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
 from moebius.simulation.calls import RequestedRanks, make_cluster
-from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    TrainConfig,
+)
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig

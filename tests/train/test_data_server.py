@@ -19,10 +19,11 @@ from moebius.distributed.process.process import Process
 from moebius.model.config.model_config.attention_config import DenseAttentionConfig
 from moebius.model.config.model_config.feed_forward_config import DenseFeedForwardConfig
 from moebius.model.config.model_config.model_config import ModelConfig
-from moebius.train import data_server, loop
-from moebius.train.config import CheckpointConfig, Config, TrainConfig
-from moebius.train.data_server import open_data_server
+from moebius.train import loop
+from moebius.train import rank_data as data_server
+from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
+from moebius.train.rank_data import open_data_server
 from moebius.train.recipes.smoke import smoke
 from moebius.train.run import Run
 

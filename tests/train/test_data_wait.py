@@ -16,9 +16,14 @@ from world import run_ranks
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.token_store import TokenBatch, TokenStore
 from moebius.train import data_wait
-from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    TrainConfig,
+)
 from moebius.train.loop import train
-from moebius.train.run_folder import open_run
+from moebius.train.record.run_folder import open_run
 
 
 @pytest.fixture(scope="module")

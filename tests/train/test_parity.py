@@ -23,7 +23,12 @@ from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    TrainConfig,
+)
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig, learning_rate_at
 from moebius.train.run import assemble, open_loader

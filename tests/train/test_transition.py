@@ -20,7 +20,12 @@ from moebius.evaluation.restore import restore
 from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
-from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    TrainConfig,
+)
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
 from moebius.train.run import assemble, open_loader

@@ -17,10 +17,10 @@ from typing import Any
 
 from ...data_pipeline.loader import Loader
 from ...distributed.process.process import start_process, stop_process
-from ..heartbeat import Phase
+from ..metrics.log import MetricsLog
 from ..phase_clock import PhaseClock
+from ..record.heartbeat import Phase
 from ..run import Run, rejoin, resume
-from ..sinks.log import MetricsLog
 from .orders import RoundOrder
 from .rounds import Rounds
 from .sharing import Sharing

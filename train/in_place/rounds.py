@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ...distributed.process.connections import break_off
 from ...distributed.process.diagnosis import CollectiveError, is_of_a_collective
-from ..heartbeat import FOLDER
-from ..mistakes import no_restart_mends
+from ..config.errors import no_restart_mends
+from ..record.heartbeat import FOLDER
 from .orders import (
     IN_PLACE,
     ROUND_NUMBER,

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from ...data_pipeline.algorithmic.draw import ANSWER, PROMPT
 from ...data_pipeline.config import DataConfig, TestSet
 from ...model.config.model_config import ModelConfig
-from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
 _ROOM = "python:moebius.data_pipeline.algorithmic"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...data_pipeline.config import DataConfig
 from ...model.config.model_config import ModelConfig
-from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
 _COMMON: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The names of all recipes, without what they are: the command line offers them, and must not import
 the model to do so.
 
-tests/train/test_config.py holds them equal to RECIPES, in the same order.
+tests/train/config/test_config.py holds them equal to RECIPES, in the same order.
 """
 
 RECIPE_NAMES = (

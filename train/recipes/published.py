@@ -33,7 +33,7 @@ from ...model.config.model_config import (
 from ...model.routers.mixture import TokenMixingConfig
 from ...model.routers.sigmoid import SigmoidConfig
 from ...model.routers.sut import SutConfig
-from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
 

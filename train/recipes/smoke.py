@@ -13,7 +13,7 @@ from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.feed_forward_config import ExpertsConfig
 from ...model.config.model_config import ModelConfig
 from ...model.routers.sigmoid import SigmoidConfig
-from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 from .algorithmic import ALGORITHMIC
 from .family import FAMILY

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .record import Record
+from ..metrics.records import Record
 
 
 class JsonLines:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .record import Record
+from ..metrics.records import Record
 
 FOLDER = "sinks"
 # Kinds of which each step counts once; of the others every line is an event of its own.

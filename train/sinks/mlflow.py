@@ -8,9 +8,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..metrics.curves import points_of
+from ..metrics.records import Record, RunFacts, flat_values
 from .kept import Kept
-from .record import Record, RunFacts, flat_values
-from .series import points_of
 
 logger = logging.getLogger(__name__)
 

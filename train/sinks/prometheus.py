@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .record import Record, RunFacts
-from .series import Point, points_of
+from ..metrics.curves import Point, points_of
+from ..metrics.records import Record, RunFacts
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..metrics.curves import depth_numbers, points_of, router_of
+from ..metrics.records import Record, RunFacts, flat_values, is_matrix
 from .heat_map import draw_load
-from .record import Record, RunFacts, flat_values, is_matrix
-from .series import depth_numbers, points_of, router_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -12,9 +12,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ..metrics.curves import points_of
+from ..metrics.records import Record, RunFacts
 from .kept import Kept
-from .record import Record, RunFacts
-from .series import points_of
 
 NAME = "wandb"
 _INIT_S = 60.0

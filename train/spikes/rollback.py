@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..heartbeat import Phase
+from ..metrics.log import MetricsLog
+from ..record.heartbeat import Phase
 from ..run import Run, load_state, log_set_aside, why_not_from
-from ..sinks.log import MetricsLog
 from .detector import SpikeDetector
 from .record import Rollback, write_rollbacks
 

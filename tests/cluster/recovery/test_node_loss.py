@@ -45,9 +45,9 @@ from moebius.cluster.recovery.scale import request_scale
 from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.train.config import Config, resolve
+from moebius.train.config.run_config.run_config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.run_folder import open_run, place_data
+from moebius.train.record.run_folder import open_run, place_data
 
 pytestmark = pytest.mark.slow
 STEPS = 100_000  # more than any test waits for
@@ -284,7 +284,7 @@ SUBMIT = """
 import sys
 from pathlib import Path
 from moebius.cluster.submit import submit
-from moebius.train.config import Config
+from moebius.train.config.run_config import Config
 run_dir, *command = sys.argv[1:]
 config = Config.load(Path(run_dir).parent / "asked.json")
 submit(config, Path(run_dir), address="simulated:losses", command=command)

@@ -25,7 +25,7 @@ from moebius.cluster.recovery.scale import (
 )
 from moebius.cluster.submit import _begin
 from moebius.cluster.watching.heartbeats import RankState
-from moebius.train.config import build
+from moebius.train.config.run_config.run_config import build
 
 
 def begun(run_dir: Path, **job) -> Path:

@@ -17,7 +17,7 @@ from moebius.cluster import processes
 from moebius.cluster.job import JobError, Journal, State, beat
 from moebius.cluster.reports.top import look_once, render, show_top
 from moebius.cluster.watching.heartbeats import WatchedRanks, folder_of
-from moebius.train.heartbeat import PAGE_BYTES, Heartbeat, page_of
+from moebius.train.record.heartbeat import PAGE_BYTES, Heartbeat, page_of
 
 RESOURCES = {
     "time": 1e9,

@@ -12,7 +12,7 @@ import pytest
 from moebius.cluster.watching import evidence
 from moebius.cluster.watching.evidence import gather, innermost_frame
 from moebius.cluster.watching.heartbeats import GONE, STOPPED
-from moebius.train.heartbeat import Beat, Phase, page_of, started_ticks
+from moebius.train.record.heartbeat import Beat, Phase, page_of, started_ticks
 
 STACKS = """\
 Thread 0x00007f7c00ff96c0 [heartbeat] (most recent call first):

@@ -13,8 +13,8 @@ import pytest
 
 from moebius.cluster.watching import heartbeats
 from moebius.cluster.watching.heartbeats import GONE, WatchedRanks, folder_of
-from moebius.train import heartbeat
-from moebius.train.heartbeat import (
+from moebius.train.record import heartbeat
+from moebius.train.record.heartbeat import (
     FOLDER,
     PAGE_BYTES,
     Heartbeat,

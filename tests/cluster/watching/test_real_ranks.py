@@ -26,10 +26,10 @@ from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_subm
 from moebius.cluster.nodes import ThisMachine
 from moebius.cluster.watching import watcher
 from moebius.cluster.watching.heartbeats import WatchedRanks, folder_of
-from moebius.train.config import CheckpointConfig, Config, TrainConfig
-from moebius.train.job_config import JobConfig
-from moebius.train.limits import PhaseLimits
-from moebius.train.run_folder import open_run
+from moebius.train.config.run_config.job_config import JobConfig
+from moebius.train.config.run_config.limits import PhaseLimits
+from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.record.run_folder import open_run
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,7 @@ import pytest
 from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import GONE, RankState
 from moebius.cluster.watching.stalls import find_behind, is_stalled, limit_of
-from moebius.train.limits import PhaseLimits
+from moebius.train.config.run_config.limits import PhaseLimits
 
 DEFAULTS = PhaseLimits().model_dump()
 

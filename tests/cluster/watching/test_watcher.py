@@ -11,8 +11,8 @@ from moebius.cluster.watching import watcher
 from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import RankState
 from moebius.cluster.watching.watcher import RankWatcher, read_limits
-from moebius.train.heartbeat import WINDOW
-from moebius.train.limits import PhaseLimits
+from moebius.train.config.run_config.limits import PhaseLimits
+from moebius.train.record.heartbeat import WINDOW
 
 LIMITS = {"step_s": 5.0, "data_wait_s": None}
 

@@ -17,7 +17,7 @@ from moebius.evaluation.analysis.slices import usual_items
 from moebius.evaluation.analysis.stream import AnalysedPass
 from moebius.evaluation.analysis.weight_pictures import relu_pass_rate
 from moebius.model.transformer import Transformer
-from moebius.train.routing.tap import tap
+from moebius.train.record.route_tap import tap
 
 TOKENS = torch.randint(9, (4, 6), generator=torch.Generator().manual_seed(1))
 COUNTED = torch.ones(4, 6, dtype=torch.bool)

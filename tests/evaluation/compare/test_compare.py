@@ -20,7 +20,7 @@ from moebius.evaluation.compare.cost import Measured, measure_costs
 from moebius.evaluation.compare.plan import Arm, PlannedRun
 from moebius.evaluation.compare.results import collect
 from moebius.evaluation.compare.tables import as_csv, cost_table, how_measured, write_results
-from moebius.train.run_folder import open_run
+from moebius.train.record.run_folder import open_run
 
 
 def command(*words: str | Path) -> int:

@@ -1,0 +1,246 @@
+"""Configuration: recipes, TOML, overrides, and one clear error for each mistake."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from moebius.train.config.run_config.run_config import Config, ConfigError, resolve
+from moebius.train.recipes.names import RECIPE_NAMES
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.record.run_folder import open_run, place_data
+
+
+def make(*overrides: str, name: str = "smoke") -> Config:
+    return resolve(name, overrides, RECIPES)
+
+
+def test_the_light_list_names_every_recipe() -> None:
+    assert list(RECIPES) == list(RECIPE_NAMES), "train/recipes/names.py differs from RECIPES"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_survives_its_json_and_fits_its_world(name: str, tmp_path: Path) -> None:
+    config = make(name=name)
+    config.save(tmp_path / "config.json")
+    assert Config.load(tmp_path / "config.json") == config
+    config.check_world(config.world_size)
+
+
+def test_overrides_are_typed() -> None:
+    config = make(
+        "train.steps=7",
+        "optim.learning_rate=3e-4",
+        "data.input=['a.txt', 'b.txt']",
+        "data.tokenizer=bytes",
+        "data.vocab_size=257",
+        "job.rehearse_failure_at_step=none",
+        "job.name=x-1",
+    )
+    assert (config.train.steps, config.optim.learning_rate) == (7, 3e-4)
+    assert config.data.input == ("a.txt", "b.txt")
+    assert config.data.tokenizer == "bytes"
+    assert config.job.rehearse_failure_at_step is None
+    assert config.job.name == "x-1"
+
+
+def test_sources_take_the_place_of_a_recipes_input_and_the_other_way_round(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'recipe = "smoke"\n[[data.sources]]\nname = "a"\ninput = ["a.txt"]\n', encoding="utf-8"
+    )
+    config = make(name=str(file))
+    assert (config.data.input, [source.name for source in config.data.sources]) == ((), ["a"])
+    assert make("data.input=['b.txt']", name=str(file)).data.sources == ()
+    assert make("data.sources=[{name='a', input=['a.txt']}]").data.input == ()
+    with pytest.raises(ConfigError, match="name the text by one of the two"):
+        make("data.sources=[{name='a', input=['a.txt']}]", "data.input=['b.txt']")
+
+
+def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'recipe = "smoke"\n[model.feed_forward]\nnum_experts = 32\n[train]\nsteps = 5\n',
+        encoding="utf-8",
+    )
+    config = make("train.steps=6", name=str(file))
+    assert config.model.experts is not None
+    assert (config.model.experts.num_experts, config.train.steps, config.model.d_model) == (
+        32,
+        6,
+        128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.num_expert=3"],
+            r"model.num_expert: unknown key; did you mean model.feed_forward.num_experts\?",
+        ),
+        (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
+        (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
+        (["train.steps=0"], r"train.steps: .*greater than 0 \(given: 0\)"),
+        (["steps=3"], r"override 'steps=3': write section.key=value"),
+        (["train.steps"], r"override 'train.steps': write section.key=value"),
+        (["model.num_layers=5"], r"num_layers=5 is not divisible by layers_per_group=2"),
+        (["model.attention.positions.width=3"], r"positions.width=3 with d_head=32"),
+        (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
+        (["job.name=a/b"], r"job.name"),
+        (["train.steps.x=3"], r"override 'train.steps.x=3': train.steps is not a section"),
+        (
+            ["model.rotary_base=500"],
+            r"model.rotary_base: unknown key; it is now model.attention.positions.base",
+        ),
+        (
+            [
+                "model.attention.positions.kind=learned",
+                "model.attention.positions.max_positions=64",
+            ],
+            r"data.seq_len=128 is more than the .*max_positions=64 positions that are learned",
+        ),
+    ],
+)
+def test_a_mistake_is_answered_with_one_clear_error(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(*overrides)
+
+
+def test_unknown_recipes_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no recipe 'smok'; did you mean smoke\?"):
+        make(name="smok")
+    with pytest.raises(ConfigError, match=r"missing.toml: cannot be read \(No such file"):
+        make(name=str(tmp_path / "missing.toml"))
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken.toml: is not valid TOML"):
+        make(name=str(broken))
+    typo = tmp_path / "typo.toml"
+    typo.write_text("[modell]\nnum_layers = 4\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"modell: unknown key; did you mean model\?"):
+        make(name=str(typo))
+
+
+def test_what_does_not_fit_the_world_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"mesh.dp_replicate 2 × mesh.ep 2 = 4 ranks, but the world has 3"
+    ):
+        make().check_world(3)
+    with pytest.raises(ValueError, match=r"16.*3|3.*16"):
+        make("mesh.ep=3", "mesh.dp_replicate=1").check_world(3)
+    with pytest.raises(
+        ConfigError,
+        match=r"train.global_batch=18 is not a multiple of 4 ranks × train.micro_batch=4 = 16",
+    ):
+        make("train.global_batch=18").check_world(4)
+    whole = ("mesh.sharding=fsdp", "mesh.ep=1", "mesh.dp_replicate=none")
+    with pytest.raises(
+        ConfigError,
+        match=r"mesh.dp_shard=1 on 4 ranks shards nothing: set mesh.dp_shard to one of \[2, 4\]",
+    ):
+        make(*whole).check_world(4)
+    make(*whole).check_world(1)
+    make(*whole, "mesh.dp_shard=4").check_world(4)
+    still = ("mesh.rebalance_every=5", "mesh.replicas=1", "mesh.ep=1", "mesh.dp_replicate=none")
+    with pytest.raises(
+        ConfigError,
+        match=r"mesh.rebalance_every=5, mesh.replicas=1 with mesh.ep=1: .* or mesh.ep to one of \[2, 4\]",
+    ):
+        make(*still).check_world(4)
+    with pytest.raises(
+        ConfigError,
+        match=r"none can move .* set both to 0 \(a world of 1 allows no other mesh.ep\)",
+    ):
+        make(*still).check_world(1)
+    make(*still, "mesh.ep=2").check_world(4)
+
+
+def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
+    config = place_data(make(), tmp_path)
+    assert Path(config.data.directory).is_absolute()
+    run_dir = tmp_path / "run"
+    open_run(config, run_dir)
+    open_run(
+        place_data(make("train.steps=900", "mesh.ep=4", "mesh.dp_replicate=1"), tmp_path), run_dir
+    )
+    assert Config.load(run_dir / "config.json").train.steps == 900
+    with pytest.raises(
+        ConfigError, match=r"(?s)holds another run.*model.d_model: the run has 128, now 64"
+    ):
+        open_run(place_data(make("model.d_model=64"), tmp_path), run_dir)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("do not touch")
+    with pytest.raises(ConfigError, match=r"is not empty and holds no run"):
+        open_run(config, other)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(
+        ConfigError,
+        match=r"the run folder cannot be written \(Not a directory\); choose another with --run-dir",
+    ):
+        open_run(make(), file / "run")
+
+
+def test_raw_bytes_need_no_vocabulary_size() -> None:
+    from moebius.data_pipeline.config import DataConfig
+
+    data = DataConfig(tokenizer="bytes")
+    assert data.num_token_ids == data.vocab_size == 257
+    assert DataConfig.model_validate(data.model_dump()) == data
+
+
+def test_the_example_files_can_be_run() -> None:
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    assert files
+    for file in files:
+        config = make(name=str(file))
+        config.check_world(config.world_size)
+
+
+def test_the_commands_of_the_readme_can_be_run() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    commands = [
+        line.split()[2:]
+        for line in re.findall(r"moebius (?:train|submit) .*", readme)
+        for line in [f"x {line}"]
+    ]
+    checked = 0
+    for words in commands:
+        name, *rest = [word.strip("`") for word in words[1:]]
+        if name not in RECIPES:
+            continue
+        overrides = [
+            word.rstrip("`.:")
+            for word in rest
+            if "=" in word and "'" not in word and "$" not in word
+        ]
+        config = make(*overrides, name=name)
+        config.check_world(config.world_size)
+        checked += 1
+    assert checked >= 3
+
+
+def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
+    splits = {}
+    for name in RECIPES:
+        if re.fullmatch(r"moeut_(\d+m|1b)", name):
+            counts = RECIPES[name]().model.expert_counts().values()
+            splits[name] = math.gcd(*counts)
+    assert splits == {
+        "moeut_44m": 1,
+        "moeut_126m": 2,
+        "moeut_244m": 1,
+        "moeut_319m": 2,
+        "moeut_728m": 1,
+        "moeut_1b": 1,
+    }
+    counts = (
+        make("model.feed_forward.num_experts=384", name="moeut_244m").model.expert_counts().values()
+    )
+    assert math.gcd(*counts) == 8

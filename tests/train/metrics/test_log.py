@@ -1,0 +1,45 @@
+"""The log hands each line to all sinks, and metrics.jsonl has it at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_sink import FakeSink, in_background
+
+from moebius.train.metrics.step_metrics.log import MetricsLog
+
+
+def test_each_line_goes_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "opensesame")
+    fakes = [FakeSink(), FakeSink()]
+    log = MetricsLog(tmp_path, active=True, sinks=[in_background(fake) for fake in fakes])
+    log.write("train", 1, loss=float("nan"), expert_load=[[0.5, 0.5]])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before anything is closed
+    values = json.loads(line)
+    assert list(values) == ["kind", "step", "time", "loss", "expert_load"]
+    assert (values["kind"], values["step"], values["loss"]) == ("train", 1, "nan")
+    log.write("note", 1, texts=["opensesame", "x"], why="opensesame!")
+    log.go_back_to(0)
+    log.write("end", 1, state="stopped")
+    log.close()
+    log.close()
+    for fake in fakes:
+        assert fake.steps == [1, 1, 0, 1]
+        assert fake.records[1].values == {"texts": ["***", "x"], "why": "***!"}
+        assert fake.closed == ["stopped"]
+
+
+def test_an_error_closes_the_sinks_as_failed(tmp_path: Path) -> None:
+    fake = FakeSink()
+    log = MetricsLog(tmp_path, active=True, sinks=[in_background(fake)])
+    log.write("train", 1, loss=1.0)
+    with pytest.raises(ZeroDivisionError), log:
+        log.write("train", 2, loss=1 / 0)
+    assert (fake.steps, fake.closed) == ([1], ["failed"])
+
+
+def test_other_ranks_are_silent(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, active=False) as log:
+        log.write("train", 1, loss=1.0)
+        log.go_back_to(0)
+    assert not list(tmp_path.iterdir())

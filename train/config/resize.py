@@ -1,0 +1,63 @@
+"""One run on different numbers of ranks: which numbers fit, and with which mesh.
+
+A job that has lost a node may go on with fewer. What is computed stays the same: the global batch,
+the order of the samples and the random streams know nothing of ranks, and a checkpoint is resharded
+when it is loaded. The mesh must fit, and is changed as little as possible:
+
+1. as it is configured;
+2. with as many replicas as fill the world (`dp_replicate`), and as few shards as EP needs;
+3. with fewer ranks in an EP group.
+
+Whether the larger share of each rank fits its memory is not known here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...distributed.layout import MeshConfig
+from ..mesh_variable import MESH_VARIABLE
+from .run_config import Config
+
+
+def mesh_for(config: Config, world_size: int) -> MeshConfig | None:
+    """Returns the mesh of a run on `world_size` ranks; None where none fits."""
+    for mesh in _candidates(config.mesh, world_size):
+        try:
+            config.model_copy(update={"mesh": mesh}).check_world(world_size)
+        except ValueError:
+            continue
+        return mesh
+    return None
+
+
+def _candidates(mesh: MeshConfig, world_size: int) -> Iterator[MeshConfig]:
+    yield mesh
+    divisors = [size for size in range(world_size, 0, -1) if world_size % size == 0]
+    for ep in [size for size in divisors if size <= mesh.ep]:
+        change: dict[str, int | None] = {"ep": ep, "dp_replicate": None}
+        if ep == 1:  # there is nowhere to move experts to
+            change |= {"rebalance_every": 0, "replicas": 0}
+        if mesh.sharding == "fsdp":
+            for dp_shard in [size for size in divisors if size <= (mesh.dp_shard or world_size)]:
+                yield mesh.model_copy(update=change | {"dp_shard": dp_shard})
+        else:
+            yield mesh.model_copy(update=change | {"dp_shard": None})
+
+
+def layouts_for(config: Config, num_nodes: Sequence[int]) -> dict[int, dict[str, object]]:
+    """Returns the numbers of nodes that fit, each with the keys of the mesh that must change."""
+    layouts = {}
+    for number in num_nodes:
+        mesh = mesh_for(config, number * config.job.ranks_per_node)
+        if mesh is not None:
+            configured = config.mesh.model_dump()
+            layouts[number] = {
+                key: value for key, value in mesh.model_dump().items() if value != configured[key]
+            }
+    return layouts
+
+
+def with_mesh_of(config: Config, environment: Mapping[str, str]) -> Config:
+    """Returns the configuration with the mesh that the supervision has chosen for this world."""
+    changed = json.loads(environment.get(MESH_VARIABLE, "{}"))
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=changed)})

@@ -1,0 +1,61 @@
+"""When the ranks of a run begin while its data is still being prepared.
+
+What a run reads does not depend on it: the order of a folder that grows is that of the whole one
+(`data_pipeline/order.py`), and a step whose era is not sealed yet waits.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
+
+from ...data_pipeline.manifest import DatasetManifest
+
+_SHORT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKMBGT]?)")
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+class StartWhen(BaseModel):
+    """Says how much data is sealed before the ranks begin; with both, both must be there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    eras: PositiveInt | None = None  # of all sources together
+    tokens: PositiveInt | None = None  # to train on, of all sources together; also "50M", "2.5B"
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _spell_out(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = _SHORT.fullmatch(value.strip())
+        if match is None:
+            raise ValueError('write a number of tokens such as 50000000, "50M" or "2.5B"')
+        number = Decimal(match[1].replace("_", "")) * _UNITS[match[2]]
+        if number != int(number):
+            raise ValueError("tokens are counted in whole numbers")
+        return int(number)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.eras is None and self.tokens is None:
+            raise ValueError("give eras, tokens or both; leave start_when out to prepare first")
+        return self
+
+    def is_met(self, manifest: DatasetManifest) -> bool:
+        """Returns whether ranks may begin on what is sealed: every source must have an era."""
+        if manifest.complete:
+            return True
+        if not all(manifest.eras(source.name) for source in manifest.sources):
+            return False  # validation is on each source's first era
+        enough_eras = len(manifest.sealed) >= (self.eras or 0)
+        return enough_eras and manifest.num_tokens("train") >= (self.tokens or 0)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.eras is not None:
+            parts.append(f"{self.eras:,} era{'s' if self.eras > 1 else ''}")
+        if self.tokens is not None:
+            parts.append(f"{self.tokens:,} tokens")
+        return " and ".join(parts)

@@ -1,0 +1,207 @@
+"""What a step reports: sums over micro-batches on every rank, and one reduction.
+
+Where the numbers are written is train/sinks/.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.dispatch.exchange import Counters, hottest_factor
+from ..loss import MicroBatchLoss
+
+LOAD_KINDS = ("feed_forward", "value", "output", "attention")
+# of `Counters`
+_SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_node", "waited_s")
+
+
+class StepMeter:
+    """Adds up what the micro-batches of one step report.
+
+    Nothing leaves the device until `reduce`.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._carried: dict[str, Tensor] = {}
+        self._exchanges: dict[str, Counters] = {}
+
+    def add(self, result: MicroBatchLoss) -> None:
+        """Adds what one micro-batch reports."""
+        self._accumulate("loss", result.cross_entropy)
+        self._accumulate("regularisation", result.regularisation)
+        for name, value in result.auxiliary.items():
+            self._accumulate(f"auxiliary/{name}", value)
+        for name, value in result.carried.items():
+            self._carried[name] = self._carried[name] + value if name in self._carried else value
+        for kind, load in result.loads.items():
+            self._accumulate(f"{kind}/load", load.load_LN)
+            self._accumulate(f"{kind}/wanted", load.wanted_L)
+            self._accumulate(f"{kind}/gates", load.gate_sum_L)
+
+    def loads(self) -> dict[str, Tensor]:
+        """Returns how many routes of this rank went to each expert, (L, E) by kind of router."""
+        return {
+            kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums
+        }
+
+    def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
+        """Notes what the step exchanged, by the names of the sparse layers."""
+        self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
+
+    @property
+    def loss(self) -> Tensor:
+        """Returns this rank's part of the step's loss, which is the sum over all ranks."""
+        return self._sums["loss"]
+
+    @property
+    def waited_s(self) -> float:
+        """Returns how long this rank stood still for the step's exchanges."""
+        return sum(counters.waited_s for counters in self._exchanges.values())
+
+    def reduce(self, **scalars: float) -> dict[str, Tensor]:
+        """Sums over all ranks what was added, and the given scalars; a collective call.
+
+        Returns:
+            The sums, float64, on the CPU.
+        """
+        values = self._sums | {
+            name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()
+        }
+        for name, unread in self._exchanges.items():
+            counters = unread.read_all()
+            values[f"exchange/{name}"] = torch.tensor(
+                [getattr(counters, each) for each in _SUMMED], dtype=torch.float64
+            )
+            served_P = torch.zeros(dist.get_world_size())
+            served_P[dist.get_rank()] = counters.routes_served
+            values[f"served/{name}"] = served_P
+        return {
+            name: total.cpu()
+            for name, total in _sum_over_ranks(values, self._sums["loss"].device).items()
+        }
+
+    def reduce_carried(self) -> dict[str, Tensor]:
+        """Sums over all ranks what routers carry from the whole step.
+
+        A collective call where any router carries something; the sums are float64.
+        """
+        return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
+
+    def _accumulate(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+class StepClock:
+    """Measures the time of steps from one log line to the next, evaluations left out.
+
+    It is what a step costs with all that goes on beside it. `waited_s` is the data loader's count
+    of the seconds that this rank waited for it.
+    """
+
+    def __init__(self, *, waited_s: float = 0.0) -> None:
+        self._started_s = time.perf_counter()
+        self._waited_s = waited_s
+        self._num_steps = 0
+
+    def count_step(self) -> None:
+        """Counts one more step."""
+        self._num_steps += 1
+
+    def read(self, *, waited_s: float) -> tuple[float, float]:
+        """Returns the seconds per step, and of these the seconds that this rank waited for data."""
+        steps = max(self._num_steps, 1)
+        elapsed_s = time.perf_counter() - self._started_s
+        return elapsed_s / steps, (waited_s - self._waited_s) / steps
+
+
+def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Sums all values over the ranks in one all-reduce, in float64."""
+    flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.view(values[name].shape) for name, part in zip(values, parts, strict=True)}
+
+
+def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns load statistics per depth step, of every kind of router that took part.
+
+    For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load`
+    (fraction of the routes), `max_violation` (largest load over mean load, minus 1),
+    `effective_experts` (exp of the load's entropy), `gate_mean`, and where a capacity refused
+    routes `drop_fraction`. `auxiliary_losses`: every auxiliary loss without its coefficient.
+    """
+    record: dict[str, Any] = {}
+    auxiliary = {
+        name.removeprefix("auxiliary/"): value
+        for name, value in sums.items()
+        if name.startswith("auxiliary/")
+    }
+    if auxiliary:
+        record["auxiliary_losses"] = {
+            name: round(value.item(), 6) for name, value in auxiliary.items()
+        }
+    for kind in LOAD_KINDS:
+        if f"{kind}/load" not in sums:
+            continue
+        load_LN = sums[f"{kind}/load"]
+        served_L, wanted_L = load_LN.sum(1), sums[f"{kind}/wanted"]
+        fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
+        prefix = "" if kind == "feed_forward" else f"{kind}_"
+        record[f"{prefix}expert_load"] = _rounded(fraction_LN)
+        # of a depth step that nobody reaches any more: no violation, no expert
+        used_L = (served_L > 0).double()
+        record[f"{prefix}max_violation"] = _rounded(
+            (fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L
+        )
+        record[f"{prefix}effective_experts"] = _rounded(
+            torch.special.entr(fraction_LN).sum(1).exp() * used_L
+        )
+        record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / served_L.clamp_min(1))
+        if bool((served_L < wanted_L).any()):
+            record[f"{prefix}drop_fraction"] = _rounded(1 - served_L / wanted_L)
+    return record
+
+
+def exchange_metrics(sums: dict[str, Tensor], *, ep: int, on_host: bool) -> dict[str, Any]:
+    """Returns what a step sent to experts and back, by "group member/kind".
+
+    It is empty where every rank has every expert.
+
+    Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`,
+    `rows_one_per_route` (what `alltoall` would have sent), `bytes_intra_node`, `bytes_inter_node`;
+    a row that stays on its rank is a row and no bytes. `waited_s`: the time, backward included, in
+    which hosts stood still for an exchange or for the counts; only `on_host`, for where a GPU
+    computes the host's clock sees how long its queue is, and no waiting. `hottest_rank`: routes that the
+    busiest rank served over the mean of its EP group, of the EP group where that is largest.
+    """
+    found = {}
+    for name in (name.removeprefix("exchange/") for name in sums if name.startswith("exchange/")):
+        figures = dict(zip(_SUMMED, sums[f"exchange/{name}"].tolist(), strict=True))
+        found[_member_and_kind(name)] = {
+            **{each: int(figures[each]) for each in _SUMMED[:-1]},
+            **({"waited_s": round(figures["waited_s"], 5)} if on_host else {}),
+            # ep is the innermost axis: an EP group's ranks are neighbours
+            "hottest_rank": round(hottest_factor(sums[f"served/{name}"].view(-1, ep)), 5),
+        }
+    return {"exchange": found} if found else {}
+
+
+def _member_and_kind(layer: str) -> str:
+    """Returns a layer's short name in the log.
+
+    `group.0.feed_forward.sparse` is "0/feed_forward", `group.0.attention.value` "0/value".
+    """
+    _, member, *path = layer.split(".")
+    return f"{member}/{[part for part in path if part != 'sparse'][-1]}"
+
+
+def _rounded(values: Tensor) -> list[Any]:
+    """Rounds to five decimals.
+
+    So a load of 387 experts × 18 steps is a line of 60 kB, not of 140.
+    """
+    return torch.round(values.double(), decimals=5).tolist()

@@ -1,0 +1,151 @@
+"""The run folder: everything about one run in one place, reachable from every node.
+
+config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ · routing/ ·
+rollbacks.json · sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
+"""
+
+import errno
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from ..config.run_config import Config, ConfigError
+
+# What may change when a run is continued: where it runs, how long, and what it reports. The rest
+# decides what is computed.
+_MAY_CHANGE = frozenset(
+    {
+        "mesh.ep",
+        "mesh.dp_shard",
+        "mesh.dp_replicate",
+        "mesh.pp",
+        "mesh.cp",
+        "mesh.tp",
+        "mesh.sharding",
+        "mesh.dispatcher",
+        "mesh.overlap_chunks",
+        "mesh.check_every",
+        "mesh.rebalance_every",
+        "mesh.replicas",
+        "kernels.backend",
+        "data.directory",
+        "data.when_corrupt",
+        "data.replicas",
+        "data.max_skipped_batches",
+        "data.override_position",
+        "data.server",
+        "data.server_bytes",
+        "train.steps",
+        "train.micro_batch",
+        "train.device",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_rows",
+        "train.eval_batch",
+        "train.threads",
+        "train.start_when",
+        "train.record_routing",
+        "train.recompute",
+        "train.timeout_s",
+        "train.spikes",
+        "train.metrics",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "checkpoint.verify",
+        "checkpoint.on_failure",
+        "checkpoint.copy_to",
+        "job.name",
+        "job.num_nodes",
+        "job.ranks_per_node",
+        "job.min_nodes",
+        "job.wait_for_node_s",
+        "job.give_up_after_s",
+        "job.max_restarts",
+        "job.reset_restarts_after_steps",
+        "job.max_node_losses",
+        "job.start_timeout_s",
+        "job.limits",
+        "job.rehearse_failure_at_step",
+    }
+)
+
+
+def default_run_dir(config: Config, root: Path) -> Path:
+    """Returns the path of a new folder under `root`, named after the job and the time."""
+    return root / f"{config.job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def place_data(config: Config, root: Path) -> Config:
+    """Fills in data.directory with an absolute path.
+
+    Runs with equal input and tokenizer share one prepared folder.
+    """
+    directory = Path(config.data.directory or root / "data" / config.data.spec_hash[:12]).absolute()
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"directory": str(directory)})}
+    )
+
+
+def open_run(config: Config, run_dir: Path) -> None:
+    """Creates the run folder with its config.json, or opens an existing one.
+
+    Raises:
+        ConfigError: the folder cannot be written, holds something else, or holds a run whose
+            settings differ in what is computed.
+    """
+    _make_writable(run_dir)
+    saved = run_dir / "config.json"
+    if saved.exists():
+        _check_same_run(Config.load(saved), config, run_dir)
+    elif any(run_dir.iterdir()):
+        raise ConfigError(
+            f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
+        )
+    config.save(saved)
+
+
+def end_is_asked(run_dir: Path) -> bool:
+    """Returns whether the ranks are to save and end at the next step boundary.
+
+    `stop` ends the job; after `pause` its supervision goes on with other nodes.
+    """
+    return (run_dir / "stop").exists() or (run_dir / "pause").exists()
+
+
+def _make_writable(run_dir: Path) -> None:
+    try:
+        if not run_dir.is_dir():
+            # Text, losses and tracebacks are for its owner; who shares them changes the mode.
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        # a file where a folder above it should be
+        number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno or 0
+        raise ConfigError(
+            f"{run_dir}: the run folder cannot be written ({os.strerror(number)}); "
+            "choose another with --run-dir or change its permissions"
+        ) from None
+
+
+def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
+    differences = []
+    before, now = saved.model_dump(mode="json"), asked.model_dump(mode="json")
+    for section, values in before.items():
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            may_change = name in _MAY_CHANGE or (section == "data" and asked.data.override_position)
+            if value != now[section][key] and not may_change:
+                differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
+    if differences:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{run_dir}: holds another run; continue it with its own settings, or choose "
+                    "a new folder",
+                    *differences,
+                ]
+            )
+        )

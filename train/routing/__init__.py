@@ -1,1 +1,0 @@
-"""Recording what the routers of a run decided."""
