@@ -197,7 +197,7 @@ class Cluster:
 
     def measure(self, config: DataConfig, folder: Path, timed: Timed) -> None:
         """Prepares once."""
-        from moebius.cluster.prepare import RayPool
+        from moebius.cluster.ray_tasks import RayPool
 
         workers_s, servants_s = self._taken()
         began = time.perf_counter()

@@ -202,7 +202,7 @@ def measure_streaming_split(data: DataConfig, num_ranks: int) -> dict[str, float
     import ray.data
 
     from moebius.cluster.ingest import split_batches
-    from moebius.cluster.simulated import simulated_cluster
+    from moebius.cluster.places.simulated import simulated_cluster
 
     prepared = _prepared(data)
     num_chunks = len(prepared.chunks("text", 0).row_starts) - 1

@@ -57,7 +57,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
-from moebius.cluster import processes
 from moebius.cluster.job import (
     IN_PLACE,
     JOURNAL,
@@ -67,8 +66,9 @@ from moebius.cluster.job import (
     request_stop,
     stop,
 )
-from moebius.cluster.json_lines import JsonLinesTail
+from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
+from moebius.cluster.report.json_lines import JsonLinesTail
 from moebius.data_pipeline.manifest import is_prepared
 from moebius.train.config.run_config.run_config import Config
 from moebius.train.recipes.smoke import smoke

@@ -36,7 +36,7 @@ except ImportError:
 main(sys.argv[1:])
 """
 _AGENT = """
-import moebius.cluster.agent
+import moebius.cluster.nodes.agent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 """

@@ -80,7 +80,7 @@ def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
 
 def allow_unauthenticated(options: argparse.Namespace) -> None:
     """Hands on that the option was given."""
-    from ..cluster.ray_session import ALLOW_UNAUTHENTICATED
+    from ..cluster.places.ray_session import ALLOW_UNAUTHENTICATED
 
     if options.allow_unauthenticated:
         os.environ[ALLOW_UNAUTHENTICATED] = "1"

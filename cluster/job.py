@@ -23,9 +23,9 @@ from typing import Any
 
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
-from .json_lines import JsonLinesTail
-from .recovery import life as life_signs
-from .recovery.life import LifeWatch, beat, silence_s
+from . import liveness as life_signs
+from .liveness import LifeWatch, beat, silence_s
+from .report.json_lines import JsonLinesTail
 
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"

@@ -11,15 +11,15 @@ from rich.text import Text
 from ..data_pipeline.making.prepare import prepare
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
-from .generations import supervise
 from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running
-from .nodes import ThisMachine
-from .preparation import Preparation, prepares_beside, workers_beside
-from .processes import difference_from_linux
+from .nodes.processes import difference_from_linux
+from .nodes.provider import ThisMachine
 from .recovery.interrupts import interrupts_ask_for_a_stop
+from .report.live import follow, show_preparation
+from .report.summary import closing_words, draw_summary
 from .shipping.record import record_environment
-from .summary import closing_words, draw_summary
-from .watch import follow, show_preparation
+from .supervise.background_data import Preparation, prepares_beside, workers_beside
+from .supervise.job_supervisor import supervise
 
 
 def train_here(

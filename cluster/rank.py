@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import processes
+from .nodes import processes
 
 
 def main() -> None:

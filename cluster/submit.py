@@ -34,18 +34,18 @@ from .job import (
     read_status,
     refuse_if_running,
 )
+from .liveness import HEARTBEAT
+from .places.ray_session import disconnect, require_ray
+from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
-from .preparation import prepares_beside
-from .prepare import RayPool
-from .ray_session import disconnect, require_ray
+from .ray_tasks import RayPool
 from .recovery.interrupts import interrupts_ask_for_a_stop
-from .recovery.life import HEARTBEAT
-from .recovery.scale import ScaleRequest, write_request
+from .report.live import follow, show_preparation
+from .report.summary import closing_words, draw_summary
 from .shipping.record import record_environment
 from .shipping.wheel import Shipment
-from .simulated import simulated_cluster
-from .summary import closing_words, draw_summary
-from .watch import follow, show_preparation
+from .supervise.background_data import prepares_beside
+from .supervise.scale import ScaleRequest, write_request
 
 FORWARDED = (
     "MOEBIUS_",
@@ -117,7 +117,7 @@ def submit(
     show = partial(_prepare, config.data, console, live=live)
     meanwhile = partial(show, pool=None) if is_first else None
     with _cluster(config, address, console, num_nodes=num_nodes, meanwhile=meanwhile):
-        from .supervisor import hold_supervisor, place_ahead, start_supervisor
+        from .supervise.actor import hold_supervisor, place_ahead, start_supervisor
 
         launch = make_launch(
             config,

@@ -40,8 +40,9 @@ from typing import Any
 import torch
 
 from moebius.cli.main import main
-from moebius.cluster import history, watch
 from moebius.cluster.job import JobError, Journal, State
+from moebius.cluster.report import history
+from moebius.cluster.report import live as watch
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,

@@ -6,7 +6,7 @@ import json
 import pytest
 from fuzz_inputs import fuzz
 
-from moebius.cluster.line_checks import is_believed
+from moebius.cluster.report.line_checks import is_believed
 
 
 def _check(seed: int, count: int) -> None:

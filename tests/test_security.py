@@ -1,6 +1,6 @@
 """Nothing that comes from elsewhere is unpickled: the words are looked for, and a job runs without.
 
-tests/cluster/test_rendezvous.py plays the stranger who knocks at a job's ports.
+tests/cluster/nodes/test_rendezvous.py plays the stranger who knocks at a job's ports.
 """
 
 import ast
@@ -13,8 +13,8 @@ from jobs import run_here
 from small_corpus import sentences
 from test_main_job import make_config
 
-from moebius.cluster import ray_session
 from moebius.cluster.job import JobError, Launch, State
+from moebius.cluster.places import ray_session
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.train.record.run_folder import open_run
 

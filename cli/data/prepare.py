@@ -116,7 +116,7 @@ def _prepare(options: argparse.Namespace) -> int:
     """Carries out `moebius prepare`."""
     from rich.console import Console
 
-    from ...cluster.watch import show_preparation
+    from ...cluster.report.live import show_preparation
     from ...data_pipeline.making.prepare import prepare
 
     if options.workers < 1:

@@ -20,7 +20,7 @@ from ..configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
-    from ...cluster.recovery.scale import ScaleRequest
+    from ...cluster.supervise.scale import ScaleRequest
     from ...train.config.run_config import Config
 
 ENDS = (
@@ -157,8 +157,8 @@ def _resume(options: argparse.Namespace) -> int:
     """Carries out `moebius resume`."""
     allow_unauthenticated(options)
     from ...cluster.job import JobError, State, refuse_if_running
-    from ...cluster.recovery.scale import request_to_keep
-    from ...cluster.reports.run_report import read_report
+    from ...cluster.report.run_report import read_report
+    from ...cluster.supervise.scale import request_to_keep
 
     run_dir = options.run_dir.absolute()
     report = read_report(run_dir)
@@ -225,7 +225,7 @@ def _add_scale(commands: Commands) -> None:
 
 def _scale(options: argparse.Namespace) -> int:
     """Carries out `moebius scale`."""
-    from ...cluster.recovery.scale import request_scale
+    from ...cluster.supervise.scale import request_scale
 
     request_scale(options.run_dir, options.num_nodes)
     print(
@@ -255,7 +255,7 @@ def _add_stop(commands: Commands) -> None:
 def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
     from ...cluster.job import stop
-    from ...cluster.reports.run_report import read_report
+    from ...cluster.report.run_report import read_report
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
     if options.json:
@@ -263,7 +263,7 @@ def _stop(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from ...cluster.summary import closing_words
+    from ...cluster.report.summary import closing_words
 
     Console().print(closing_words(status))
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import RUNS, Commands, add_command, add_unauthenticated, allow_unauthenticated
 
 if TYPE_CHECKING:
-    from ...cluster.checks.findings import Finding
+    from ...cluster.check.findings import Finding
 
 _MATRIX_NODES = 12  # more do not fit a terminal; the file has them all
 
@@ -62,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Carries out `moebius doctor`."""
-    from ...cluster.checks.findings import exit_code
+    from ...cluster.check.findings import exit_code
 
     on_cluster = options.address is not None
     if not (1 if on_cluster else 2) <= options.processes <= 16:
@@ -87,16 +87,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _of_gpus() -> "list[Finding]":
     """Checks what this machine's GPUs compute."""
-    from ...cluster.checks.gpus import look_at_gpus
+    from ...cluster.check.gpus import look_at_gpus
 
     return look_at_gpus()
 
 
 def _of_machine(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, Any]]":
     """Checks this machine; returns its links, too."""
-    from ...cluster.checks.findings import judge_links
-    from ...cluster.checks.links import measure_links
-    from ...cluster.checks.machine import look_at_machine
+    from ...cluster.check.findings import judge_links
+    from ...cluster.check.links import measure_links
+    from ...cluster.check.machine import look_at_machine
     from ...planning.measured import fit_hockney
 
     try:
@@ -119,14 +119,14 @@ def _of_cluster(options: argparse.Namespace) -> "tuple[list[Finding], dict[str, 
     """Checks a cluster; returns its links, if its nodes could measure them."""
     from rich.console import Console
 
-    from ...cluster.checks.cluster import Settings, examine
+    from ...cluster.check.cluster import Settings, examine
     from ...cluster.places.standing import cluster_at
     from ...planning.measured import fit_hockney
 
     allow_unauthenticated(options)
     settings = Settings(str(options.run_dir.absolute()), options.processes, options.limit)
     with Console(stderr=True).status("connecting") as status, cluster_at(options.address):
-        from ...cluster.checks.ray_probes import probes
+        from ...cluster.check.ray_probes import probes
 
         with probes(options.limit) as (nodes, silent):
             done = examine(nodes, settings, fit=fit_hockney, silent=silent, tell=status.update)

@@ -53,7 +53,7 @@ def _add_status(commands: Commands) -> None:
 def _status(options: argparse.Namespace) -> int:
     """Carries out `moebius status`."""
     from ...cluster.job import JobError
-    from ...cluster.reports.run_report import read_report
+    from ...cluster.report.run_report import read_report
 
     folders = options.run_dirs or sorted(path.parent for path in RUNS.glob("*/journal.jsonl"))
     if not folders:
@@ -78,12 +78,12 @@ def _status(options: argparse.Namespace) -> int:
 def _show_one(run_dir: Path, *, watch: bool) -> int:
     from rich.console import Console
 
-    from ...cluster.reports.run_report import read_report
-    from ...cluster.summary import closing_words
+    from ...cluster.report.run_report import read_report
+    from ...cluster.report.summary import closing_words
 
     console = Console()
     if watch:
-        from ...cluster.watch import follow
+        from ...cluster.report.live import follow
 
         follow(run_dir, console=console)
     report = read_report(run_dir)
@@ -95,7 +95,7 @@ def _show_several(run_dirs: list[Path]) -> int:
     from rich.console import Console
 
     from ...cluster.job import read_status
-    from ...cluster.summary import status_table
+    from ...cluster.report.summary import status_table
 
     Console().print(status_table([read_status(folder) for folder in run_dirs]))
     return 0
@@ -125,7 +125,7 @@ def _add_jobs(commands: Commands) -> None:
 def _jobs(options: argparse.Namespace) -> int:
     """Carries out `moebius jobs`."""
     from ...cluster.job import JobError
-    from ...cluster.reports.listing import find_runs, is_recent, read_reports
+    from ...cluster.report.run_list import find_runs, is_recent, read_reports
 
     root = options.root.absolute()
     if options.root != RUNS and not root.is_dir():
@@ -141,7 +141,7 @@ def _jobs(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from ...cluster.reports.listing import jobs_table
+    from ...cluster.report.run_list import jobs_table
 
     console = Console()
     if not (console.is_terminal or "COLUMNS" in os.environ):
@@ -195,7 +195,7 @@ def _add_logs(commands: Commands) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     """Carries out `moebius logs`."""
-    from ...cluster.reports.logs import LogLine, follow_logs, parse_since
+    from ...cluster.report.logs import LogLine, follow_logs, parse_since
 
     if options.tail is not None and options.tail < 0:
         raise ValueError(f"--tail {options.tail}: at least 0")
@@ -250,7 +250,7 @@ def _top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...cluster.job import read_status
-    from ...cluster.reports.top import look_once, show_top
+    from ...cluster.report.ranks import look_once, show_top
 
     if options.json:
         if not options.once:

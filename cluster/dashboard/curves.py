@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..history import History, describe_trouble
 from ..job import JOURNAL, METRICS, JournalEntry, State, parse_entries
-from ..json_lines import JsonLinesTail
-from ..reports.listing import find_runs
+from ..report.history import History, describe_trouble
+from ..report.json_lines import JsonLinesTail
+from ..report.run_list import find_runs
 
 MAX_POINTS = 1500
 _MAX_SKIPPED = 1000  # steps that are remembered as left out

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..history import ExpertLoad
+from ..report.history import ExpertLoad
 from .curves import Axis, Curves, Event, FollowedRun, place, points, smoothed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from .. import processes
+from ..nodes import processes
 
 CONTROL = "control"  # the socket, in the cluster's folder
 MAX_REQUEST = 4096

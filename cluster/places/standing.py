@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from .. import processes
 from ..job import JobError, write_atomically
+from ..nodes import processes
 from .host import CONTROL, Plan
 
 NOTE = "cluster.json"
@@ -90,8 +90,8 @@ def cluster_at(address: str) -> Iterator[Any]:
 
     `address` may be "simulated" or "simulated:NAME", too: a cluster of `moebius cluster up`.
     """
-    from ..ray_session import connected, refuse_unauthenticated
-    from ..simulated import explicit_environment
+    from .ray_session import connected, refuse_unauthenticated
+    from .simulated import explicit_environment
 
     if not is_simulated(address):
         if address != "auto":
@@ -126,8 +126,8 @@ def start_cluster(
     Raises:
         JobError: a cluster of this name is up, Ray is not installed, or it does not come up.
     """
-    from ..ray_session import require_ray
-    from ..simulated import (
+    from .ray_session import require_ray
+    from .simulated import (
         await_address,
         explicit_environment,
         new_directory,

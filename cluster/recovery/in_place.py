@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.in_place.orders import RoundOrder
-from ..agent import AgentReport
 from ..job import IN_PLACE, RootCause, State, as_details
-from ..postmortem import find_root_cause
-from .budgets import Verdict
+from ..nodes.agent import AgentReport
+from ..supervise.budgets import Verdict
+from ..supervise.root_cause import find_root_cause
 
 # Errors that the supervision has an answer of its own to.
 _ANSWERED_OTHERWISE = (PreparationFailedError.__name__, "SaveFailedError")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from .. import processes
+from ..nodes import processes
 
 _WAIT_S = 2.0  # for processes that are only slow to end: `Node.stop` has waited before
 

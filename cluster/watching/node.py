@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..recovery.doors import Door, knock
-from .evidence import Evidence, gather
-from .heartbeats import RankState, WatchedRanks
-from .resources import ResourceLog
+from ..watch.evidence import Evidence, gather
+from ..watch.heartbeats import RankState, WatchedRanks
+from ..watch.resources import ResourceLog
 
 
 class WatchingNode:

@@ -37,8 +37,8 @@ from rich.text import Text
 
 from benchmarks.report import environment
 from moebius.cluster.job import Journal, JournalEntry, State, read_status
+from moebius.cluster.liveness import LifeWatch
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
-from moebius.cluster.recovery.life import LifeWatch
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest

@@ -15,8 +15,8 @@ import pytest
 from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_for_step
 from world import run_ranks
 
-from moebius.cluster import processes
 from moebius.cluster.job import JobStatus, Journal, State, begin_submission, read_status
+from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,
@@ -124,7 +124,7 @@ class Disk:
 
 
 def begin(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) -> None:
-    from moebius.cluster.supervisor import start_supervisor
+    from moebius.cluster.supervise.actor import start_supervisor
 
     open_run(config, run_dir)
     with cluster_at(f"simulated:{cluster.name}"):

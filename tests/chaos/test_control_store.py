@@ -10,8 +10,8 @@ import psutil
 import pytest
 from jobs import assert_nothing_left, curve, fake_launch, undisturbed, wait_for, wait_for_step
 
-from moebius.cluster import processes
 from moebius.cluster.job import Journal, State, begin_submission, read_status, stop
+from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,
@@ -22,7 +22,7 @@ from moebius.cluster.places.standing import (
 
 def begin(cluster: StandingCluster, run_dir: Path) -> None:
     """Submits the job, or submits it again, as `moebius resume` does."""
-    from moebius.cluster.supervisor import start_supervisor
+    from moebius.cluster.supervise.actor import start_supervisor
 
     options = ("plain=1", "steps=100000", "step_s=0.05", "every=5")
     launch = fake_launch(run_dir, *options, num_nodes=2, place_timeout_s=60.0)

@@ -44,7 +44,7 @@ def test_a_spare_takes_its_place(tmp_path, monkeypatch, record_property):
 
 def begin(run_dir: Path) -> None:
     """Takes the head's CPU, and starts a job of two ranks on two of the other nodes."""
-    from moebius.cluster.supervisor import start_supervisor
+    from moebius.cluster.supervise.actor import start_supervisor
 
     launch = fake_launch(run_dir, f"steps={STEPS}", "step_s=0.1", num_nodes=2, place_timeout_s=60)
     with cluster_at("simulated:rank-0"):

@@ -17,8 +17,8 @@ from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_step
 from made_folder import MadeFolder, documents
 from small_model import TINY
 
-from moebius.cluster import processes
 from moebius.cluster.job import GENERATION, JOURNAL, Launch, begin_submission, write_atomically
+from moebius.cluster.nodes.provider import processes
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
@@ -30,9 +30,9 @@ pytestmark = [
 ]
 SUPERVISE = """
 import sys
-from moebius.cluster.generations import supervise
+from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.job import Launch
-from moebius.cluster.nodes import ThisMachine
+from moebius.cluster.nodes.provider import ThisMachine
 launch = Launch(sys.argv[1], ranks_per_node=2)
 supervise(launch, ThisMachine(launch))
 """

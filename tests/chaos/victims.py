@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from moebius.cluster import processes
 from moebius.cluster.job import JobError, Journal
+from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places.standing import StandingCluster
 from moebius.distributed.checkpoint.format import list_checkpoints
 from tests.chaos.plan import Planned
@@ -58,7 +58,7 @@ class Target:
             "actor": lambda: self._called("ray::NodeAgent"),
             "supervisor": lambda: self._called("ray::Supervisor"),
             "tokeniser": lambda: self._called("ray::_call"),
-            "preparer": lambda: self._called("moebius.cluster.preparer", anywhere=True),
+            "preparer": lambda: self._called("moebius.cluster.prepare_data", anywhere=True),
         }[planned.kind]
         pids = found()
         if not pids:

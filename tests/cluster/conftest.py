@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moebius.cluster.simulated import SimulatedCluster, simulated_cluster
+from moebius.cluster.places.simulated import SimulatedCluster, simulated_cluster
 
 
 @pytest.fixture(scope="session")

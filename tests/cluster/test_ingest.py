@@ -10,7 +10,7 @@ from small_corpus import sentences
 from moebius.cluster import ingest
 from moebius.cluster.ingest import RankBatches, split_batches, token_rows
 from moebius.cluster.job import JobError
-from moebius.cluster.simulated import simulated_cluster
+from moebius.cluster.places.simulated import simulated_cluster
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.loader import Batch

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moebius.cluster import job
+from moebius.cluster import liveness as life
 from moebius.cluster.job import JobError, Journal, Launch, RootCause, State
-from moebius.cluster.json_lines import JsonLinesTail
-from moebius.cluster.recovery import life
+from moebius.cluster.report.json_lines import JsonLinesTail
 
 
 def journal_of(run_dir: Path, *states: State) -> Journal:

@@ -64,9 +64,9 @@ def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
 INTERRUPTED = """
 import json, sys
 from pathlib import Path
-from moebius.cluster.generations import supervise
+from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
-from moebius.cluster.nodes import ThisMachine
+from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.job import Launch, begin_submission
 values = json.loads(sys.argv[1])
 launch = Launch(**values | {"command": tuple(values["command"])})

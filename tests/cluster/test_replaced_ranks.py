@@ -16,9 +16,6 @@ from rich.console import Console
 from small_corpus import data_of_words, shards_of_words
 from small_model import TINY
 
-from moebius.cluster import processes
-from moebius.cluster.agent import Node
-from moebius.cluster.generations import supervise
 from moebius.cluster.job import (
     Journal,
     JournalEntry,
@@ -28,7 +25,10 @@ from moebius.cluster.job import (
     read_status,
 )
 from moebius.cluster.local import train_here
-from moebius.cluster.nodes import Capacity, NodeHandle, ThisMachine
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes.provider.agent import Node
+from moebius.cluster.nodes.provider.provider import Capacity, NodeHandle, ThisMachine
+from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.train.config.run_config.run_config import Config
 from moebius.train.record.run_folder import open_run
 from tests.chaos.job_under_fire import curve, weights_hash

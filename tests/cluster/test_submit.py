@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
 
-from moebius.cluster import ray_session
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
+from moebius.cluster.places import ray_session
 from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
@@ -189,9 +189,9 @@ def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch
         JobError, match=r"still STOPPING|still RUNNING after 0 s; `moebius stop --now`"
     ):
         stop(tmp_path, timeout_s=0.3)
-    monkeypatch.setattr("moebius.cluster.recovery.life.LOST_AFTER_S", -1.0)
-    monkeypatch.setattr("moebius.cluster.recovery.life.LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("moebius.cluster.recovery.life.GIVEN_UP_AFTER_S", -1.0)
+    monkeypatch.setattr("moebius.cluster.liveness.LOST_AFTER_S", -1.0)
+    monkeypatch.setattr("moebius.cluster.liveness.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("moebius.cluster.liveness.GIVEN_UP_AFTER_S", -1.0)
     with pytest.raises(JobError, match="nobody is there to stop it"):
         stop(tmp_path)
 

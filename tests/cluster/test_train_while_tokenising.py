@@ -152,7 +152,7 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
             lambda: [one for one in found(program, "ray::_call") if one.pid != victims[0].pid],
             what="another worker",
         )
-        (preparer,) = found(program, "moebius.cluster.preparer")
+        (preparer,) = found(program, "moebius.cluster.prepare_data")
         preparer.kill()
         awaits(run_dir, program, "preparation died (killed by signal 9) and is started again; 2 re")
         output, _ = program.communicate(timeout=200)
@@ -201,7 +201,7 @@ def test_what_prepares_dies_with_the_command(folder):
     try:
         awaits(run_dir, program, "PREPARING")
         preparers = wait_for(
-            lambda: found(program, "moebius.cluster.preparer"), what="the preparing process"
+            lambda: found(program, "moebius.cluster.prepare_data"), what="the preparing process"
         )
         below = [*preparers, *preparers[0].children(recursive=True)]
     finally:

@@ -37,7 +37,7 @@ _AGAIN = 'while :; do "$@"; sleep 1; done'
 _MOEBIUS = "from moebius.cli.main import main; main()"
 _AWAIT = """
 import sys, time
-from moebius.cluster.ray_session import connected
+from moebius.cluster.places.ray_session import connected
 address, *wanted = sys.argv[1:]
 with connected(address) as ray:
     while {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} != set(wanted):

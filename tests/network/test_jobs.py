@@ -64,7 +64,7 @@ from pathlib import Path
 from moebius.cluster.job import begin_submission
 from moebius.cluster.places.standing import cluster_at
 from moebius.cluster.submit import make_launch
-from moebius.cluster.supervisor import start_supervisor
+from moebius.cluster.supervise.actor import start_supervisor
 from moebius.train.record.run_folder import open_run
 from moebius.train.config.run_config import resolve
 from moebius.train.recipes.smoke import RECIPES

@@ -230,7 +230,7 @@ def test_slurms_warning_stops_the_job_with_a_checkpoint(tmp_path):
 
 LOOK = """
 import sys, time
-from moebius.cluster.ray_session import connected
+from moebius.cluster.places.ray_session import connected
 with connected(sys.argv[1]) as ray:
     while len([node for node in ray.nodes() if node["Alive"]]) < 2:
         time.sleep(0.2)

@@ -16,8 +16,8 @@ import pytest
 from jobs import curve, fake_launch, let_go, undisturbed, wait_for, wait_for_end, wait_for_step
 
 from moebius.cli.main import main
-from moebius.cluster import processes
 from moebius.cluster.job import JobError, begin_submission
+from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places import host, standing
 from moebius.cluster.places.standing import (
     StandingCluster,
@@ -70,7 +70,7 @@ def note(name: str, directory: Path, pid: int, started: float) -> StandingCluste
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     """A cluster called "fake" whose host is a thread of this process."""
-    from moebius.cluster.simulated import new_directory
+    from moebius.cluster.places.simulated import new_directory
 
     monkeypatch.setattr(host, "_reap", lambda: None)  # the children of the tests are not its own
     monkeypatch.setattr(host, "REAP_EVERY_S", 0.05)
@@ -154,7 +154,7 @@ def test_folders_that_others_can_enter_are_closed(state):
 
 
 def test_what_a_dead_host_left_is_swept(state):
-    from moebius.cluster.simulated import new_directory
+    from moebius.cluster.places.simulated import new_directory
 
     directory = new_directory()
     code = "import time; time.sleep(60)"
@@ -228,7 +228,7 @@ def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, s
             run_dir, "plain=1", "steps=60", "hold=11:1", num_nodes=2, place_timeout_s=60
         )
         with cluster_at("simulated"):
-            from moebius.cluster.supervisor import start_supervisor
+            from moebius.cluster.supervise.actor import start_supervisor
 
             begin_submission(launch)
             start_supervisor(launch)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from moebius.cluster.agent import AgentReport, RankFailure
 from moebius.cluster.job import Launch, RootCause, State
-from moebius.cluster.recovery.budgets import Budgets
+from moebius.cluster.nodes.provider.agent import AgentReport, RankFailure
 from moebius.cluster.recovery.in_place import Circumstances, RoundDirector, why_not_in_place
 from moebius.cluster.recovery.round_of_node import RoundsNode
+from moebius.cluster.supervise.budgets import Budgets
 from moebius.cluster.warm.replacing import Replacements
 from moebius.train.in_place.orders import (
     RoundOrder,

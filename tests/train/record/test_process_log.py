@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moebius.cluster.job import Journal, State
-from moebius.cluster.reports.logs import follow_logs
+from moebius.cluster.report.logs import follow_logs
 from moebius.train.record.process_log import LOG, LogLimits, ProcessLog, older_pieces
 
 PREAMBLE = """

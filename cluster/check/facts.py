@@ -1,0 +1,143 @@
+"""What a node says of itself: its software, limits, memory, devices and network interface.
+
+Nothing here imports torch or wakes a device: versions are those of the installed packages, GPUs are
+asked of NVIDIA's management library. Cost: some milliseconds.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ... import __version__
+from ..nodes.agent import interface_of
+from ..watch.evidence import py_spy
+
+UNLIMITED = -1
+_SHARED_MEMORY = Path("/dev/shm")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by the user, of the interface
+_NAME_BYTES = 96
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describes one of a node's GPUs, whoever may use it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Holds what a node says of itself; plain values, as they come from another machine."""
+
+    address: str
+    host: str
+    machine: str  # the same for nodes that only pretend to be several
+    versions: Mapping[str, str]
+    cpus: int
+    memory_free_bytes: int
+    memory_total_bytes: int
+    open_files: int  # that a process may have; UNLIMITED
+    processes: int  # that a user may have; UNLIMITED
+    shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
+    interface: str | None = None  # that has the node's address
+    mtu: int | None = None
+    chosen: Mapping[str, str] = field(default_factory=dict)  # interfaces, by environment variable
+    interfaces: Sequence[str] = ()
+    driver: str = ""  # NVIDIA's
+    gpus: Sequence[Gpu] = ()
+    py_spy: bool = False
+
+
+def gather_facts(address: str) -> NodeFacts:
+    """Returns what this machine is, as the node that is reached at `address`."""
+    memory = psutil.virtual_memory()
+    interface = interface_of(address)
+    stats = psutil.net_if_stats()
+    driver, gpus = nvidia_gpus()
+    return NodeFacts(
+        address=address,
+        host=socket.gethostname(),
+        machine=_machine(),
+        versions=software(),
+        cpus=os.cpu_count() or 1,
+        memory_free_bytes=memory.available,
+        memory_total_bytes=memory.total,
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        processes=_limit(resource.RLIMIT_NPROC),
+        shared_memory_bytes=_shared_memory(),
+        interface=interface,
+        mtu=stats[interface].mtu if interface in stats else None,
+        chosen={name: os.environ[name] for name in _CHOSEN if os.environ.get(name)},
+        interfaces=sorted(stats),
+        driver=driver,
+        gpus=gpus,
+        py_spy=py_spy() is not None,
+    )
+
+
+def software() -> dict[str, str]:
+    """Returns the versions that must be equal on all nodes; "none" of what is not installed."""
+    found = {"moebius": __version__, "python": platform.python_version()}
+    found |= {name: _version_of(name) for name in ("torch", "ray")}
+    # torch's wheels bring NCCL as a package named after the CUDA that it is for
+    nccl = [_version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11)]
+    found["nccl"] = next((version for version in nccl if version != "none"), "none")
+    return found
+
+
+def nvidia_gpus() -> tuple[str, list[Gpu]]:
+    """Returns the driver's version and this machine's GPUs; "" and none without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "", []
+    text, count = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
+        return "", []
+    driver, found = text.value.decode(), []
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for number in range(count.value):
+        handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+        nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
+        if nvml.nvmlDeviceGetName(handle, text, _NAME_BYTES):
+            continue  # it has fallen off the bus
+        nvml.nvmlDeviceGetMemoryInfo(handle, memory)
+        total, free, _ = memory
+        found.append(Gpu(text.value.decode(), int(free), int(total)))
+    nvml.nvmlShutdown()
+    return driver, found
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _machine() -> str:
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def _limit(which: int) -> int:
+    soft, _ = resource.getrlimit(which)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _shared_memory() -> int | None:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None

@@ -1,0 +1,163 @@
+"""What a node does when a cluster is checked; on another machine as a Ray actor (ray_probes.py).
+
+Every method answers within its own limits, so who asks can tell a slow check from a dead node.
+"""
+
+import contextlib
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ..nodes.agent import AgentReport, Attempt, Node
+from . import folder
+from .facts import NodeFacts, gather_facts
+from .folder import Seen, Written
+from .pairs import RESULT
+
+_NONCE_BYTES = 16
+
+
+class NodeSilent(Exception):
+    """Says that a node gives no answer: it hangs, has gone, or cannot be reached."""
+
+
+class NodeFault(Exception):
+    """Says that a node answers, and cannot do what it is asked for; with its own words."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Says whether one node's port was reached from another."""
+
+    seconds: float | None  # None: it was not
+    why: str = ""
+
+
+class NodeProbe(Protocol):
+    """Declares what a check asks of a node; any call may raise NodeSilent or NodeFault."""
+
+    def facts(self) -> NodeFacts: ...
+    def clock(self) -> float: ...
+    def listen(self) -> int: ...
+    def connect(self, address: str, port: int, limit_s: float) -> Reached: ...
+    def publish(self, path: str, text: str) -> Written: ...
+    def await_text(
+        self, path: str, text: str, limit_s: float, before: str | None = None
+    ) -> Seen: ...
+    def claim(self, path: str) -> bool: ...
+    def clean(self, path: str, token: str) -> None: ...
+    def free_port(self) -> int: ...
+    def start_exchange(self, attempt: Attempt) -> None: ...
+    def exchange_report(self) -> AgentReport | None: ...
+    def exchange_result(self) -> str: ...
+    def end_exchange(self) -> None: ...
+
+
+class Probe:
+    """Looks at the machine it runs on, and runs ranks there."""
+
+    def __init__(self, address: str) -> None:
+        """Takes the node's address, as the others reach it."""
+        self._address = address
+        self._node = Node(address)
+        self._scratch: Path | None = None
+
+    def facts(self) -> NodeFacts:
+        """Returns what this node is."""
+        return gather_facts(self._address)
+
+    def clock(self) -> float:
+        """Returns the seconds since the epoch, as this node has them."""
+        return time.time()
+
+    def listen(self) -> int:
+        """Listens on a port of the node's address that is free, and says back what it hears.
+
+        The listener ends with this process; it answers with 16 bytes at most.
+        """
+        server = socket.create_server((self._address, 0), backlog=256)
+        threading.Thread(target=_echo, args=(server,), daemon=True).start()
+        return server.getsockname()[1]
+
+    def connect(self, address: str, port: int, limit_s: float) -> Reached:
+        """Sends a random number to another node's port, and waits for it to come back."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        started = time.perf_counter()
+        try:
+            with socket.create_connection((address, port), timeout=limit_s) as connection:
+                connection.sendall(nonce)
+                answer = _receive(connection, len(nonce))
+        except OSError as error:
+            return Reached(None, error.strerror or str(error) or type(error).__name__)
+        if answer != nonce:
+            return Reached(None, "somebody else answers there")
+        return Reached(time.perf_counter() - started)
+
+    def publish(self, path: str, text: str) -> Written:
+        """Calls `folder.publish` here."""
+        return folder.publish(path, text)
+
+    def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
+        """Calls `folder.await_text` here."""
+        return folder.await_text(path, text, limit_s, before=before)
+
+    def claim(self, path: str) -> bool:
+        """Calls `folder.claim` here."""
+        return folder.claim(path)
+
+    def clean(self, path: str, token: str) -> None:
+        """Calls `folder.clean` here."""
+        folder.clean(path, token)
+
+    def free_port(self) -> int:
+        """Returns a port of this node's address that is free now."""
+        return self._node.free_port()
+
+    def start_exchange(self, attempt: Attempt) -> None:
+        """Starts this node's ranks of the self-test, in a private folder of this machine's own."""
+        launch = attempt.launch
+        scratch = Path(launch.run_dir).with_name(f"{Path(launch.run_dir).name}-{attempt.node_rank}")
+        scratch.mkdir(mode=0o700)  # its name is random: what is there is somebody else's
+        self._scratch = scratch
+        words = (str(scratch), str(launch.ranks_per_node))
+        command = (sys.executable, "-m", f"{__package__}.exchange", *words)
+        launch = replace(launch, run_dir=str(scratch), command=command)
+        self._node.start(replace(attempt, launch=launch))
+
+    def exchange_report(self) -> AgentReport | None:
+        """Returns how the ranks have ended; None while they run."""
+        return self._node.poll()
+
+    def exchange_result(self) -> str:
+        """Returns what rank 0 has measured, as JSON."""
+        assert self._scratch is not None, "start_exchange comes first"
+        return (self._scratch / RESULT).read_text(encoding="utf-8")
+
+    def end_exchange(self) -> None:
+        """Ends the ranks and removes their folder."""
+        self._node.stop()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _echo(server: socket.socket) -> None:
+    with server:
+        while True:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(5.0)
+                    connection.sendall(_receive(connection, _NONCE_BYTES))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size and (piece := connection.recv(size - len(received))):
+        received += piece
+    return received

@@ -1,1 +1,0 @@
-"""What `moebius doctor` finds out about a place before money is spent there."""

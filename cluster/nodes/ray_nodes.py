@@ -1,0 +1,411 @@
+"""A job's nodes as Ray has them: one bundle per node, spread strictly, an agent actor in each.
+
+Bundles and actors are detached: they live on when the supervisor dies, and the ranks train on. Their
+names begin with the job's, so that the next supervisor finds them. Each call carries the number of
+the supervisor that makes it (recovery/term.py), and a node refuses one that has a successor. Should
+no supervisor come any more, because somebody has ended it for good, the nodes end themselves.
+
+Cost: one process of about 80 MB per node; one remote call per node every 0.2 s (about 1 ms each).
+"""
+
+import contextlib
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray._private.state import state as cluster_state
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..job import SIMULATED, Launch
+from ..places.ray_session import NAMESPACE, nodes_of
+from ..ray_tasks import tasks_for
+from ..recovery.control_store import listens
+from ..recovery.doors import Door
+from ..recovery.term import ReplacedError
+from ..supervise.job_supervisor import POLL_S
+from .agent import Node
+from .provider import Capacity, NodeHandle, NodesUnavailable
+from .remote_node import RemoteNode
+
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives to each node
+ADOPT_TIMEOUT_S = 5.0  # of a predecessor's node, for its first answer
+ORPHANED_LOOK_S = 30.0  # between two looks of a node for its supervisor
+
+
+def actor_name(run_dir: str) -> str:
+    """Returns the name of the job's supervisor and placement group: one per folder and cluster."""
+    return f"supervisor-{_key(run_dir)}"
+
+
+def _key(run_dir: str) -> str:
+    return hashlib.sha256(run_dir.encode()).hexdigest()[:16]
+
+
+class NodeAgent(Node):
+    """Runs one node's agents, as an actor in the node's bundle."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(ray.util.get_node_ip_address(), launch)
+        self._term = 0
+        context = ray.get_runtime_context()
+        self._me, self._node_id = context.current_actor, context.get_node_id()
+        self._door = _door_of(self._node_id)
+        threading.Thread(target=self._end_without_supervisor, args=(launch,), daemon=True).start()
+
+    def serve(self, term: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of this node for the supervisor of this number.
+
+        Raises:
+            ReplacedError: a later one has called.
+        """
+        if term < self._term:
+            raise ReplacedError(f"supervisor {term} was replaced by {self._term}")
+        self._term = term
+        return getattr(self, method)(*arguments)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what every node tells, its name in the cluster, and where others can knock."""
+        return super().describe() | {"node_id": self._node_id, "door": self._door}
+
+    def _end_without_supervisor(self, launch: Launch) -> None:
+        """Gives the node back once Ray knows of no supervisor that could come back."""
+        name = actor_name(launch.run_dir)
+        while True:
+            time.sleep(min(ORPHANED_LOOK_S, launch.supervisor_timeout_s))
+            if self._term == 0 and launch.where == SIMULATED:
+                continue  # data is still being prepared; the cluster ends with who does it
+            try:
+                ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:
+                break
+            except RayError:
+                continue  # the control store does not answer
+        self.end()
+        _remove_group(name)
+        ray.kill(self._me)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """What a job takes of each of its nodes."""
+
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> "_Bundle":
+        return cls(launch.ranks_per_node, launch.gpus_per_node or 0)
+
+    def resources(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+    def fits(self, node: Mapping[str, Any]) -> bool:
+        return node["Alive"] and self.fits_in(node["Resources"])
+
+    def fits_in(self, resources: Mapping[str, float]) -> bool:
+        return resources.get("CPU", 0) >= self.cpus and resources.get("GPU", 0) >= self.gpus
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
+
+
+class RayNodeProvider:
+    """Provides a job's nodes: one Ray bundle per node, spread strictly, a node agent in each."""
+
+    def __init__(self, launch: Launch, term: int):
+        self._launch = launch
+        self._term = term
+        self._bundle = _Bundle.of(launch)
+        self._control_store = ray.get_runtime_context().gcs_address
+        self._capacity = Capacity(0, 0)
+        self._group: PlacementGroup | None = None
+        self._nodes: list[RemoteNode | None] = []
+        self._excluded: set[str] = set()  # nodes with processes that cannot be killed
+
+    def capacity(self) -> Capacity:
+        """Returns how many nodes are large enough, and how many of them we have or could have.
+
+        While the cluster's control store does not answer that is what it said last: to ask it would
+        be to wait for it.
+        """
+        if listens(self._control_store):
+            self._capacity = self._ask_capacity()
+        return self._capacity
+
+    def _ask_capacity(self) -> Capacity:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        leaving = _leaving()
+        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)}
+        fitting -= leaving | self._excluded
+        free = {
+            node_id
+            for node_id, resources in available_resources_per_node().items()
+            if self._bundle.fits_in(resources)
+        }
+        ours = {node.node_id for node in self._nodes if node is not None}
+        return Capacity(
+            leaving=tuple(
+                node["NodeManagerAddress"] for node in alive if node["NodeID"] in ours & leaving
+            ),
+            could=len(fitting),
+            free=len(fitting & (free | ours | nodes_of(self._group))),
+            what=str(self._bundle),
+            have=", ".join(_spell_node(node) for node in alive),
+        )
+
+    def provide_nodes(
+        self, num_nodes: int, while_waiting: Callable[[str], None]
+    ) -> Sequence[NodeHandle]:
+        """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
+        if len(self._nodes) != num_nodes:
+            self._give_back()
+        self._drop_dead(while_waiting)
+        if self._holds_unwanted():
+            self._give_back()
+        if self._group is None:
+            while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
+            self._nodes = [None] * num_nodes
+            self._group = self._reserve(num_nodes, while_waiting)
+        for number, node in enumerate(self._nodes):
+            if node is None:
+                self._nodes[number] = self._start_agent(self._group, number, while_waiting)
+        nodes = [node for node in self._nodes if node is not None]
+        check_versions([node.describe() for node in nodes])
+        return nodes
+
+    def _drop_dead(self, while_waiting: Callable[[str], None]) -> None:
+        """Forgets the nodes that do not live; waits for those that are being started."""
+        if self._group is not None and any(node and not node.node_id for node in self._nodes):
+            number = len(self._nodes)
+            while_waiting(f"waiting for {number} node(s) with {self._bundle} each, reserved before")
+            self._await_group(self._group, while_waiting)
+        for number, node in enumerate(self._nodes):
+            if node is not None and not self._is_up(node, while_waiting):
+                node.forget()
+                self._nodes[number] = None
+
+    def _holds_unwanted(self) -> bool:
+        """Returns whether a node is among them that is to be given back."""
+        unwanted = _leaving() | self._excluded
+        return any(node is not None and node.node_id in unwanted for node in self._nodes)
+
+    def place_ahead(self) -> bool:
+        """Has the nodes start and import for a supervisor that comes soon; waits for nothing.
+
+        Returns False where the cluster has no room at the moment.
+        """
+        self._sweep_predecessor()
+        num_nodes = self._launch.num_nodes
+        if self._ask_capacity().free < num_nodes:
+            return False
+        group = self._create_group(num_nodes)
+        for number in range(num_nodes):
+            self._create_agent(group, number)
+        return True
+
+    def adopt_nodes(self) -> Sequence[NodeHandle]:
+        """Returns the living nodes of an earlier supervisor of this job; they stay reserved."""
+        self.expect_nodes()
+        deadline = time.monotonic() + ADOPT_TIMEOUT_S
+        for number, node in enumerate(self._nodes):
+            left_s = max(0.0, deadline - time.monotonic())
+            if node is not None and not node.is_up(timeout_s=left_s):
+                node.forget()
+                self._nodes[number] = None
+        return [node for node in self._nodes if node is not None]
+
+    def expect_nodes(self) -> None:
+        """Counts on what has been reserved and started for the job, by an earlier supervisor or by
+        who submitted it.
+        """
+        try:
+            group = ray.util.get_placement_group(actor_name(self._launch.run_dir))
+        except ValueError:
+            return
+        self._group, self._nodes = group, [None] * group.bundle_count
+        run_dir = Path(self._launch.run_dir)
+        for number, actor in self._agents():
+            node, other = RemoteNode(actor, self._term, run_dir), self._nodes[number]
+            if other is None:
+                self._nodes[number] = node
+            elif other.is_up(timeout_s=ADOPT_TIMEOUT_S):
+                node.forget()
+            else:
+                other.forget()
+                self._nodes[number] = node
+
+    def where_to_prepare(self) -> list[str]:
+        """Returns the preparer's arguments: tasks on the CPUs that the bundles leave.
+
+        Raises:
+            NodesUnavailable: they leave none.
+        """
+        cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        left = int(cpus) - len(self._nodes) * self._bundle.cpus
+        if left < 1:
+            raise NodesUnavailable(
+                f"the ranks reserve all {cpus:g} CPUs of the cluster, and preparing data beside "
+                "them (train.start_when) needs one more: add a node, lower job.ranks_per_node, or "
+                "leave out train.start_when"
+            )
+        address = ray.get_runtime_context().gcs_address
+        return ["--address", address, "--capacity", str(tasks_for(left))]
+
+    def exclude(self, node: NodeHandle, why: str) -> None:
+        """Reserves no bundle on a node any more; a supervisor that is started anew asks again."""
+        assert isinstance(node, RemoteNode), "the nodes of this provider are remote"
+        self._excluded.add(node.node_id)
+
+    def release(self) -> None:
+        """Ends the agents and gives the bundles back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for node in self._nodes:
+            if node is not None:
+                node.end()
+        self._nodes = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _sweep_predecessor(self) -> None:
+        """Ends what an earlier supervisor has left, of this submission or of one before."""
+        for _, actor in self._agents():
+            ray.kill(actor)
+        _remove_group(actor_name(self._launch.run_dir))
+
+    def _agents(self) -> list[tuple[int, Any]]:
+        """Returns the job's agent actors that Ray knows of, with the numbers of their bundles."""
+        prefix = f"node-{_key(self._launch.run_dir)}-"
+        named: Any = ray.util.list_named_actors(all_namespaces=True)
+        found = []
+        for actor in named:
+            if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
+                with contextlib.suppress(ValueError):  # it has just ended
+                    handle = ray.get_actor(actor["name"], namespace=NAMESPACE)
+                    found.append((int(actor["name"].split("-")[2]), handle))
+        return found
+
+    def _reserve(self, num_nodes: int, while_waiting: Callable[[str], None]) -> PlacementGroup:
+        """Reserves the bundles; waits as long as other jobs hold what is needed."""
+        self._sweep_predecessor()
+        group = self._create_group(num_nodes)
+        self._group = group  # release() gives it back when the waiting ends with an exception
+        self._await_group(group, while_waiting)
+        return group
+
+    def _await_group(self, group: PlacementGroup, while_waiting: Callable[[str], None]) -> None:
+        started = time.monotonic()
+        while not group.wait(timeout_seconds=POLL_S):
+            busy = time.monotonic() - started > self._launch.place_timeout_s
+            while_waiting(
+                "the nodes that fit are busy with other work; waiting for them" if busy else ""
+            )
+
+    def _create_group(self, num_nodes: int) -> PlacementGroup:
+        elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
+        # Ray refuses an empty list
+        where: Any = [elsewhere] * num_nodes if self._excluded else None
+        return placement_group(
+            [self._bundle.resources()] * num_nodes,
+            bundle_label_selector=where,
+            strategy="STRICT_SPREAD",
+            name=actor_name(self._launch.run_dir),
+            lifetime="detached",
+        )
+
+    def _create_agent(self, group: PlacementGroup, number: int) -> RemoteNode:
+        key = _key(self._launch.run_dir)
+        options: dict[str, Any] = {
+            "name": f"node-{key}-{number}-{self._term}.{secrets.token_hex(4)}",
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": self._bundle.cpus,
+            "num_gpus": self._bundle.gpus,
+            "max_concurrency": 4,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            ),
+        }
+        agent: Any = ray.remote(NodeAgent)
+        actor = agent.options(**options).remote(self._launch)
+        return RemoteNode(actor, self._term, Path(self._launch.run_dir))
+
+    def _start_agent(
+        self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
+    ) -> RemoteNode:
+        """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead
+        node for a while.
+        """
+        while True:
+            node = self._create_agent(group, number)
+            try:
+                if self._is_up(node, while_waiting):
+                    return node
+            except BaseException:
+                node.end()  # nobody waits for it any more
+                raise
+            while_waiting(f"the agent of node {number} could not be started; trying again")
+            time.sleep(POLL_S)
+
+    def _is_up(self, node: RemoteNode, while_waiting: Callable[[str], None]) -> bool:
+        """Returns whether a node lives; waits for one that is still being started."""
+        if node.node_id:
+            return node.is_alive()
+        while not node.is_up(timeout_s=POLL_S):
+            while_waiting("")
+            if node.is_dead:
+                return False
+        return True
+
+
+def _remove_group(name: str) -> None:
+    with contextlib.suppress(ValueError):  # there is none
+        remove_placement_group(ray.util.get_placement_group(name))
+
+
+def _door_of(node_id: str) -> Door:
+    """Returns where a node's raylet listens for the others."""
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _leaving() -> set[str]:
+    """Returns the nodes that Ray was told to drain: they will be preempted, or are idle."""
+    return set(cluster_state.get_draining_nodes())
+
+
+def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises NodesUnavailable when the nodes do not all run the same moebius, torch and Python."""
+    first = nodes[0]
+    for node in nodes[1:]:
+        differing = [
+            key for key, value in first["versions"].items() if node["versions"].get(key) != value
+        ]
+        if differing:
+            said = "; ".join(_spell_versions(key, first, node) for key in differing)
+            raise NodesUnavailable(
+                f"the nodes do not run the same software ({said}): install the same versions on "
+                "every node"
+            )
+
+
+def _spell_versions(key: str, *nodes: Mapping[str, Any]) -> str:
+    return f"{key}: " + ", ".join(
+        f"{node['versions'].get(key)} on {node['host']}" for node in nodes
+    )
+
+
+def _spell_node(node: Mapping[str, Any]) -> str:
+    has = node["Resources"]
+    return f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs)"

@@ -1,0 +1,246 @@
+"""Ranks that wait for their number: forked by the agent before it has threads or secrets.
+
+A fork takes over one thread, every lock and the whole memory. So the agent forks its ranks first of
+all: before it reads the generation's secret, before the store's server runs in threads of its own.
+Each rank has its log, its marks and its session at once, and waits at a pipe. When all agents have
+met, torch's elastic agent starts its ranks; here that is one JSON object into each pipe: the
+environment that a new process would have been given. Then the rank runs the training loop.
+
+What torch does with ranks that are programs (watching, ending, exit codes, error files) it does
+with these. Its own way with functions (MultiprocessContext, start_method="fork") reports one failed
+rank of a node, whichever it looks at first, so that the rank that was killed may be left out for
+one that lost its connection; and it waits for ever for a rank that exits 0 without returning.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import (
+    PContext,
+    RunProcsResult,
+    SubprocessContext,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ..warm.replacing import Replacements, environment_of
+from . import processes
+
+_WAIT_S = 0.01  # between two looks for a rank's end
+# A rank that SIGTERM does not end saves nothing any more: it is stopped, or stuck in a driver.
+GRACE_S = 3
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A rank that waits, as its agent holds it."""
+
+    pid: int
+    pipe: int  # where its environment goes
+
+    def release(self, environment: dict[str, str]) -> None:
+        """Lets the rank go on, with the environment that it would have been started with."""
+        with os.fdopen(self.pipe, "wb") as pipe:
+            pipe.write(json.dumps(environment).encode())
+
+
+@dataclass(frozen=True)
+class WaitingRank:
+    """What the same rank is to itself."""
+
+    pipe: int
+    run_dir: str
+    log_dir: Path | None = None  # of one that will be told which rank it is
+
+    def run(self) -> int:
+        """Waits for its environment and trains; returns at once if the agent ends before."""
+        with os.fdopen(self.pipe, "rb") as pipe:
+            told = pipe.read()
+        if not told:
+            return 0
+        environment = json.loads(told)
+        if self.log_dir is not None:  # first, while the room for the mark is where it was
+            _take_place(int(environment[processes.RANK]), self.log_dir)
+        os.environ.update(environment)
+        from ...train.__main__ import main
+
+        sys.argv = ["moebius.train", self.run_dir]
+        main()
+        return 0
+
+
+def fork_ranks(
+    ranks: Iterable[int], log_dir: Path, run_dir: str, *, replacements: int = 0
+) -> tuple[Spare, ...] | WaitingRank:
+    """Forks the ranks of a node; in a fork, returns what it has to do.
+
+    After them come so many `replacements`, which will be told which rank they are.
+
+    Standard input, from which the agent will read the secret, is empty in the forks.
+    """
+    agent = os.getpid()
+    spares: list[Spare] = []
+    for rank in (*ranks, *[None] * replacements):
+        hear, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (tell, *(spare.pipe for spare in spares)):
+                os.close(descriptor)
+            _become_rank(rank, log_dir, parent=agent)
+            return WaitingRank(hear, run_dir, log_dir if rank is None else None)
+        os.close(hear)
+        spares.append(Spare(pid, tell))
+    return tuple(spares)
+
+
+def _become_rank(rank: int | None, log_dir: Path, *, parent: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if rank is None:
+        processes.become_child(parent, log_dir / "agent.log")
+        processes.write_mark(processes.SPARE, 1)
+        return
+    processes.become_child(parent, log_dir / f"rank{rank}.log")
+    processes.write_mark(processes.RANK, rank)
+
+
+def _take_place(rank: int, log_dir: Path) -> None:
+    """Makes a replacement the rank: its log goes on, and says so."""
+    processes.log_to(log_dir / f"rank{rank}.log")
+    processes.write_mark(processes.RANK, rank)
+    print(f"process {os.getpid()} takes the place of rank {rank}, which has died", flush=True)
+
+
+class WarmElasticAgent(LocalElasticAgent):
+    """torch's elastic agent, whose ranks are spares: they are released instead of started."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        spares: Sequence[Spare],
+        replacements: Replacements[Spare] | None = None,
+        **named: Any,
+    ) -> None:
+        """Takes the arguments of LocalElasticAgent, and the spares in the order of local ranks.
+
+        With `replacements` the ranks are held when one has died, and may go on.
+        """
+        super().__init__(*arguments, **named)
+        self._spares = spares
+        self._replacements = replacements
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._pcontext is not None:
+            pids = self._pcontext.pids()  # torch compares them with those that it knows
+            for worker in worker_group.workers:
+                worker.id = pids[worker.local_rank]
+        monitor_workers: Any = super()._monitor_workers
+        return monitor_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # torch makes the environments and calls this function; there is no other door
+        module: Any = local_elastic_agent
+        start_workers: Any = super()._start_workers
+        original = module.start_processes
+        module.start_processes = self._release
+        try:
+            return start_workers(worker_group)
+        finally:
+            module.start_processes = original
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends the ranks; torch would wait 30 s for one that SIGTERM does not end."""
+        super()._shutdown(death_sig, min(timeout, GRACE_S))
+
+    def _release(self, **arguments: Any) -> PContext:
+        known = ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes")
+        context = _Spares(**{name: arguments[name] for name in known})
+        context.spares = self._spares
+        context.replacements = self._replacements
+        context.start()
+        return context
+
+
+class _Spares(SubprocessContext):
+    """torch's view of the ranks of a node; only how they begin is another."""
+
+    spares: Sequence[Spare] = ()
+    replacements: Replacements[Spare] | None = None
+    _dead: dict[int, ProcessFailure]
+
+    def _poll(self) -> RunProcsResult | None:
+        if self.replacements is None:
+            return super()._poll()
+        for local_rank in sorted(self._running_local_ranks):
+            process = self.subprocess_handlers[local_rank].proc
+            if code := process.poll():
+                self._running_local_ranks.discard(local_rank)
+                file = self.error_files[local_rank]
+                self._dead[local_rank] = ProcessFailure(local_rank, process.pid, code, file)
+        released = self.replacements.look(self._dead)
+        if released is None:
+            self._failures.update(self._dead)
+            self.replacements = None  # from here on it is as ever
+            return super()._poll()
+        for local_rank, spare in released.items():
+            environment = environment_of(self.envs[local_rank], self.replacements.number)
+            spare.release(dict(os.environ) | environment)
+            handlers: dict[int, Any] = self.subprocess_handlers
+            handlers[local_rank] = _Handler(spare.pid)
+            self._running_local_ranks.add(local_rank)
+            del self._dead[local_rank]
+        return None if self._dead else super()._poll()
+
+    def _start(self) -> None:
+        inherited = dict(os.environ)
+        handlers: dict[int, Any] = {}
+        for local_rank, spare in enumerate(self.spares):
+            spare.release(inherited | self.envs[local_rank])
+            handlers[local_rank] = _Handler(spare.pid)
+        self.subprocess_handlers = handlers
+        self._dead = {}
+
+
+class _Handler:
+    """What torch's SubprocessHandler is for a program, for a fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.proc = _Child(pid)
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        if self.proc.poll() is None:
+            os.killpg(self.proc.pid, death_sig)
+
+
+class _Child:
+    """What subprocess.Popen is for a program, for a fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank, process {self.pid}", timeout or 0.0)
+            time.sleep(_WAIT_S)
+        return code

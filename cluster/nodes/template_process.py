@@ -1,0 +1,312 @@
+"""A node's hand on its template (template.py): starts it, orders agents, learns their exit codes.
+
+Where processes cannot be forked (no Linux, a library with threads of its own, a device that is
+initialised by an import) agents are started as programs instead, and their logs say why.
+"""
+
+import contextlib
+import glob
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from ..job import Launch
+from ..warm.orders import COMMAND, MAX_MESSAGE_BYTES, TRAINING, Order, send_order, tell
+from . import processes
+
+KILL_TIMEOUT_S = 10.0  # for the template to kill an agent; then it is killed itself
+
+# numpy's library starts its threads when it is loaded; nothing here multiplies with numpy
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+class AgentProcess(Protocol):
+    """Declares what a node asks of an agent's process; subprocess.Popen has it."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Template:
+    """A template process and the agents that were ordered from it."""
+
+    def __init__(self, launch: Launch, environment: Mapping[str, str], log: Path) -> None:
+        """Starts the process; returns before it is ready.
+
+        Args:
+            launch: whose agents and ranks it will be.
+            environment: of agents and ranks, without their marks.
+            log: of what the imports say.
+        """
+        self.refusal: str | None = None  # why it cannot fork, or how it has ended
+        self._exit_code: int | None = None  # 0: it has refused
+        self.ready_s: float | None = None  # how long the imports took
+        self._agents: dict[int, OrderedAgent] = {}
+        self._lock = threading.Lock()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kind = COMMAND if launch.command else TRAINING
+        self._log = log
+        started = threading.Event()
+        # The kernel's parent-death signal follows the thread that forked.
+        threading.Thread(
+            target=self._hold,
+            args=(theirs, dict(environment), started),
+            name="template",
+            daemon=True,
+        ).start()
+        started.wait()
+
+    @property
+    def has_not_ended(self) -> bool:
+        """Whether the process is there, or has said that it never will be of use."""
+        return self._exit_code is None or self._exit_code == 0
+
+    def order(
+        self, log_dir: Path, generation: int, secret: str, *, otherwise: Callable[[], AgentProcess]
+    ) -> "OrderedAgent":
+        """Orders an agent; returns before it is there.
+
+        Args:
+            otherwise: starts the agent if the template turns out not to fork.
+        """
+        with self._lock:
+            number = len(self._agents)
+            agent = OrderedAgent(lambda: self._kill(number), otherwise)
+            self._agents[number] = agent
+            refusal = self.refusal
+        if refusal is not None:
+            agent.was_refused()
+            return agent
+        hear, tell = os.pipe()
+        try:
+            os.write(tell, secret.encode() + b"\n")
+            send_order(self._channel, Order(number, str(log_dir), generation), hear)
+        except OSError:
+            agent.was_refused()  # it has just ended
+        finally:
+            os.close(hear)
+            os.close(tell)
+        return agent
+
+    def end(self) -> None:
+        """Ends the template and, with it, its agents."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _kill(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            tell(self._channel, kill=number)
+        if not self._agents[number].ended.wait(KILL_TIMEOUT_S):
+            self.end()
+
+    def _hold(
+        self, theirs: socket.socket, environment: dict[str, str], started: threading.Event
+    ) -> None:
+        """Starts the process and hears what it says until it has ended."""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = self._start(theirs, environment)
+        except OSError as error:
+            self.refusal = f"the template cannot be started: {error}"
+        finally:
+            theirs.close()
+            started.set()
+        if self._process is None:
+            return
+        while message := self._hear():
+            self._take(message)
+        self._channel.close()
+        code = self._process.wait()
+        _remove_if_empty(self._log)
+        with self._lock:
+            self._exit_code = code
+            self.refusal = self.refusal or f"the template ended with exit code {code}"
+            agents = list(self._agents.values())
+        for agent in agents:
+            agent.template_has_ended(code)
+
+    def _start(self, theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(self._log)
+        command = [
+            sys.executable,
+            "-m",
+            f"{__package__}.template",
+            str(theirs.fileno()),
+            self._kind,
+        ]
+        with open(self._log, "ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_ONE_THREAD | environment | processes.room_for_marks(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the command line
+            )
+
+    def _hear(self) -> dict[str, Any] | None:
+        try:
+            data = self._channel.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            return None
+        return json.loads(data) if data else None
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.ready_s = message["ready"]
+        elif "started" in message:
+            self._agents[message["started"]].pid = message["pid"]
+        elif "ended" in message:
+            self._agents[message["ended"]].has_ended(message["code"])
+        elif "refused" in message:
+            with self._lock:
+                self.refusal = message["refused"]
+
+
+def _sweep(own: Path) -> None:
+    """Removes the empty logs of templates whose nodes were killed: host-PID.log, of this host."""
+    host, _, _ = own.stem.rpartition("-")
+    for log in own.parent.glob(f"{glob.escape(host)}-*.log"):
+        pid = log.stem.rpartition("-")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            _remove_if_empty(log)
+
+
+def _remove_if_empty(log: Path) -> None:
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
+
+
+class OrderedAgent:
+    """An agent that was ordered from a template."""
+
+    def __init__(self, kill: Callable[[], None], otherwise: Callable[[], AgentProcess]) -> None:
+        """Takes what kills the fork, and what starts a program in its place."""
+        self.pid: int | None = None  # of the fork, once there is one
+        self.ended = threading.Event()
+        self._code: int | None = None
+        self._kill, self._otherwise = kill, otherwise
+        self._killed = False
+        self._program: AgentProcess | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Returns the exit code; None while it runs or is still to come."""
+        return self._code if self._program is None else self._program.poll()
+
+    def kill(self) -> None:
+        """Kills it; it may be gone already."""
+        with self._lock:
+            self._killed = True
+            program = self._program
+        if program is not None:
+            program.kill()
+        elif not self.ended.is_set():
+            self._kill()
+
+    def wait(self) -> int:
+        """Returns its exit code when it has ended."""
+        if self._program is not None:
+            return self._program.wait()
+        self.ended.wait()
+        assert self._code is not None
+        return self._code
+
+    def has_ended(self, code: int) -> None:
+        """Takes note of the exit code."""
+        self._code = code
+        self.ended.set()
+
+    def was_refused(self) -> None:
+        """Starts the agent as a program: no fork of the template will come."""
+        with self._lock:
+            if self._killed:
+                self.has_ended(-signal.SIGKILL)
+            elif self._program is None:
+                self._program = self._otherwise()
+
+    def template_has_ended(self, code: int) -> None:
+        """Takes note of the end of the template, which the agent, if there is one, shares."""
+        if self.ended.is_set():
+            return
+        if self.pid is None:
+            self.was_refused()
+        else:
+            self.has_ended(code)
+
+
+def start_program(
+    log_dir: Path, environment: Mapping[str, str], secret: str, *, why: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts an agent as a program, from a thread that lives as long as the agent does.
+
+    The kernel's parent-death signal follows the thread that forked, and the threads of an actor
+    come and go.
+
+    Args:
+        log_dir: of the node in the generation.
+        environment: of the agent.
+        secret: of the generation, told through a pipe.
+        why: said in the agent's log: what keeps a template from forking it.
+    """
+    started: list[subprocess.Popen[bytes] | OSError] = []
+    ready = threading.Event()
+
+    def hold() -> None:
+        try:
+            child = _popen(log_dir, environment, why)
+        except OSError as error:
+            started.append(error)
+            ready.set()
+            return
+        _tell_secret(child, secret)
+        started.append(child)
+        ready.set()
+        child.wait()
+
+    threading.Thread(target=hold, name="agent", daemon=True).start()
+    ready.wait()
+    if isinstance(started[0], OSError):
+        raise started[0]
+    return started[0]
+
+
+def _popen(
+    log_dir: Path, environment: Mapping[str, str], why: str | None
+) -> subprocess.Popen[bytes]:
+    with open(log_dir / "agent.log", "ab") as log:
+        if why is not None:
+            log.write(f"this agent is no fork of a template: {why}\n".encode())
+            log.flush()
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{processes.__package__}.agent", str(log_dir)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            # Ctrl-C in a terminal is for the command line, which sets the stop flag
+            start_new_session=True,
+        )
+
+
+def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
+    """Through a pipe: files and environments are read by others, and inherited by ranks."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
+        pipe.write(secret.encode() + b"\n")

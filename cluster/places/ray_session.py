@@ -1,0 +1,194 @@
+"""The connection of this process to a Ray cluster: one clear error for each way in which it can
+fail.
+
+Ray's own failure modes here are a minute of silence and a page of C++ log lines; every case below
+is found out first.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from ..job import JobError
+from ..shipping.runtime import runtime_env
+
+NAMESPACE = "moebius"
+REACH_TIMEOUT_S = 5.0
+ALLOW_UNAUTHENTICATED = "MOEBIUS_ALLOW_UNAUTHENTICATED"  # --allow-unauthenticated sets it
+# When it connects, and left so: `breakpoint()` would go on asking Ray's debugger.
+_SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
+
+
+def require_ray() -> None:
+    """Raises JobError with the line that installs Ray when it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise JobError("this needs Ray, which is not installed: pip install 'moebius[cluster]'")
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """Connects this process to the cluster at `address` while inside; yields the module `ray`.
+
+    `address` is "auto", or host:port of the cluster's head.
+
+    Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token.
+
+    Raises:
+        JobError: Ray is missing, nobody answers there, this machine is not a node of that cluster,
+            or the token is wrong.
+    """
+    require_ray()
+    _check_reachable(address)
+    import ray
+
+    _check_credentials(address)
+    with _environment_kept():
+        _connect(ray, address)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def disconnect() -> None:
+    """Ends this process's connection, if it has one; leaving `connected` later does no harm."""
+    import ray
+
+    ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,  # ranks log into the run folder, not through Ray
+            logging_level=logging.ERROR,
+            configure_logging=True,
+            runtime_env=runtime_env(),
+        )
+    except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
+        raise JobError(
+            f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit "
+            "from one of its nodes: "
+            f"`ray start --address={address}` makes this machine one"
+        ) from error
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = {name: os.environ[name] for name in _SET_BY_RAY if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in _SET_BY_RAY:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _refused(address: str, said: str | None) -> str:
+    mode = os.environ.get("RAY_AUTH_MODE", "not set")
+    return (
+        f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set "
+        "RAY_AUTH_MODE=token and "
+        f"RAY_AUTH_TOKEN_PATH to the cluster's token file. Ray said: {said}"
+    )
+
+
+def _check_reachable(address: str) -> None:
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in address:
+        raise JobError(
+            f"address {address!r}: write host:port of the cluster's head (`ray start --head` "
+            "prints it), or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise JobError(
+            f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave out --address for "
+            "a simulated cluster on this machine"
+        ) from None
+
+
+def _check_credentials(address: str) -> None:
+    """Asks the head for the cluster's id; Ray's own client would repeat a refused request for 20 s.
+
+    The mode and the token are read again first: Ray reads them once per process, and this may be
+    its second cluster.
+    """
+    raylet: Any = importlib.import_module("ray._raylet")
+    if not hasattr(raylet, "AuthenticationTokenLoader"):
+        return  # before Ray 2.52 there were no credentials
+    raylet.Config.initialize("")
+    loader = raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    if address == "auto":
+        return
+    header = tuple(
+        (key.lower(), value) for key, value in loader.get_token_for_http_header().items()
+    )
+    error = _ask_for_cluster_id(address, header)
+    if error is not None and error[0] in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        raise JobError(_refused(address, error[1]))
+
+
+def refuse_unauthenticated(address: str) -> None:
+    """Refuses a cluster on the network that lets anybody in: whoever reaches it runs code in the job.
+
+    A cluster asks for a token if it refuses one who has none. The loopback is for this machine.
+
+    Raises:
+        JobError: it asks for none, and ALLOW_UNAUTHENTICATED is not set in the environment.
+    """
+    require_ray()
+    _check_reachable(address)
+    host = address.rpartition(":")[0].strip("[]")
+    if os.environ.get(ALLOW_UNAUTHENTICATED) == "1" or _is_loopback(host):
+        return
+    if _ask_for_cluster_id(address, ()) is None:
+        raise JobError(
+            f"the Ray cluster at {address} asks for no token, so everybody who reaches it can run "
+            "code in this job, and read what it reads: start it with RAY_AUTH_MODE=token on every "
+            "node, or say that you know with --allow-unauthenticated"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _ask_for_cluster_id(
+    address: str, header: tuple[tuple[str, str], ...]
+) -> tuple[str, str | None] | None:
+    """Returns the code and the words of the error with which a cluster's head answers, if it does."""
+    import grpc  # comes with tensorboard
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=REACH_TIMEOUT_S, metadata=header)
+        except grpc.RpcError as error:
+            return error.code().name, error.details()  # type: ignore[attr-defined]
+    return None
+
+
+def nodes_of(group: Any) -> set[str]:
+    """Returns the nodes that a placement group has reserved, though nothing may be up there yet."""
+    import ray
+
+    told: dict[str, Any] = ray.util.placement_group_table(group) if group else {}
+    return set(told["bundles_to_node_id"].values()) if told.get("state") == "CREATED" else set()

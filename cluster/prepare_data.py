@@ -1,0 +1,74 @@
+"""What prepares a job's data beside its ranks: a process of its own, bound to the supervision.
+
+    python -m moebius.cluster.prepare_data RUN_DIR --workers N
+    python -m moebius.cluster.prepare_data RUN_DIR --address HOST:PORT --capacity N
+
+It reads what is to be prepared in the run folder's config.json, and writes how far it is to
+`preparation.jsonl` there. When it is killed, another one goes on where it was. With `--workers` it
+and its processes have the lowest priority: ranks go first where there are too few CPUs for all.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..data_pipeline.config import DataConfig
+from ..data_pipeline.errors import DataError
+from ..data_pipeline.making.pools import LocalPool, SerialPool, TaskPool
+from ..data_pipeline.making.prepare import prepare
+from .nodes import processes
+from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
+
+_LOWEST_PRIORITY = 19
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepares to the end; returns the exit code."""
+    processes.bind_to_parent()
+    options = _parse(arguments)
+    values = json.loads((options.run_dir / "config.json").read_bytes())
+    data = DataConfig.model_validate(values["data"])
+    log = ProgressLog(options.run_dir)
+    try:
+        with _pool(options) as pool:
+            prepare(data, data.directory, pool=pool, on_progress=log.write, report=True)
+    except DataError as error:
+        log.end(FAILED, str(error))
+        return EXIT_FAILED
+    log.end(COMPLETE)
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m moebius.cluster.prepare_data")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--address")
+    parser.add_argument("--capacity", type=int)
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def _pool(options: argparse.Namespace) -> Iterator[TaskPool]:
+    """Yields where the tasks run."""
+    if options.address is None:
+        os.nice(_LOWEST_PRIORITY)
+        if options.workers == 1:
+            yield SerialPool()
+        else:
+            with LocalPool(options.workers) as local:
+                yield local
+        return
+    from .places.ray_session import connected
+    from .ray_tasks import RayPool
+
+    with connected(options.address), RayPool(capacity=options.capacity) as pool:
+        yield pool
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What a run has measured so far, from its metrics.jsonl: the curves, in bounded memory.
+
+A generation that starts again from a checkpoint writes the steps after it once more; of each step
+the last line counts. Loss and rates are kept for every step (some 100 bytes each), expert loads for
+at most `MAX_LOADS` steps: when there are more, every other one is dropped. A run of 100,000 steps
+takes about 20 MB, however long its lines are.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..job import METRICS
+from .json_lines import JsonLinesTail
+
+MAX_LOADS = 400
+
+
+@dataclass(frozen=True)
+class Start:
+    """Records that a generation began to train."""
+
+    generation: int
+    resumed_from: int | None  # step of the checkpoint; None: from the beginning
+    reached: int | None  # the last step that had been made before
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Holds the expert statistics of one step, an entry per depth step that has experts."""
+
+    fractions: list[list[float]]  # of the routes, per expert
+    max_violation: list[float]
+    effective_experts: list[float]
+    depths: tuple[int, ...] = ()  # which depth steps these are, counted from 1; empty: all of them
+
+    def depth_name(self, index: int) -> int:
+        """Returns the depth step that entry `index` belongs to, counted from 1."""
+        return self.depths[index] if self.depths else index + 1
+
+
+@dataclass
+class History:
+    """Holds the curves of a run, by step."""
+
+    loss: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    tokens_per_s: dict[int, float] = field(default_factory=dict)
+    loads: dict[int, ExpertLoad] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    last: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line, whole
+    _stride: int = 1
+    _expert_depths: tuple[int, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """Returns the newest step, or None before the first."""
+        return self.last.get("step")
+
+    @property
+    def restarts(self) -> list[Start]:
+        """Returns all starts but the first."""
+        return self.starts[1:]
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Takes in decoded lines, in the order of the file."""
+        for line in lines:
+            take = getattr(self, f"_add_{line.get('kind')}", None)
+            if take is not None:
+                take(line)
+
+    def _add_start(self, line: Mapping[str, Any]) -> None:
+        self._expert_depths = tuple(line.get("expert_depths", ()))
+        self.starts.append(
+            Start(line.get("generation", 0), line.get("resumed_from_step"), self.step)
+        )
+
+    def _add_train(self, line: Mapping[str, Any]) -> None:
+        step = line["step"]
+        self.last = line
+        self.loss[step] = float(line["loss"])  # "nan" is written as a string
+        self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
+        if line.get("expert_load") and step % self._stride == 0:
+            self.loads[step] = ExpertLoad(
+                line["expert_load"],
+                line["max_violation"],
+                line["effective_experts"],
+                self._expert_depths,
+            )
+            if len(self.loads) > MAX_LOADS:
+                self._stride *= 2
+                self.loads = {
+                    kept: load for kept, load in self.loads.items() if kept % self._stride == 0
+                }
+
+    def _add_eval(self, line: Mapping[str, Any]) -> None:
+        self.validation[line["step"]] = float(line["loss"])
+
+    def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
+        if not line.get("error"):
+            self.checkpoints.append(line["step"])
+
+
+def read_history(run_dir: Path) -> History:
+    """Reads the history of a run folder; it is empty when nothing was measured."""
+    history = History()
+    history.add(JsonLinesTail(run_dir / METRICS).stream())
+    return history
+
+
+def describe_trouble(line: Mapping[str, Any]) -> str | None:
+    """Returns what a line of the metrics says of checkpoints and spikes that belongs into the journal.
+
+    None: it is a line about something else, about a save that worked, or about a spike that is not
+    the first in a row.
+    """
+    match line.get("kind"):
+        case "checkpoint_set_aside":
+            return (
+                f"the checkpoint of step {line['step']} was damaged and is set aside as "
+                f"{line['path']}; the run goes on from step {line['resumed_from_step']}: "
+                f"{line['why']}"
+            )
+        case "checkpoint" | "checkpoint_copy" if line.get("error"):
+            return str(line["error"])
+        case "spike" if line["in_a_row"] == 1:
+            return (
+                f"step {line['step']} was a spike, and its update was left out: loss "
+                f"{_number(line['loss'])} (limit {_number(line['loss_limit'])}), gradient norm "
+                f"{_number(line['grad_norm'])} (limit {_number(line['grad_norm_limit'])})"
+            )
+        case "rollback":
+            return (
+                f"went back from step {line['step']} to the checkpoint of step {line['to_step']} "
+                f"(rollback {line['number']} of at most {line['most']}): {line['why']}; samples "
+                f"{line['first_sample']} to {line['end_sample'] - 1} are left out, "
+                f"{len(line['abandoned'])} later checkpoint(s) set aside"
+            )
+        case "rollback_impossible":
+            return (
+                f"{line['why']}, but there is no whole checkpoint of step {line['at_most']} or "
+                "before to go back to: the run goes on, and leaves out the updates of spikes"
+            )
+    return None
+
+
+def _number(value: object) -> str:
+    """Spells a measured number, which is text where JSON has none for it."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

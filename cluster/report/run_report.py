@@ -1,0 +1,240 @@
+"""A run's story, from its run folder alone: one line for people, one JSON object for scripts.
+
+"SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last
+checkpoint step 9,500". The keys of the JSON object are documented in docs/jobs.md; they may become
+more, and none changes its meaning.
+
+Cost: the journal is read once more (a handful of lines per recovery), the end of metrics.jsonl, and
+one listing of the checkpoint folder.
+"""
+
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..job import (
+    JobStatus,
+    Journal,
+    JournalEntry,
+    RootCause,
+    State,
+    as_details,
+    current_submission,
+    last_train_line,
+    read_status,
+)
+from .data_progress import duration
+
+MAX_CAUSE = 60  # characters of a cause that has no shorter name
+
+_CHECKPOINT = re.compile(r"step_(\d{8,})")
+_NODE_LOST = re.compile(r"node (\d+) was lost")
+
+
+_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.RESIZING)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Records one time that the job was interrupted and went on."""
+
+    time: float  # when the interruption was noticed, seconds since the epoch
+    generation: int  # that was interrupted
+    step: int | None  # the last step before
+    cause: str  # a few words: "rank 5 killed"
+    reason: str  # all that the journal says
+    seconds: float | None  # until steps were made again; None: they were not
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Holds what a run folder tells of its last submission."""
+
+    status: JobStatus
+    name: str
+    since: float  # when the state was entered, seconds since the epoch
+    tokens_per_s: float | None
+    last_checkpoint: int | None
+    recoveries: tuple[Recovery, ...]
+    rollbacks: int = 0  # how often the run went back past spikes of its loss
+    commit: str | None = None  # of the code that it was submitted with
+
+    @property
+    def elapsed_s(self) -> float:
+        """Returns the seconds from the submission to the end, or to now."""
+        status = self.status
+        begun = self.since if status.submitted_at is None else status.submitted_at
+        return max(0.0, (status.ended_at or time.time()) - begun)
+
+    def story(self) -> str:
+        """Returns what happened, in one line."""
+        parts = [self._where_it_stands()]
+        if self.status.state in _TOLD_WITH_REASON:
+            parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
+        parts.append(self._recoveries_in_words())
+        if self.rollbacks:
+            parts.append(
+                f"{self.rollbacks} rollback{'s' if self.rollbacks > 1 else ''} past spikes"
+            )
+        if self.last_checkpoint is None:
+            parts.append("no checkpoint")
+        else:
+            parts.append(f"last checkpoint step {self.last_checkpoint:,}")
+        return "; ".join(parts)
+
+    def _where_it_stands(self) -> str:
+        status = self.status
+        if status.step is None:
+            at = "before the first step"
+        else:
+            at = f"at step {status.step:,}"
+            if not status.state.is_final and status.total_steps:
+                at += f" of {status.total_steps:,}"
+        joined = "after" if status.state.is_final else "for"
+        return f"{status.state.value} {at} {joined} {duration(self.elapsed_s)}"
+
+    def _recoveries_in_words(self) -> str:
+        if not self.recoveries:
+            return "no recoveries"
+        count = len(self.recoveries)
+        causes = Counter(recovery.cause for recovery in self.recoveries)
+        told = [cause + (f" ({times} ×)" if times > 1 else "") for cause, times in causes.items()]
+        return f"{count} recover{'ies' if count > 1 else 'y'}: {', '.join(told)}"
+
+    def record(self) -> dict[str, Any]:
+        """Returns the report as plain values of JSON (docs/jobs.md names the keys)."""
+        status = self.status
+        return {
+            "run": str(status.run_dir),
+            "name": self.name,
+            "commit": self.commit,
+            "state": status.state.value,
+            "reason": status.reason,
+            "story": self.story(),
+            "since": self.since,
+            "generation": status.generation,
+            "restarts": status.restarts,
+            "step": status.step,
+            "total_steps": status.total_steps,
+            "loss": _finite_or_text(status.loss),
+            "tokens_per_s": _finite_or_text(self.tokens_per_s),
+            "last_checkpoint": self.last_checkpoint,
+            "submitted_at": status.submitted_at,
+            "ended_at": status.ended_at,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "heartbeat_age_s": status.heartbeat_age_s,
+            "recoveries": [asdict(recovery) for recovery in self.recoveries],
+            "rollbacks": self.rollbacks,
+            "root_cause": None if status.root_cause is None else as_details(status.root_cause),
+            "exit_code": status.exit_code,
+        }
+
+
+def read_report(run_dir: Path) -> RunReport:
+    """Returns what the files of a run folder tell of its last submission.
+
+    Raises:
+        JobError: there is no job in this folder.
+    """
+    status = read_status(run_dir)
+    entries = current_submission(Journal(run_dir).entries())
+    newest = last_train_line(run_dir) or {}
+    rate = newest.get("tokens_per_s")
+    return RunReport(
+        status=status,
+        name=str(entries[0].details.get("name") or run_dir.absolute().name),
+        since=_entered_at(entries),
+        tokens_per_s=None if rate is None else float(rate),
+        last_checkpoint=last_checkpoint(run_dir),
+        recoveries=tuple(recoveries(entries)),
+        rollbacks=num_rollbacks(run_dir),
+        commit=entries[0].details.get("commit"),
+    )
+
+
+def last_checkpoint(run_dir: Path) -> int | None:
+    """Returns the step of the newest checkpoint in a run folder; None: it has none."""
+    try:
+        names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    steps = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
+    return max(steps, default=None)
+
+
+def num_rollbacks(run_dir: Path) -> int:
+    """Returns how often a run went back, by its rollbacks.json; 0 where that cannot be read."""
+    try:
+        found = json.loads((run_dir / "rollbacks.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return 0
+    return len(found) if isinstance(found, list) else 0
+
+
+def recoveries(entries: Sequence[JournalEntry]) -> list[Recovery]:
+    """Returns each time that a job recovered, from the journal entries of one submission."""
+    found = []
+    for number, entry in enumerate(entries):
+        if entry.state is not State.RECOVERING:
+            continue
+        again = next((one for one in entries[number:] if one.state is State.RUNNING), None)
+        found.append(
+            Recovery(
+                time=entry.time,
+                generation=entry.generation,
+                step=entry.details.get("step"),
+                cause=short_cause(entry),
+                reason=entry.reason,
+                seconds=None if again is None else round(max(0.0, again.time - entry.time), 3),
+            )
+        )
+    return found
+
+
+def short_cause(entry: JournalEntry) -> str:
+    """Returns why a generation ended, in the few words that count alike causes together."""
+    details = entry.details.get("root_cause")
+    if not isinstance(details, dict) or "summary" not in details:
+        return _shortened(entry.reason.partition(";")[0])
+    cause = RootCause.from_details(details)
+    if lost := _NODE_LOST.search(cause.summary):
+        return f"node {lost[1]} lost"
+    if cause.rank is None:
+        return _shortened(cause.summary)
+    if cause.on_purpose:
+        return f"rank {cause.rank} killed by the fault drill"
+    if cause.signal is not None:
+        how = "killed" if cause.signal == "SIGKILL" else f"ended by {cause.signal}"
+        return f"rank {cause.rank} {how}"
+    if cause.error:
+        return f"rank {cause.rank}: {_shortened(cause.error)}"
+    if cause.exit_code:
+        return f"rank {cause.rank} exited with code {cause.exit_code}"
+    return _shortened(cause.summary)
+
+
+def _entered_at(entries: Sequence[JournalEntry]) -> float:
+    """When the newest state was entered: lines that repeat it are news of the same state."""
+    entered = entries[-1].time
+    for entry in reversed(entries):
+        if entry.state is not entries[-1].state:
+            break
+        entered = entry.time
+    return entered
+
+
+def _shortened(text: str, limit: int = MAX_CAUSE) -> str:
+    """One line of at most `limit` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def _finite_or_text(value: float | None) -> float | str | None:
+    """JSON has no word for what is not finite: "nan", "inf" and "-inf" are strings."""
+    return value if value is None or math.isfinite(value) else str(value)

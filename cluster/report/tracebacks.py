@@ -1,0 +1,83 @@
+"""Python tracebacks in log files: finding the one that counts and saying it in one line."""
+
+import os
+import re
+from pathlib import Path
+
+from ...train.record.process_log import older_pieces
+
+_HEAD = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# what Python says of exceptions in destructors, when a program is ending anyway
+_IGNORED = "Exception ignored"
+_RANK_PREFIX = re.compile(
+    r"^\[rank\d+\]: ?"
+)  # torch puts it before the tracebacks of a distributed program
+
+
+def last_traceback(text: str) -> str:
+    """Returns the last traceback of a log, with those it was chained to.
+
+    Its last five lines if there is none.
+    """
+    lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if line.strip() == _HEAD and not (number and lines[number - 1].startswith(_IGNORED))
+    ]
+    if not starts:
+        return "\n".join(lines[-5:])
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        if not any(marker in line for line in lines[start:first] for marker in _CHAINED):
+            break
+        first = start
+    end = next(
+        (number for number in range(starts[-1], len(lines)) if lines[number].startswith(_IGNORED)),
+        len(lines),
+    )
+    return "\n".join(lines[first : min(end, first + 200)])
+
+
+def summarise(traceback: str) -> tuple[str | None, str | None]:
+    """Returns the exception's line and the file:line of its innermost frame.
+
+    Of the last traceback if several are chained.
+
+    Of a text without a traceback the last line, and no place.
+    """
+    if _HEAD not in traceback:
+        return next(
+            (line.strip() for line in reversed(traceback.splitlines()) if line.strip()), None
+        ), None
+    error = where = None
+    for line in traceback.splitlines():
+        frame = re.match(r'\s+File "(.+)", line (\d+)', line)
+        if line.startswith(_HEAD):
+            error = where = None
+        elif frame and error is None:
+            where = f"{frame[1]}:{frame[2]}"
+        elif line.strip() and not line.startswith(" ") and error is None:
+            error = line.strip()
+    return error, where
+
+
+def read_tail(path: Path, num_bytes: int) -> str:
+    """Returns the end of a text file; of a log that was rotated, with what is before it in older
+    pieces. Empty when there is none.
+    """
+    tail = b""
+    for piece in (path, *(older for _, older in reversed(older_pieces(path)))):
+        if len(tail) < num_bytes:
+            tail = _last_bytes(piece, num_bytes - len(tail)) + tail
+    return tail.decode(errors="replace")
+
+
+def _last_bytes(path: Path, count: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+            return file.read(count)
+    except FileNotFoundError:
+        return b""

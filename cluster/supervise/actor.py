@@ -1,0 +1,175 @@
+"""The supervisor of a job, as a Ray actor.
+
+It is a detached, named actor on the head node: it lives on when the command line that submitted the
+job ends, and Ray starts it again when it is killed. All it knows is in the run folder and on the
+nodes, which do not die with it (ray_nodes.py): a restarted supervisor reads the journal, takes a
+new number (recovery/term.py), finds the nodes by their names and goes on watching the generation
+that they run, which has noticed nothing. The lifecycle itself is generations.py; here is only what
+Ray has to do with it.
+
+Cost: one process of about 80 MB.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from ..job import JobError, Launch
+from ..nodes.ray_nodes import RayNodeProvider, actor_name
+from ..nodes.remote_node import CALL_TIMEOUT_S
+from ..places.ray_session import NAMESPACE
+from ..recovery.control_store import ControlStoreWatch
+from ..recovery.term import Term, read_term
+from ..shipping.runtime import hand_on_shipment
+from .background_data import Preparation
+from .job_supervisor import POLL_S, supervise
+
+_HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
+
+
+class Supervisor:
+    """Runs one job to its end, in a thread of its own.
+
+    So it starts again by itself when Ray restarts the actor.
+    """
+
+    def __init__(self, launch: Launch, held_at: int | None = None):
+        """Begins, or waits for `begin`.
+
+        Args:
+            launch: what is run.
+            held_at: the number of the run's last supervisor: this one waits, unless it has had a
+                number of its own since and was restarted; None: it waits for nobody.
+        """
+        self._launch = launch
+        self._may_begin, self._has_begun = threading.Event(), threading.Event()
+        if held_at is None or read_term(Path(launch.run_dir)) > held_at:
+            self._may_begin.set()
+        self._thread = threading.Thread(target=self._run, name="supervise")
+        self._thread.start()
+
+    def ping(self) -> bool:
+        """Returns True when the actor is up."""
+        return True
+
+    def begin(self) -> bool:
+        """Lets it begin; returns True when it has, and would also do so if it were restarted."""
+        self._may_begin.set()
+        return self._has_begun.wait()
+
+    def _run(self) -> None:
+        self._may_begin.wait()
+        me = ray.get_runtime_context().current_actor
+        hand_on_shipment(ray)
+        run_dir = Path(self._launch.run_dir)
+        control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
+        term = _begin_term(run_dir)
+        self._has_begun.set()
+        try:
+            nodes = RayNodeProvider(self._launch, term.number)
+            if self._launch.placed_ahead:
+                nodes.expect_nodes()
+            preparation = None
+            if self._launch.prepares_data:
+                preparation = Preparation(self._launch, nodes.where_to_prepare)
+            supervise(self._launch, nodes, preparation, term=term)
+        finally:
+            control_store.end()
+            # A detached actor ends only when it is told to; a replaced one is its successor by name.
+            if read_term(run_dir) == term.number:
+                ray.kill(me, no_restart=True)
+
+
+def _begin_term(run_dir: Path) -> Term:
+    """Takes the supervisor's number; waits where the run folder cannot be written."""
+    while True:
+        try:
+            return Term.begin(run_dir)
+        except OSError:  # the disk is full; nodes that hear nothing for too long end their ranks
+            time.sleep(POLL_S)
+
+
+def place_ahead(launch: Launch) -> Launch:
+    """Has the job's nodes start and import before its supervisor is there, if there is room.
+
+    Returns the launch for the supervisor. Nodes end themselves if none comes within half a minute.
+    """
+    if not launch.warm_start or _is_supervised(launch):  # then `start_supervisor` will refuse
+        return launch
+    return replace(launch, placed_ahead=RayNodeProvider(launch, 0).place_ahead())
+
+
+def _is_supervised(launch: Launch) -> bool:
+    try:
+        ray.get_actor(actor_name(launch.run_dir), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class HeldSupervisor:
+    """A supervisor that comes up, and does nothing before `start_supervisor`."""
+
+    actor: Any
+    held_at: int
+
+
+def hold_supervisor(launch: Launch) -> HeldSupervisor:
+    """Has the supervisor come up while the job is not submitted yet; returns at once.
+
+    For a cluster that ends with this process: nobody else would end it.
+
+    Raises:
+        JobError: a supervisor for this run folder exists already.
+    """
+    held_at = read_term(Path(launch.run_dir))
+    return HeldSupervisor(_create(launch, held_at), held_at)
+
+
+def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None:
+    """Starts the job's supervisor, or lets a held one begin; returns when it is up.
+
+    Raises:
+        JobError: a supervisor for this run folder exists already, or it does not come up.
+    """
+    actor = held.actor if held else _create(launch, None)
+    answer = actor.begin.remote() if held else actor.ping.remote()
+    try:
+        ray.get(answer, timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
+    except RayActorError as error:
+        # it may have done its work already and ended: the journal tells
+        if held and read_term(Path(launch.run_dir)) == held.held_at:
+            raise JobError(
+                f"{launch.run_dir}: the supervisor died before it began ({error}); submit again"
+            ) from None
+    except GetTimeoutError:
+        ray.kill(actor, no_restart=True)
+        raise JobError(
+            "the cluster's head node does not start the supervisor; see Ray's own logs there"
+        ) from None
+
+
+def _create(launch: Launch, held_at: int | None) -> Any:
+    options = {
+        "name": actor_name(launch.run_dir),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": _HEAD,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 2,
+    }
+    supervisor: Any = ray.remote(Supervisor)
+    try:
+        return supervisor.options(**options).remote(launch, held_at)
+    except ValueError as error:
+        raise JobError(
+            f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})"
+        ) from None

@@ -1,0 +1,393 @@
+"""One generation of a job: its agents are started, watched, and judged when they have ended.
+
+The supervision (generations.py) decides what follows. What a generation has reached it learns from
+the metrics that rank 0 writes.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ...data_pipeline.errors import PreparationFailedError
+from ..job import (
+    METRICS,
+    PAUSE,
+    RESULT,
+    STOP_PREEMPT,
+    JsonLinesTail,
+    Launch,
+    RootCause,
+    State,
+    beat,
+    read_generation,
+    stop_requested,
+    write_atomically,
+)
+from ..nodes.agent import AgentReport, Attempt
+from ..nodes.provider import NodeHandle, NodeLost
+from ..recovery.in_place import Circumstances, RoundDirector
+from ..recovery.term import Term
+from ..report.history import describe_trouble
+from ..watch.watcher import RankWatcher, read_limits
+from .background_data import Preparation
+from .budgets import Verdict
+from .recovery_clock import RecoveryClock
+from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
+
+POLL_S = 0.2
+COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
+
+
+class Superseded(Exception):
+    """Says that another supervisor has announced a newer generation of this run.
+
+    This one must not touch the run any more.
+    """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Says how a generation ended."""
+
+    state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
+    cause: RootCause | None = None
+    step: int | None = None  # the last one that this generation made
+    not_in_place: str = ""  # why the others did not go on with a spare process
+
+
+class Supervision(Protocol):
+    """Declares what a generation knows of its job."""
+
+    run_dir: Path
+    term: Term
+    generation: int
+    preparation: Preparation | None
+    clock: RecoveryClock
+    breathe: Callable[[], None]  # gives a sign of life, and writes what could not be written
+
+    def log(self, state: State, reason: str, **details: object) -> None:
+        """Appends a state with its reason to the journal."""
+        ...
+
+    def tend_preparation(self) -> None:
+        """Looks after the process that prepares the data."""
+        ...
+
+    def last_round(self) -> int:
+        """Returns the number of the last round of this generation; 0: there was none."""
+        ...
+
+    def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
+        """Counts a failure that is recovered in place, unless it would end the job."""
+        ...
+
+    def wish(self, current: int) -> str:
+        """Returns why the run should go on with another number of nodes than `current`, or ""."""
+        ...
+
+
+class Watch:
+    """One generation, from its start to its end."""
+
+    def __init__(self, supervision: Supervision, nodes: Sequence[NodeHandle], launch: Launch):
+        self.nodes = nodes
+        self.launch = launch
+        self.wish = supervision.wish
+        self.run_dir = supervision.run_dir
+        self.term = supervision.term
+        self.generation = supervision.generation
+        self.log = supervision.log
+        self.breathe = supervision.breathe
+        self.clock = supervision.clock
+        self.preparation = supervision.preparation
+        self.tend_preparation = supervision.tend_preparation
+        metrics = self.run_dir / METRICS
+        self.metrics = JsonLinesTail(
+            metrics, offset=metrics.stat().st_size if metrics.exists() else 0
+        )
+        self.step: int | None = None
+        self.is_up = False  # a first evaluation or step was made
+        self.started = time.monotonic()
+        self.stopping = False
+        self.pausing = False
+        self.rehearsed: RootCause | None = None
+        self.ranks = RankWatcher(
+            nodes,
+            world_size=self.launch.world_size,
+            limits=read_limits(self.run_dir),
+            stall_dir=f"logs/g{self.generation:03d}/stall",
+            note=self.note,
+        )
+        self.rounds: RoundDirector | None = None
+        if launch.in_place:
+            self.rounds = RoundDirector(
+                nodes,
+                charge=supervision.charge_round,
+                log=self.log,
+                timeout_s=launch.start_timeout_s,
+                ranks_per_node=launch.ranks_per_node,
+                generation=self.generation,
+                last_round=supervision.last_round(),
+            )
+
+    def start(self) -> None:
+        """Starts the generation's agents, node by node."""
+        addresses = [self.address_of(node_rank) for node_rank in range(len(self.nodes))]
+        port = self.nodes[0].free_port()
+        secret = secrets.token_hex(32)
+        for node_rank, node in enumerate(self.nodes):
+            attempt = Attempt(
+                launch=self.launch,
+                generation=self.generation,
+                node_rank=node_rank,
+                master_address=addresses[0],
+                master_port=port,
+                address=addresses[node_rank],
+                secret=secret,
+            )
+            node.start(attempt)
+            beat(self.run_dir)
+        self.clock.mark("order")
+
+    def address_of(self, node_rank: int) -> str:
+        """Returns where the other nodes reach this one."""
+        try:
+            return self.nodes[node_rank].describe()["address"]
+        except NodeLost as error:
+            raise NodeLost(f"node {node_rank} was lost: {error}") from error
+
+    def until_the_end(self) -> Outcome:
+        """Watches until all ranks have exited or something else has happened."""
+        while True:
+            if self.step is not None and not self.is_recovering:
+                self.clock.restart()  # all is well
+            self.sign_of_life()
+            self.read_metrics()
+            self.rehearse()
+            self.pause_if_wished()
+            self.tend_preparation()
+            if self.preparation is not None and self.preparation.must_end_ranks:
+                return Outcome("failed", _without_data(self.preparation.failure), self.step)
+            reports = self.recover_in_place(self.poll())
+            if any(not report.ok for report in reports.values()):
+                return self.failed(reports)
+            if len(reports) == len(self.nodes):
+                return self.all_ranks_exited()
+            if stop_requested(self.run_dir) == "now":
+                return Outcome("ended", step=self.step)
+            if cause := self.ranks.look() or self.overdue_round():
+                return self.outcome("failed", cause)
+            self.is_up |= self.ranks.all_have_started
+            if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
+                return Outcome("failed", self.too_slow())
+            time.sleep(POLL_S)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether ranks are being replaced in place."""
+        return self.rounds is not None and self.rounds.is_under_way
+
+    def recover_in_place(self, reports: dict[int, AgentReport]) -> dict[int, AgentReport]:
+        """Lets dead ranks be replaced if that may be; returns the reports that are left."""
+        if self.rounds is None or all(report.ok for report in reports.values()):
+            return reports
+        self.clock.mark("collect")
+        now = Circumstances(
+            step=self.step,
+            ranks_end=self.stopping or self.pausing,
+            is_drill=self.rehearsed is not None,
+            round_is_under_way=self.is_recovering,
+        )
+        left = self.rounds.answer(reports, now)
+        if not left:
+            self.clock.mark("order")
+        return left
+
+    def overdue_round(self) -> RootCause | None:
+        """Returns the cause if ranks that are being replaced make no step in time."""
+        return self.rounds.overdue() if self.rounds is not None else None
+
+    def outcome(self, state: str, cause: RootCause) -> Outcome:
+        """Returns how the generation has ended, and why its ranks were not replaced in place."""
+        return Outcome(state, cause, self.step, self.rounds.why_not if self.rounds else "")
+
+    def note(self, reason: str, **details: object) -> None:
+        """Appends to the journal what has happened beside the job's state, which stays as it is."""
+        running = State.RUNNING if self.step is not None else State.STARTING
+        self.log(State.STOPPING if self.stopping else running, reason, **details)
+
+    def sign_of_life(self) -> None:
+        """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
+        self.term.check()
+        self.breathe()
+        announced = read_generation(self.run_dir)
+        if announced != self.generation:
+            raise Superseded(f"generation {announced} was announced while {self.generation} ran")
+        asked = stop_requested(self.run_dir)
+        if asked and not self.stopping:
+            self.stopping = True
+            what = "a preemption was announced" if asked == STOP_PREEMPT else "a stop was asked for"
+            self.log(State.STOPPING, f"{what}; the ranks end at the next step boundary")
+
+    def pause_if_wished(self) -> None:
+        """Asks the ranks to save and end when the run should go on with other nodes.
+
+        Only ranks that make steps are asked: those that start could not save, and would lose what
+        they were about to load.
+        """
+        if self.step is None or self.pausing or self.stopping:
+            return
+        if reason := self.wish(len(self.nodes)):
+            with contextlib.suppress(OSError):  # the disk is full: asked again at the next look
+                write_atomically(self.run_dir / PAUSE, "")
+                self.pausing = True
+                self.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
+
+    def read_metrics(self) -> None:
+        """Reads the steps that were made since the last look."""
+        for line in self.metrics.read():
+            self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
+            if trouble := describe_trouble(line):
+                self.log(State.STARTING if self.step is None else State.RUNNING, trouble)
+            if line.get("kind") == "start":
+                self.clock.hear_start(line)
+            if line.get("kind") == "eval" and self.step is None:
+                self.clock.hear_evaluation(line)
+            if line.get("kind") == "in_place" and self.rounds and self.rounds.hear(line):
+                self.clock.hear_start({"start_s": line["phases_s"]})
+            if line.get("kind") != "train":
+                continue
+            if self.rounds and self.rounds.awaits_step:
+                phases_s = self.clock.first_step(line, seen_after_s=POLL_S)
+                self.rounds.first_step(line, phases_s)
+            if self.step is None:
+                seconds = time.monotonic() - self.started
+                words = f"first step ({line['step']}) after {seconds:.1f} s"
+                self.log(
+                    State.RUNNING,
+                    "; ".join([words, *self.cold_starts()]),
+                    first_step=line["step"],
+                    phases_s=self.clock.first_step(line, seen_after_s=POLL_S),
+                )
+            self.step = line["step"]
+
+    def cold_starts(self) -> list[str]:
+        """Returns why nodes have started agents and ranks as programs, where forks were wanted."""
+        nodes_of: dict[str, list[str]] = {}
+        for node_rank, node in enumerate(self.nodes):
+            with contextlib.suppress(NodeLost):  # which the next look will find
+                _, _, why = str(node.describe().get("starts", "")).partition(": ")
+                nodes_of.setdefault(why, []).append(str(node_rank))
+        told = {why: nodes for why, nodes in nodes_of.items() if why}
+        return [f"no warm start on node {', '.join(nodes)}: {why}" for why, nodes in told.items()]
+
+    def rehearse(self) -> None:
+        """Kills the last rank for the fault drill, once in the life of a run folder."""
+        step = self.launch.rehearse_failure_at_step
+        if (
+            step is None
+            or self.rehearsed
+            or self.generation != 1
+            or self.step is None
+            or self.step < step
+        ):
+            return
+        rank = self.launch.world_size - 1
+        if self.nodes[-1].kill_rank(rank):
+            summary = f"fault drill: rank {rank} was killed on purpose at step {self.step}"
+            self.rehearsed = RootCause(
+                summary, rank, len(self.nodes) - 1, exit_code=-9, on_purpose=True
+            )
+
+    def poll(self) -> dict[int, AgentReport]:
+        """Returns the reports of the nodes whose agent has ended."""
+        reports = {}
+        for node_rank, node in enumerate(self.nodes):
+            try:
+                report = node.poll()
+            except NodeLost as error:
+                raise NodeLost(f"node {node_rank} was lost: {error}") from error
+            if report is not None:
+                reports[node_rank] = report
+        return reports
+
+    def failed(self, reports: dict[int, AgentReport]) -> Outcome:
+        """Waits a little for the other nodes' reports and finds the root cause."""
+        if self.rehearsed:
+            return Outcome("failed", self.rehearsed, self.step)
+        if port_was_taken(reports):
+            return Outcome("port taken")
+        deadline = time.monotonic() + COLLECT_S
+        while (
+            len(reports) < len(self.nodes)
+            and not is_certain(reports)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(POLL_S)
+            reports = self.poll()
+        left_early = self.ranks_that_left(reports)
+        self.read_metrics()
+        cause = find_root_cause(
+            reports,
+            left_early=left_early,
+            ranks_per_node=self.launch.ranks_per_node,
+            generation=self.generation,
+        )
+        return self.outcome("failed", cause)
+
+    def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
+        """Returns the ranks that exited 0 before the others failed.
+
+        An agent that waits for its peers has no ranks any more.
+        """
+        left = []
+        for node_rank, node in enumerate(self.nodes):
+            first = node_rank * self.launch.ranks_per_node
+            report = reports.get(node_rank)
+            if report is not None and not report.failures and not report.ok:
+                continue  # the agent itself failed: nothing is known of its ranks
+            if report is not None and report.holds:
+                continue  # its other ranks live
+            own = range(first, first + self.launch.ranks_per_node)
+            if report is not None:
+                left += set(own) - {failure.rank for failure in report.failures}
+            elif not node.running_ranks():
+                left += own
+        return left
+
+    def all_ranks_exited(self) -> Outcome:
+        """Judges a generation whose ranks all exited 0, by the result that they left."""
+        self.read_metrics()
+        try:
+            result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            result = {}
+        if result.get("state") in ("finished", "stopped"):
+            return Outcome(result["state"], step=result.get("step"))
+        cause = left_early_cause(
+            range(self.launch.world_size),
+            generation=self.generation,
+            ranks_per_node=self.launch.ranks_per_node,
+        )
+        said = (
+            f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
+        )
+        return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
+
+    def too_slow(self) -> RootCause:
+        """Returns the cause for a generation that makes no step in time."""
+        stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
+        return RootCause(
+            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
+            f"{stuck}; see their logs"
+        )
+
+
+def _without_data(failure: str) -> RootCause:
+    """Returns the cause of ranks that are ended because they would wait for ever."""
+    return RootCause(failure, error=f"{PreparationFailedError.__name__}: {failure}")

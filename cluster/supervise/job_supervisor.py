@@ -1,0 +1,530 @@
+"""From a launch to its end: generation after generation until the run is finished, stopped or given
+up.
+
+Read `supervise` first. It knows nothing of Ray: nodes come from a `NodeProvider`, so that the same
+lines run a job on a cluster (supervisor.py) and on this machine alone (`ThisMachine`).
+
+One generation: announce its number in the file `generation` (whoever still writes for an older one
+is refused from then on), start one agent per node, watch until all ranks have exited 0 with a
+result, or anything else has happened. Then end everything everywhere, say why in the journal, and
+go on or give up:
+
+* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED, or PREEMPTED
+  where that was the reason; or, where the supervision itself had asked the ranks for a pause, the
+  next generation on other nodes (recovery/placing.py);
+* a stop was asked for: STOPPED or PREEMPTED, however the generation ended;
+* a rank says that no restart would help (train/config/errors.py), the same error comes at the same step
+  three times, or a budget is used up (recovery/budgets.py): FAILED with the root cause;
+* otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
+  the wait doubles.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...data_pipeline.errors import PreparationFailedError
+from ...train.config.errors import EXIT_MISTAKE
+from ..job import (
+    IN_PLACE,
+    PAUSE,
+    STOP_PREEMPT,
+    Launch,
+    RootCause,
+    State,
+    as_details,
+    read_generation,
+    stop_requested,
+)
+from ..liveness import HEARTBEAT
+from ..nodes.node_check import token_in
+from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
+from ..recovery.term import ReplacedError, Term
+from .background_data import Preparation
+from .budgets import Budgets, Verdict
+from .generation import POLL_S, Outcome, Superseded, Watch
+from .network import NetworkWatch
+from .placing import Placing
+from .recovery_clock import RecoveryClock
+from .retrying_journal import PatientJournal, announce
+from .takeover import Predecessor
+
+SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/format.py, which is not imported here
+PORT_ATTEMPTS = (
+    5  # new generations because somebody took the port; they are not charged to max_restarts
+)
+MAX_BACKOFF_S = 30.0
+_CHECKS_AT_ONCE = 32
+
+
+class StopAsked(Exception):
+    """Says that a stop was asked for while nothing was running."""
+
+
+class NodeUnfit(Exception):
+    """Says which node cannot run its part of the job, and why."""
+
+
+class DataGivenUp(Exception):
+    """Says that the data which a job waits for will not come, and why."""
+
+
+def supervise(
+    launch: Launch,
+    node_provider: NodeProvider,
+    preparation: Preparation | None = None,
+    *,
+    term: Term | None = None,
+) -> None:
+    """Runs the job to its end; the journal tells everything.
+
+    Raises only for defects of our own, after journaling them.
+
+    Args:
+        launch: what is run.
+        node_provider: where it runs.
+        preparation: makes the job's data meanwhile; None: it is there.
+        term: of this supervision; None: one begins here.
+    """
+    term = term or Term.begin(Path(launch.run_dir))
+    supervision = _Supervision(launch, node_provider, preparation, term)
+    try:
+        supervision.run()
+    except ReplacedError:
+        # A successor has taken over the nodes and what runs there: not a word, and nothing is ended.
+        return supervision.end_preparation()
+    except Superseded:
+        # The folder belongs to a newer supervisor: not a word into its journal.
+        return supervision.release()
+    except Exception as error:
+        supervision.log(
+            State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}"
+        )
+        supervision.release()
+        supervision.journal.settle()
+        raise
+    supervision.release()
+    supervision.journal.settle()
+    # Who waits until nothing is left of the job waits for this.
+    (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
+
+
+class _Supervision:
+    def __init__(
+        self,
+        launch: Launch,
+        node_provider: NodeProvider,
+        preparation: Preparation | None,
+        term: Term,
+    ):
+        self.launch = launch
+        self.term = term
+        self.node_provider = node_provider
+        self.preparation = preparation
+        self.clock = RecoveryClock()
+        self.state = State.SUBMITTED
+        self.run_dir = Path(launch.run_dir)
+        self.predecessor = Predecessor(self.run_dir)
+        self.journal = PatientJournal(self.run_dir)
+        self.breathe = self.journal.breathe
+        self.generation = read_generation(self.run_dir)
+        entries = self.predecessor.entries
+        self.budgets = Budgets.from_journal(launch, entries)
+        self.has_started = any(entry.state is State.STARTING for entry in entries)
+        self.has_worked = any(entry.state is State.RUNNING for entry in entries)
+        self.placing = Placing(
+            launch,
+            node_provider,
+            self._while_placing,
+            has_run=self.has_started,
+            poll_s=POLL_S,
+        )
+        self.without_progress = 0
+        self.ports_taken = 0
+        self.network = NetworkWatch()
+        self._reason = ""
+
+    def run(self) -> None:
+        """Starts generation after generation until the job has ended."""
+        if self.predecessor.had_finished:  # it was killed before it could leave
+            self.node_provider.adopt_nodes()  # to be released
+            return
+        taken_over = self._take_over()
+        while True:
+            outcome = self._next_outcome(taken_over)
+            if outcome is None or self.has_ended(outcome):
+                return
+            taken_over = ()
+            self.has_worked |= outcome.step is not None
+            if not self.wait_before_restart():
+                self.log(
+                    self._stopped(),
+                    "stopped between two generations; the last checkpoint holds the state",
+                )
+                return
+
+    def _next_outcome(self, taken_over: Sequence[NodeHandle]) -> Outcome | None:
+        """Returns how the next generation ended; None: the job has ended, as the journal says.
+
+        Args:
+            taken_over: nodes that run a generation of a predecessor's; none: a new one begins.
+        """
+        try:
+            if taken_over:
+                self._await_data()
+                return self._watch_on(taken_over)
+            self._until(self.journal.catch_up)
+            nodes = self.placing.place()
+            self.network.wait(
+                nodes, self._while_placing, give_up_after_s=self.launch.give_up_after_s
+            )
+            self.clock.mark("place")
+            self._exclude_stuck(nodes)
+            self._check(nodes)
+            self.clock.mark("check")
+            self._await_data()
+            self.clock.mark("data")
+            return self.run_generation(nodes)
+        except NodeLost as error:
+            return _lost(error)
+        except NodeUnfit as error:
+            if self.has_started:
+                return Outcome("failed", RootCause(summary=str(error), infrastructure=True))
+            self.log(State.FAILED, f"{error} (found before a rank was started)")
+        except NodesUnavailable as error:
+            self.log(State.FAILED, str(error))
+        except DataGivenUp as error:
+            self.log(State.FAILED, f"the data could not be prepared: {error}")
+        except StopAsked:
+            self.log(self._stopped(), "stopped before the ranks were started")
+        return None
+
+    def release(self) -> None:
+        """Ends what prepares data, and everything on the nodes."""
+        self.end_preparation()
+        self.node_provider.release()
+
+    def end_preparation(self) -> None:
+        """Ends what prepares data."""
+        if self.preparation is not None:
+            self.preparation.end()
+
+    def log(self, state: State, reason: str, **details: Any) -> None:
+        """Appends a state with its reason to the journal."""
+        self.state = state
+        self.journal.append(state, generation=self.generation, reason=reason, details=details)
+
+    # -- before a generation -----------------------------------------------------------------------
+
+    def _take_over(self) -> Sequence[NodeHandle]:
+        """Returns the nodes on which the generation of a killed predecessor goes on.
+
+        None if there was no predecessor, or a new generation must follow on its last one.
+        """
+        if not self.predecessor.existed:
+            return ()
+        nodes = self.node_provider.adopt_nodes()
+        unwatched_s = round(max(0.0, time.time() - self.predecessor.heard_at), 2)
+        killed = "the supervisor was killed and has been restarted"
+        if self.predecessor.generation_goes_on(nodes):
+            words = f"{killed}; generation {self.generation} has gone on for {unwatched_s:.1f} s"
+            state = self.predecessor.entries[-1].state
+            self.log(state, f"{words} without it", unwatched_s=unwatched_s)
+            return nodes
+        self._end_everywhere(nodes)
+        words = f"{killed}; a new generation takes over"
+        self.log(State.RECOVERING, words, unwatched_s=unwatched_s)
+        return ()
+
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        """Tries until the run folder can be written: no generation begins before."""
+        while not is_done():
+            self._while_placing("")
+            time.sleep(POLL_S)
+
+    def _announce(self) -> bool:
+        """Announces the next generation; returns False if that cannot be written."""
+        refusal = announce(self.run_dir, self.generation + 1)
+        self._while_placing(refusal)
+        return not refusal
+
+    def _while_placing(self, reason: str) -> None:
+        self.term.check()
+        self.breathe()
+        if stop_requested(self.run_dir):
+            raise StopAsked
+        if reason and reason != self._reason:
+            self.log(State.PLACING, reason)
+            self._reason = reason
+
+    def _exclude_stuck(self, nodes: Sequence[NodeHandle]) -> None:
+        """Leaves out nodes with processes of an earlier generation that cannot be killed.
+
+        Raises:
+            NodeUnfit: there was one; the job goes on elsewhere.
+            NodesUnavailable: there is no other.
+            NodeLost: one does not answer.
+        """
+        for number, node in enumerate(nodes if self.has_started else ()):
+            if stuck := node.unkillable(self.launch.run_dir):
+                self.node_provider.exclude(node, stuck)
+                raise NodeUnfit(f"node {number}: {stuck}; this job does not use the node again")
+
+    def _check(self, nodes: Sequence[NodeHandle]) -> None:
+        """Asks every node whether it sees the run folder and has the devices.
+
+        Raises:
+            NodeUnfit: one does not.
+            NodeLost: one does not answer.
+        """
+        try:
+            with (
+                token_in(self.run_dir, gpus=self.launch.needs_gpus) as wanted,
+                ThreadPoolExecutor(min(len(nodes), _CHECKS_AT_ONCE)) as pool,
+            ):
+                faults = list(pool.map(lambda node: node.check(wanted), nodes))
+        except OSError as error:
+            raise NodeUnfit(
+                f"the supervisor cannot write into the run folder {self.run_dir} "
+                f"({error.strerror}): choose a folder that the head of the cluster reaches too"
+            ) from error
+        for node_rank, fault in enumerate(faults):
+            if fault:
+                raise NodeUnfit(f"node {node_rank}: {fault}")
+
+    def wish(self, current: int) -> str:
+        """Returns why the run should go on with another number of nodes than `current`, or ""."""
+        return self.placing.wish(current)
+
+    def last_round(self) -> int:
+        """Returns the number of the generation's last round, which a predecessor may have ordered."""
+        entries = self.journal.entries()
+        details = (entry.details for entry in entries if entry.generation == self.generation)
+        return max((each[IN_PLACE]["round"] for each in details if IN_PLACE in each), default=0)
+
+    def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
+        """Counts a failure that is recovered in place, unless it would end the job."""
+        tried = self.budgets.copy()
+        verdict = tried.charge(cause, step)
+        if not verdict.given_up:
+            self.budgets = tried
+        return verdict
+
+    def _await_data(self) -> None:
+        """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
+
+        Raises:
+            DataGivenUp: there will never be so much.
+            StopAsked: a stop was asked for meanwhile.
+        """
+        if self.preparation is None:
+            return
+        self.preparation.begin()
+        started, told = time.monotonic(), False
+        while not self.preparation.has_enough():
+            if self.preparation.failure:
+                raise DataGivenUp(self.preparation.failure)
+            if not told:
+                asked = self.preparation.start_when
+                self.log(State.PREPARING, f"the ranks begin with {asked} sealed")
+            told = True
+            self.breathe()
+            if stop_requested(self.run_dir):
+                raise StopAsked
+            self.tend_preparation()
+            time.sleep(POLL_S)
+        if told:
+            seconds = time.monotonic() - started
+            self.log(
+                State.PREPARING,
+                f"{self.preparation.sealed_words()} sealed after {seconds:.1f} s; the ranks begin",
+            )
+
+    def tend_preparation(self) -> None:
+        """Looks after the process that prepares the data, and journals what became of it."""
+        if self.preparation is not None and (news := self.preparation.tend()):
+            self.log(self.state, news)
+
+    def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
+        """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
+        self._until(self._announce)
+        self.generation += 1
+        launch = self.placing.launch_on(len(nodes))
+        words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
+        self.log(State.STARTING, words, num_nodes=len(nodes))
+        self.has_started = True
+        watch = Watch(self, nodes, launch)
+        return self._watch(watch, nodes, watch.start)
+
+    def _watch_on(self, nodes: Sequence[NodeHandle]) -> Outcome:
+        """Watches the generation that a predecessor has started, to its end."""
+        watch = Watch(self, nodes, self.placing.launch_on(len(nodes)))
+        return self._watch(watch, nodes, lambda: self.predecessor.hand_over(watch))
+
+    def _watch(
+        self, watch: Watch, nodes: Sequence[NodeHandle], begin: Callable[[], None]
+    ) -> Outcome:
+        try:
+            begin()
+            return self.network.explain(watch.until_the_end(), nodes)
+        except NodeLost as error:
+            watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
+            return _lost(error, watch.step)
+        except OSError as error:  # of this process: a node's own are NodeLost
+            return _lost(error, watch.step)
+        except ReplacedError:
+            nodes = ()  # they are its successor's
+            raise
+        finally:
+            self.clock.mark("collect")
+            self._end_everywhere(nodes)
+            self.clock.mark("end")
+
+    def _end_everywhere(self, nodes: Sequence[NodeHandle]) -> None:
+        for node in nodes:
+            try:
+                node.stop()
+            except NodeLost:
+                # its ranks die with it; what survives a network split is fenced by the generation
+                # file
+                continue
+
+    # -- after a generation ------------------------------------------------------------------------
+
+    def has_ended(self, outcome: Outcome) -> bool:
+        """Journals how the generation ended; True when the job has ended with it."""
+        if outcome.state == "finished":
+            self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
+        elif outcome.state == "stopped":
+            return self._has_stopped(outcome)
+        elif outcome.state == "ended":
+            self.log(State.STOPPED, "ended at once, as asked; the last checkpoint holds the state")
+        elif stop_requested(self.run_dir):
+            summary = outcome.cause.summary if outcome.cause else outcome.state
+            self.log(
+                self._stopped(),
+                f"stopped; its last generation failed on the way: {summary}",
+                **_cause(outcome),
+            )
+        elif outcome.state == "port taken":
+            return self._port_was_taken()
+        elif message := _said_by(outcome, PreparationFailedError.__name__):
+            self._data_used_up(message, outcome)
+        elif message := _said_by(outcome, SAVE_FAILED):
+            self.log(State.FAILED, f'checkpoint.on_failure="stop": {message}', **_cause(outcome))
+        elif (mistake := self._mistake(outcome)) is not None:
+            self.log(
+                State.FAILED,
+                f"{mistake.summary} ({_where(outcome)}; no restart would mend this: correct "
+                "it and submit again)",
+                **_cause(outcome),
+            )
+        else:
+            return self._is_given_up(outcome)
+        return True
+
+    def _mistake(self, outcome: Outcome) -> RootCause | None:
+        """Returns the cause of which a rank says that no restart would help, if that is to be
+        believed.
+
+        What has worked before, in an earlier generation, has changed since: a file system that is
+        not mounted any more, a node that lacks something. That may be mended.
+        """
+        cause = outcome.cause
+        says_so = cause is not None and cause.exit_code == EXIT_MISTAKE
+        return cause if says_so and not self.has_worked else None
+
+    def _stopped(self) -> State:
+        preempted = stop_requested(self.run_dir) == STOP_PREEMPT
+        return State.PREEMPTED if preempted else State.STOPPED
+
+    def _has_stopped(self, outcome: Outcome) -> bool:
+        """Journals that the ranks have saved and ended; False when they only make way."""
+        saved = f"at step {outcome.step}, with a checkpoint"
+        if stop_requested(self.run_dir) is None and (self.run_dir / PAUSE).exists():
+            self.log(State.RESIZING, f"paused {saved}; the next generation has other nodes")
+            return False
+        if self._stopped() is State.PREEMPTED:
+            self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` goes on from there")
+        else:
+            self.log(State.STOPPED, f"stopped {saved}")
+        return True
+
+    def _data_used_up(self, message: str, outcome: Outcome) -> None:
+        """Journals the end of a job whose ranks have come to the end of what is sealed."""
+        at = f"after step {outcome.step}" if outcome.step is not None else "before a step"
+        cause = RootCause(summary=message)
+        self.log(
+            State.FAILED,
+            f"the data ended {at}: {message}",
+            **_cause(Outcome("failed", cause, outcome.step)),
+        )
+
+    def _port_was_taken(self) -> bool:
+        self.ports_taken += 1
+        if self.ports_taken >= PORT_ATTEMPTS:
+            self.log(
+                State.FAILED,
+                f"no port on node 0 stayed free long enough, {PORT_ATTEMPTS} times in a row",
+            )
+            return True
+        self.log(
+            State.RECOVERING, "the port chosen on node 0 was taken by somebody else; trying another"
+        )
+        return False
+
+    def _is_given_up(self, outcome: Outcome) -> bool:
+        assert outcome.cause is not None, "a failure has a cause"
+        cause = outcome.cause
+        if cause.on_purpose:
+            self.log(State.RECOVERING, cause.summary, **_cause(outcome))
+            return False
+        self.without_progress = 0 if outcome.step is not None else self.without_progress + 1
+        verdict = self.budgets.charge(cause, outcome.step)
+        self.log(
+            State.FAILED if verdict.given_up else State.RECOVERING,
+            f"{cause.summary} ({_where(outcome)}, {verdict.words})",
+            **_cause(outcome),
+            **verdict.details,
+        )
+        return verdict.given_up
+
+    def wait_before_restart(self) -> bool:
+        """Waits ever longer while no generation makes a step; False when a stop was asked for
+        meanwhile.
+        """
+        wait_s = (
+            min(self.launch.backoff_s * 2 ** (self.without_progress - 1), MAX_BACKOFF_S)
+            if self.without_progress
+            else 0.0
+        )
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not stop_requested(self.run_dir):
+            self.breathe()
+            time.sleep(POLL_S)
+        self.clock.mark("wait")
+        return not stop_requested(self.run_dir)
+
+
+def _said_by(outcome: Outcome, kind: str) -> str:
+    """Returns the message of an error of this kind, if that is what ended a generation."""
+    error = outcome.cause.error if outcome.cause is not None else None
+    name, _, message = (error or "").partition(": ")
+    return message if name.rpartition(".")[2] == kind else ""
+
+
+def _lost(error: NodeLost | OSError, step: int | None = None) -> Outcome:
+    return Outcome("failed", RootCause(summary=str(error), infrastructure=True), step)
+
+
+def _where(outcome: Outcome) -> str:
+    return f"at step {outcome.step}" if outcome.step is not None else "before the first step"
+
+
+def _cause(outcome: Outcome) -> dict[str, Any]:
+    if outcome.cause is None:
+        return {}
+    why_not = {"not_in_place": outcome.not_in_place} if outcome.not_in_place else {}
+    return {"root_cause": as_details(outcome.cause), "step": outcome.step, **why_not}

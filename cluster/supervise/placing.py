@@ -1,0 +1,225 @@
+"""On how many nodes does the next generation run, and when are more or fewer wanted?
+
+The policy of `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`. It knows nothing of Ray:
+what the cluster has it asks the `NodeProvider`.
+
+* All nodes are there: they are taken (if others use them, the job waits for them).
+* Some are missing: the job waits `wait_for_node_s` for a replacement, then goes on with the largest
+  number that is there, is at least `min_nodes`, and fits the run (`Launch.layouts`).
+* Too few for that: it stays PLACING and says what is missing and since when, until
+  `give_up_after_s`. A job that has never run fails after `place_timeout_s` instead: what was never
+  there is a mistake.
+* While it runs with fewer nodes than it may have, with another number than `moebius scale` asked
+  for, or on one that will be taken away, `wish` says so; the supervision then asks the ranks for a
+  pause at a step boundary. Where the pause did not bring the nodes, because others were quicker,
+  the next one for more nodes comes a minute later, then after two, four …
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from ..job import Launch
+from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
+from .scale import scale_requested
+
+LOOK_EVERY_S = 2.0  # between two questions to the cluster while nothing happens
+STEADY_LOOKS = 2  # so often in a row must more nodes be seen before a run is paused for them
+# So often in a row must another number be free before a reservation is given up for it: what a busy
+# cluster says is free may be seconds old, and each new reservation would disturb it anew.
+OTHER_LOOKS = 3
+GROW_AGAIN_S = 60.0  # after a pause for nodes that were not to be had; twice as long each time
+_GROW_AGAIN_MOST_S = 3600.0
+
+
+class Reconsider(Exception):
+    """Says that what was being reserved cannot be had any more, or something better can."""
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What holds at the moment: `moebius scale` changes it."""
+
+    num_nodes: int
+    min_nodes: int
+    sizes: tuple[int, ...]  # that fit the run, largest first
+
+    @classmethod
+    def of(cls, launch: Launch) -> "_Policy":
+        scaled = scale_requested(Path(launch.run_dir))
+        num_nodes = scaled.num_nodes if scaled else launch.num_nodes
+        least = launch.min_nodes if launch.min_nodes is not None else num_nodes
+        least = min(least, num_nodes)
+        layouts = launch.layouts if scaled is None else scaled.layouts
+        fitting = range(least, num_nodes + 1) if layouts is None else layouts
+        sizes = sorted((size for size in fitting if least <= size <= num_nodes), reverse=True)
+        return cls(num_nodes, least, tuple(sizes))
+
+    def best(self, available: int) -> int | None:
+        """Returns the largest number of nodes that fits and is there."""
+        return next((size for size in self.sizes if size <= available), None)
+
+
+class Placing:
+    """Chooses a job's nodes.
+
+    Args:
+        while_waiting: called several times a second with what is waited for, "" for nothing new;
+            its exceptions end the waiting.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        provider: NodeProvider,
+        while_waiting: Callable[[str], None],
+        *,
+        has_run: bool,
+        poll_s: float,
+    ):
+        self._launch = launch
+        self._provider = provider
+        self._while_waiting = while_waiting
+        self._has_run = has_run
+        self._poll_s = poll_s
+        self._looked_at = 0.0
+        self._capacity = Capacity(0, 0)
+        self._steady = 0
+        self._other = 0
+        self._hoped_for = 0  # nodes that the last pause was for
+        self._grow_again_s = GROW_AGAIN_S
+        self._may_grow_at = 0.0
+        self._policy: _Policy | None = None  # at the last look
+
+    def place(self) -> Sequence[NodeHandle]:
+        """Returns the nodes of the next generation; waits for them as the policy says.
+
+        Raises:
+            NodesUnavailable: they will not come, or not in the time that was allowed.
+        """
+        started, since = time.monotonic(), datetime.now()
+        while True:
+            self._while_waiting("")
+            policy = _Policy.of(self._launch)
+            if not policy.sizes:
+                raise NodesUnavailable(
+                    f"no number of nodes from {policy.min_nodes} to {policy.num_nodes} fits the "
+                    "run: see mesh.ep, train.global_batch and train.micro_batch"
+                )
+            waited = time.monotonic() - started
+            number = self._choose(policy, waited)
+            if number is not None:
+                self._other = 0
+                try:
+                    nodes = self._provider.provide_nodes(
+                        number, lambda reason, size=number: self._reserving(reason, size, started)
+                    )
+                except Reconsider:
+                    continue
+                self._has_run, self._steady = True, 0
+                self._learn(len(nodes))
+                return nodes
+            self._check_patience(policy, waited)
+            self._while_waiting(self._missing(policy, since))
+            time.sleep(self._poll_s)
+
+    def _learn(self, number: int) -> None:
+        """Takes note whether a pause for more nodes was worth it."""
+        if number < self._hoped_for:
+            self._may_grow_at = time.monotonic() + self._grow_again_s
+            self._grow_again_s = min(2 * self._grow_again_s, _GROW_AGAIN_MOST_S)
+        else:
+            self._may_grow_at, self._grow_again_s = 0.0, GROW_AGAIN_S
+        self._hoped_for = 0
+
+    def launch_on(self, num_nodes: int) -> Launch:
+        """Returns the launch of a generation on so many nodes, with the mesh that fits them."""
+        scaled = scale_requested(Path(self._launch.run_dir))
+        layouts = self._launch.layouts if scaled is None else scaled.layouts
+        mesh = (layouts or {}).get(num_nodes, {})
+        return replace(self._launch, num_nodes=num_nodes, mesh=mesh, layouts=None)
+
+    def mesh_words(self, num_nodes: int) -> str:
+        """Returns what a generation on so many nodes has that was not configured, or ""."""
+        if num_nodes == self._launch.num_nodes:
+            return ""
+        mesh = self.launch_on(num_nodes).mesh
+        changed = "".join(f", mesh.{key}={value}" for key, value in mesh.items())
+        return f" on {num_nodes} node(s) instead of {self._launch.num_nodes}{changed}"
+
+    def wish(self, current: int) -> str:
+        """Returns why the run should be paused to go on with another number of nodes, or ""."""
+        if time.monotonic() - self._looked_at < LOOK_EVERY_S:
+            return ""
+        policy, capacity = _Policy.of(self._launch), self._look()
+        if policy != self._policy:  # `moebius scale`
+            self._policy, self._may_grow_at = policy, 0.0
+        if capacity.leaving:
+            return f"the cluster will take away {', '.join(capacity.leaving)}"
+        if current > policy.num_nodes:
+            return f"{policy.num_nodes} node(s) are asked for, and it runs on {current}"
+        if current == next(iter(policy.sizes), current):
+            return ""
+        best = policy.best(capacity.free)
+        self._steady = self._steady + 1 if best is not None and best > current else 0
+        if self._steady < STEADY_LOOKS or best is None or time.monotonic() < self._may_grow_at:
+            return ""
+        self._hoped_for = best
+        return f"{best} node(s) can be had, and it runs on {current} of {policy.num_nodes}"
+
+    def _choose(self, policy: _Policy, waited: float) -> int | None:
+        """Returns how many nodes to reserve now; None: wait."""
+        capacity = self._look()
+        if waited >= self._launch.wait_for_node_s and (best := policy.best(capacity.free)):
+            return best
+        return policy.sizes[0] if policy.sizes[0] <= capacity.could else None
+
+    def _reserving(self, reason: str, size: int, started: float) -> None:
+        """While nodes are being reserved; they may be lost, or others may be quicker to have."""
+        self._while_waiting(reason)
+        if time.monotonic() - self._looked_at < LOOK_EVERY_S / 2:
+            return
+        capacity = self._look()
+        if capacity.could < size:
+            raise Reconsider
+        waited = time.monotonic() - started
+        best = _Policy.of(self._launch).best(capacity.free)
+        is_other = waited >= self._launch.wait_for_node_s and best not in (None, size)
+        self._other = self._other + 1 if is_other else 0
+        if self._other >= OTHER_LOOKS:
+            raise Reconsider
+
+    def _look(self) -> Capacity:
+        self._capacity = self._provider.capacity()
+        self._looked_at = time.monotonic()
+        return self._capacity
+
+    def _check_patience(self, policy: _Policy, waited: float) -> None:
+        limit = self._launch.give_up_after_s
+        if not self._has_run and policy.best(self._capacity.could) is None:
+            limit = self._launch.place_timeout_s
+        if limit is not None and waited > limit:
+            raise NodesUnavailable(
+                f"the job needs {policy.sizes[-1]} node(s) with {self._capacity.what} each, and "
+                f"{self._capacity.could} node(s) of the cluster could hold it, for {limit:g} s; "
+                f"the cluster has: {self._capacity.have}. Lower job.num_nodes or "
+                "job.ranks_per_node, or add nodes"
+            )
+
+    def _missing(self, policy: _Policy, since: datetime) -> str:
+        if not self._has_run and policy.best(self._capacity.could) is None:
+            return ""  # nodes may be starting; the time that they have is short
+        least, could = policy.sizes[-1], self._capacity.could
+        if could >= least:
+            fewer = f"goes on with {policy.best(could)} after {self._launch.wait_for_node_s:g} s"
+        else:
+            fewer = f"needs at least {least}"
+            if self._launch.give_up_after_s is not None:
+                fewer += f", gives up after {self._launch.give_up_after_s:g} s"
+        return (
+            f"{policy.sizes[0] - could} node(s) missing since {since:%Y-%m-%d %H:%M:%S}: the job "
+            f"wants {policy.sizes[0]} with {self._capacity.what} each, the cluster has {could}; "
+            f"it {fewer}"
+        )

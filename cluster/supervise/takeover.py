@@ -1,0 +1,101 @@
+"""What a restarted supervisor takes over: the generation that its predecessor has started.
+
+Nodes and ranks do not die with a supervisor, and a run makes steps without one. If every node of
+the last generation is there and still runs it, the successor watches on where the other has stopped,
+and no step is lost. Where that generation had ended already, or a node is missing, a new generation
+follows as after any failure.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..job import (
+    METRICS,
+    PAUSE,
+    Journal,
+    JsonLinesTail,
+    State,
+    current_submission,
+    last_train_line,
+    read_generation,
+)
+from ..liveness import HEARTBEAT
+from ..nodes.provider import NodeHandle, NodeLost
+from .generation import Watch
+
+_RUNS = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
+_NEWEST_BYTES = 4 << 20  # of the metrics: more than is written while a supervisor restarts
+_MARGIN_S = 0.5  # lines that the predecessor may not have read although it still breathed
+
+
+class Predecessor:
+    """The supervisor of this job that was killed, if there was one.
+
+    Made before the new one gives its first sign of life.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.entries = current_submission(Journal(run_dir).entries())
+        self.heard_at = _last_breath(run_dir)
+
+    @property
+    def existed(self) -> bool:
+        """Whether there was one."""
+        return bool(self.entries) and self.entries[-1].state is not State.SUBMITTED
+
+    @property
+    def had_finished(self) -> bool:
+        """Whether it had written the end of the job."""
+        return bool(self.entries) and self.entries[-1].state.is_final
+
+    def generation_goes_on(self, nodes: Sequence[NodeHandle]) -> bool:
+        """Returns whether these living nodes are all of the last generation, and still run it."""
+        started = [entry for entry in self.entries if entry.state is State.STARTING]
+        generation = read_generation(self._run_dir)
+        if self.entries[-1].state not in _RUNS or not started:
+            return False
+        if started[-1].generation != generation:
+            return False
+        if started[-1].details.get("num_nodes") != len(nodes):
+            return False
+        return all(_runs(node, generation, rank) for rank, node in enumerate(nodes))
+
+    def hand_over(self, watch: Watch) -> None:
+        """Lets the watch of the generation that goes on know what this supervisor knew.
+
+        Args:
+            watch: was just made, and has started nothing.
+        """
+        own = {entry.state for entry in self.entries if entry.generation == watch.generation}
+        watch.stopping = State.STOPPING in own
+        watch.pausing = (self._run_dir / PAUSE).exists()
+        watch.metrics = _metrics_since(self._run_dir / METRICS, self.heard_at - _MARGIN_S)
+        newest = last_train_line(self._run_dir)
+        if State.RUNNING in own and newest is not None:
+            watch.step, watch.is_up = newest["step"], True
+
+
+def _last_breath(run_dir: Path) -> float:
+    try:
+        return (run_dir / HEARTBEAT).stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
+def _runs(node: NodeHandle, generation: int, node_rank: int) -> bool:
+    try:
+        return node.describe().get("runs") == [generation, node_rank]
+    except NodeLost:
+        return False
+
+
+def _metrics_since(path: Path, since: float) -> JsonLinesTail:
+    tail = JsonLinesTail.near_the_end(path, num_bytes=_NEWEST_BYTES)
+    offset = tail.offset
+    for line in tail.stream():
+        if line.get("time", 0.0) >= since:
+            break
+        offset = tail.offset
+    return JsonLinesTail(path, offset=offset)

@@ -1,0 +1,236 @@
+"""Watches the ranks of one generation for the supervision: hangs, waits for data, slow ranks.
+
+About once a second it asks every node where its ranks are (heartbeats.py), all of them at once: one
+that does not answer holds up nobody, and is asked again when it has. What it finds:
+
+* all ranks are over the limit of their phase: evidence is gathered from every node at once
+  (evidence.py), the rank that the others wait for is named (stalls.py), and the generation ends
+  with that as its root cause. Killing and going on is the supervision's;
+* a rank waits long for data: a line in the journal, after a minute, then after twice as long;
+* a rank is slow: one line in the journal (stragglers.py);
+* ranks are over their limit because one gets no CPU: one line.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...train.config.limits import PhaseLimits
+from ..job import RootCause
+from ..nodes.provider import NodeLost
+from .evidence import Evidence
+from .heartbeats import GONE, STOPPED, RankState
+from .stalls import Stall, find_behind, is_stalled, limit_of
+from .stragglers import Stragglers
+
+LOOK_S = 1.0
+ANSWER_S = 1.0  # for which one look waits for nodes
+DATA_WAIT_S = 60.0  # after which a wait for data is told
+_AT_ONCE = 32  # nodes that gather evidence
+_SPELLED = {GONE: "its process has ended", "D": "stuck in the kernel (state D)"} | dict.fromkeys(
+    STOPPED, "its process is stopped (SIGSTOP, or a debugger)"
+)
+
+
+class WatchedNode(Protocol):
+    """Declares what is asked of a node; every call may raise NodeLost."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def heartbeats(self) -> list[RankState]: ...
+    def gather_evidence(self) -> list[Evidence]: ...
+
+
+class RankWatcher:
+    """Looks after the ranks of one generation."""
+
+    def __init__(
+        self,
+        nodes: Sequence[WatchedNode],
+        *,
+        world_size: int,
+        limits: Mapping[str, float | None],
+        stall_dir: str,
+        note: Callable[..., None],
+    ) -> None:
+        """Takes up the watch.
+
+        Args:
+            nodes: in the order of their numbers.
+            world_size: the number of ranks on all nodes.
+            limits: of the phases: `PhaseLimits` as plain values.
+            stall_dir: where evidence goes, relative to the run folder; for the journal.
+            note: writes a line with details into the journal.
+        """
+        self._nodes = nodes
+        self._world_size = world_size
+        self._limits = limits
+        self._stall_dir = stall_dir
+        self._note = note
+        self._looked_s = float("-inf")
+        self._data_wait_told: dict[int, float] = {}
+        self._starved_told = False
+        self._stragglers = Stragglers()
+        self.states: dict[int, RankState] = {}
+        self._node_of: dict[int, int] = {}
+        self._questions = _Questions(nodes)
+
+    @property
+    def all_have_started(self) -> bool:
+        """Whether every rank has built its model and begun on the run."""
+        return len(self.states) == self._world_size and all(
+            state.phase != "start" for state in self.states.values()
+        )
+
+    def look(self) -> RootCause | None:
+        """Looks at all ranks if it is time; returns why the generation must end, if it must."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return None
+        self._looked_s = now_s
+        self.states = {}
+        for number, states in self._questions.ask().items():
+            self.states |= {state.rank: state for state in states}
+            self._node_of |= {state.rank: number for state in states}
+        self._tell_waits_for_data()
+        if len(self.states) < self._world_size:
+            # some have not begun: the start has a limit of its own; or a node does not answer,
+            # which is not known of it before the call fails
+            return None
+        if is_stalled(self.states.values(), self._limits):
+            return self._explain_stall()
+        self._tell_starvation()
+        self._tell_stragglers()
+        return None
+
+    def _explain_stall(self) -> RootCause:
+        evidence = self._gather()
+        stall = find_behind(self.states, evidence)
+        found = evidence.get(stall.state.rank)
+        node = self._node_of[stall.state.rank]
+        who = f"rank {stall.state.rank} on node {node} hangs" if stall.behind else "all ranks hang"
+        return RootCause(
+            summary=f"{who}: {self._spell(stall, found)}; stacks in {self._stall_dir}",
+            rank=stall.state.rank if stall.behind else None,
+            node=node if stall.behind else None,
+            # without figures that differ each time: the same error thrice ends a job
+            error=f"{who} in phase {stall.state.phase}",
+            where=(found.where or None) if found else None,
+            log=f"{self._stall_dir}/rank{stall.state.rank}.txt",
+        )
+
+    def _spell(self, stall: Stall, found: Evidence | None) -> str:
+        state = stall.state
+        limit_s = limit_of(state, self._limits)
+        parts = [
+            f"in phase {state.phase} of step {state.step} for {state.age_s:.1f} s (limit {limit_s:g} s)"
+        ]
+        if found is not None:
+            parts += [f"at {found.where}"] if found.where else []
+            parts += [_SPELLED[found.process]] if found.process in _SPELLED else []
+        if len(stall.behind) > 1:
+            parts.append(f"and so do ranks {', '.join(map(str, stall.behind[1:]))}")
+        if stall.waiting_in:
+            parts.append(f"the others wait in {stall.waiting_in}")
+        elif not stall.behind:
+            parts.append("none of them is behind the others")
+        return ", ".join(parts)
+
+    def _gather(self) -> dict[int, Evidence]:
+        """Asks all nodes at once."""
+        with ThreadPoolExecutor(min(_AT_ONCE, len(self._nodes))) as pool:
+            answers = list(pool.map(_evidence_of, self._nodes))
+        return {found.rank: found for answer in answers for found in answer}
+
+    def _tell_waits_for_data(self) -> None:
+        for rank, state in self.states.items():
+            if state.phase != "data_wait":
+                self._data_wait_told.pop(rank, None)
+            elif state.age_s >= self._data_wait_told.get(rank, DATA_WAIT_S):
+                self._data_wait_told[rank] = 2 * state.age_s
+                self._note(
+                    f"rank {rank} on node {self._node_of[rank]} has waited {state.age_s:.0f} s for "
+                    f"the data of step {state.step + 1}",
+                    data_wait={"rank": rank, "seconds": round(state.age_s, 1)},
+                )
+
+    def _tell_starvation(self) -> None:
+        states = self.states.values()
+        if self._starved_told or not is_stalled(states, self._limits, forgive_starved=False):
+            return
+        worst = max(states, key=lambda state: state.starved_s)
+        if worst.starved_s < worst.age_s / 2:
+            return  # not what keeps it
+        self._starved_told = True
+        self._note(
+            f"rank {worst.rank} on node {self._node_of[worst.rank]} gets no CPU: of {worst.age_s:.0f} "
+            f"s in step {worst.step} it was ready to run for {worst.starved_s:.0f} s and had to "
+            "wait; this is no hang: look for what else runs there",
+            starved={"rank": worst.rank, "seconds": round(worst.starved_s, 1)},
+        )
+
+    def _tell_stragglers(self) -> None:
+        for slow in self._stragglers.find_new(self.states):
+            node = self._node_of[slow.rank]
+            host = self._nodes[node].describe().get("host", "")
+            self._note(
+                f"rank {slow.rank} on node {node} ({host}) is slow: {slow.own_s:.3g} s of its own "
+                f"per step, {slow.ratio:.2f} × the others' median; the others wait for it",
+                straggler={
+                    "rank": slow.rank,
+                    "node": node,
+                    "host": host,
+                    "ratio": round(slow.ratio, 3),
+                    "step": self.states[slow.rank].step,
+                },
+            )
+
+
+class _Questions:
+    """Asks all nodes for their heartbeats at once; each has one question open at most."""
+
+    def __init__(self, nodes: Sequence[WatchedNode]) -> None:
+        self._nodes = nodes
+        self._pool = ThreadPoolExecutor(len(nodes), thread_name_prefix="heartbeats")
+        self._open: dict[int, Future[list[RankState]]] = {}
+
+    def ask(self) -> dict[int, list[RankState]]:
+        """Returns what the nodes say that have answered by now or soon, by number.
+
+        Raises:
+            NodeLost: one of them is lost.
+        """
+        if len(self._nodes) == 1:  # there is nobody to hold up
+            return {0: self._answer(0, self._nodes[0].heartbeats)}
+        for number, node in enumerate(self._nodes):
+            if number not in self._open:
+                self._open[number] = self._pool.submit(node.heartbeats)
+        wait(self._open.values(), ANSWER_S)
+        done = [number for number, answer in self._open.items() if answer.done()]
+        answers = {number: self._open.pop(number) for number in done}
+        return {number: self._answer(number, told.result) for number, told in answers.items()}
+
+    def _answer(self, number: int, ask: Callable[[], list[RankState]]) -> list[RankState]:
+        try:
+            return ask()
+        except NodeLost as error:
+            raise NodeLost(f"node {number} was lost: {error}") from error
+
+
+def read_limits(run_dir: Path) -> dict[str, float | None]:
+    """Returns the limits of a run's phases, as its configuration has them: `PhaseLimits`."""
+    try:
+        saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["job"]["limits"]
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return PhaseLimits().model_dump()  # of a run that is older than them
+    return PhaseLimits.model_validate(saved).model_dump()
+
+
+def _evidence_of(node: WatchedNode) -> list[Evidence]:
+    """Returns what a node knows; one that is lost meanwhile says nothing."""
+    try:
+        return node.gather_evidence()
+    except NodeLost:
+        return []

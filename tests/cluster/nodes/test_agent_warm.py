@@ -1,0 +1,333 @@
+"""Agents and ranks that are forked from a template: they are what programs would be, and nothing of
+them is left, whoever is killed.
+
+One template, for the user's command, serves the quick tests; ranks of the training loop are slow.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import (
+    agent_pids,
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    rank_pids,
+    template_pids,
+    wait_for,
+)
+from rich.console import Console
+from small_corpus import data_of_words, shards_of_words
+from small_model import TINY
+
+from moebius.cluster.job import Launch, State
+from moebius.cluster.local import train_here
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes.provider.agent import AgentReport, Attempt, Node
+from moebius.cluster.nodes.provider.template_process import OrderedAgent, _sweep
+from moebius.distributed.layout import MeshConfig
+from moebius.train.config.run_config.run_config import (
+    CheckpointConfig,
+    Config,
+    JobConfig,
+    TrainConfig,
+)
+from moebius.train.record.run_folder import open_run
+
+pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="elsewhere nothing is forked")
+
+
+def attempt_of(launch: Launch, node: Node, *, generation: int = 1) -> Attempt:
+    return Attempt(launch, generation, 0, "127.0.0.1", node.free_port(), "127.0.0.1", "a secret")
+
+
+@pytest.fixture
+def node(tmp_path) -> Iterator[Node]:
+    """A node that is warm for a command of the user's."""
+    warm = Node(launch=fake_launch(tmp_path, "plain=1"))
+    yield warm
+    warm.end()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
+    """Its marks, its parent and its log; the template outlives it and is spared by the next."""
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    node.start(attempt_of(launch, node))
+    wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
+    assert node.describe()["starts"] == "as forks"
+    [template], [(agent, holder)] = template_pids(tmp_path), agent_pids(tmp_path).items()
+    assert holder == os.getpid(), "what the template was started with is what is shown"
+    assert processes.descendants(template)[0] == agent
+    assert set(processes.find(str(tmp_path), generation=1)) == {
+        agent,
+        *rank_pids(tmp_path).values(),
+    }
+    assert not node.kill_rank(7)
+    assert node.kill_rank(1)
+    report = wait_for(node.poll, what="the report")
+    assert {failure.rank: failure.exit_code for failure in report.failures} == {0: -15, 1: -9}
+    assert "closing signal" in (tmp_path / "logs/g001/node0/agent.log").read_text()
+
+    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=2))
+    assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+    assert template_pids(tmp_path) == [template]
+    environment = Path(f"/proc/{template}/environ").read_text()
+    assert "a secret" not in environment
+
+    node.start(attempt_of(launch, node, generation=3))
+    [agent] = wait_for(lambda: agent_pids(tmp_path), what="the agent")
+    os.kill(agent, signal.SIGKILL)
+    report = wait_for(node.poll, what="the report")
+    assert "ended with exit code -9" in report.message
+    wait_for(lambda: not rank_pids(tmp_path), what="the end of the ranks")
+
+
+@pytest.mark.slow  # 6 s: two templates
+def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(node, tmp_path):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    node.start(attempt_of(launch, node, generation=4))
+    wait_for(lambda: rank_pids(tmp_path), what="the ranks")
+    [template] = template_pids(tmp_path)
+    os.kill(template, signal.SIGKILL)
+    assert "exit code -9" in wait_for(node.poll, what="the report").message
+    wait_for(lambda: not processes.find(str(tmp_path)), what="the end of agent and ranks")
+    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=5))
+    assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+    assert template_pids(tmp_path) not in ([], [template])
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from moebius.cluster.nodes.agent import Attempt, Node
+attempt = Attempt.load(Path(sys.argv[1]))
+Node(launch=attempt.launch).start(attempt)
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow  # 3 s
+def test_all_layers_end_with_the_node(tmp_path):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    attempt_of(launch, Node()).save(tmp_path / "plan.json")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "plan.json")])
+    try:
+        wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
+        assert len(template_pids(tmp_path)) == 1
+        holder.kill()
+        assert_nothing_left(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.parametrize(("warm", "starts"), [(False, "as programs"), (True, "as forks")])
+def test_a_job_without_warm_start_has_no_template(tmp_path, monkeypatch, warm, starts):
+    started = []
+    monkeypatch.setattr(
+        "moebius.cluster.nodes.agent.Template", lambda *_: started.append(_) or Refusing()
+    )
+    node = Node(launch=fake_launch(tmp_path, warm_start=warm))
+    assert bool(started) == warm
+    assert node.describe()["starts"] == starts
+
+
+class Refusing:
+    refusal = None
+
+
+class Program:
+    def __init__(self):
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+@pytest.mark.slow  # 6 s
+def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
+    """The template is told that a library has started threads; its reason is in the agent's log."""
+    threaded = {"OPENBLAS_NUM_THREADS": "2"}
+    launch = fake_launch(tmp_path, "plain=1", "steps=1", environment=threaded)
+    node = Node(launch=launch)
+    try:
+        node.start(attempt_of(launch, node))
+        assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+        assert "threads" in node.describe()["starts"]
+        log = (tmp_path / "logs/g001/node0/agent.log").read_text()
+        assert log.startswith("this agent is no fork of a template: imports have started threads")
+    finally:
+        node.end()
+    assert_nothing_left(tmp_path)
+    templates = tmp_path / "logs/templates"
+    wait_for(lambda: not list(templates.iterdir()), what="the template's empty log to be removed")
+
+
+def test_empty_logs_of_templates_whose_nodes_are_gone_are_removed(tmp_path):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    names = [f"host-{gone.pid}", f"other-{gone.pid}", f"host-{os.getpid()}", "host-7x", "host-1"]
+    for name in names:
+        (tmp_path / f"{name}.log").touch()
+    (tmp_path / "host-999999999.log").write_text("said something")
+    _sweep(tmp_path / "host-5.log")
+    left = {path.stem for path in tmp_path.iterdir()}
+    assert left == {*names[1:], "host-999999999"}
+
+
+def test_an_ordered_agent_becomes_a_program_once():
+    programs: list[Program] = []
+
+    def execute() -> Program:
+        programs.append(Program())
+        return programs[-1]
+
+    agent = OrderedAgent(lambda: None, execute)
+    agent.was_refused()
+    agent.template_has_ended(0)
+    [program] = programs
+    assert agent.poll() is None
+    agent.kill()
+    assert (agent.poll(), agent.wait(), program.code) == (-9, -9, -9)
+
+    killed = OrderedAgent(lambda: None, execute)
+    killed.kill()
+    killed.was_refused()
+    assert (killed.wait(), len(programs)) == (-9, 1)
+
+
+def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
+    """Such as one that is stopped: torch alone would wait half a minute."""
+    from moebius.cluster.nodes.provider import spares
+
+    monkeypatch.setattr(spares, "GRACE_S", 0)
+    rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    os.kill(rank.pid, signal.SIGSTOP)
+    stopped = psutil.Process(rank.pid)  # before that SIGTERM would end it
+    wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="the stop")
+    ranks: Any = spares._Spares.__new__(spares._Spares)
+    handler = spares._Handler(rank.pid)
+    ranks.subprocess_handlers = {0: handler}
+    agent = spares.WarmElasticAgent.__new__(spares.WarmElasticAgent)
+    agent._worker_watchdog = agent._health_check_server = None
+    graces: list[int] = []
+
+    class Ranks:
+        def close(self, death_sig: signal.Signals, timeout: int) -> None:
+            graces.append(timeout)
+            ranks._close(death_sig, timeout)
+
+    agent._pcontext = Ranks()  # type: ignore[assignment]
+    agent._shutdown()
+    assert graces == [0]
+    # the handler's to ask: it may have waited for the rank before Popen could, which then says 0
+    assert handler.proc.wait(60) == -signal.SIGKILL
+
+
+def test_marks_are_written_where_others_see_them():
+    code = "from moebius.cluster import processes as p; p.write_mark(p.RANK, 3); print('seen')"
+    rooms = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | processes.room_for_marks(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert rooms.stdout == "seen\n", rooms.stderr
+    none = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "no room for the mark RANK" in none.stderr
+
+
+@pytest.mark.slow  # 25 s
+def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
+    """Bit for bit, and across a kill; a fork holds nothing of what the agent has beside it."""
+    data = shards_of_words(tmp_path, 60)
+    curves = {}
+    for name, changes in (
+        ("programs", {"warm_start": False}),
+        ("forks", {"rehearse_failure_at_step": 6}),
+    ):
+        run_dir = tmp_path / name
+        status = train_here(run_config(data, changes), run_dir, console=Console(quiet=True))
+        assert status.state is State.SUCCEEDED
+        assert status.generation == (1 if name == "programs" else 2)
+        curves[name] = curve(run_dir)
+        assert_nothing_left(run_dir)
+    assert curves["forks"] == curves["programs"]
+    assert len(curves["forks"]) == 12
+
+
+def run_config(shards: Path, changes: dict[str, Any]) -> Config:
+    return Config(
+        model=TINY,
+        data=data_of_words(shards, seq_len=16, server="off"),
+        checkpoint=CheckpointConfig(every=4),
+        mesh=MeshConfig(dp_replicate=2),
+        train=TrainConfig(
+            steps=12, global_batch=8, micro_batch=4, log_every=1, eval_rows=4, device="cpu"
+        ),
+        job=JobConfig(ranks_per_node=2, **changes),
+    )
+
+
+@pytest.mark.slow  # 15 s
+def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
+    """Rank, agent and template in turn, while ranks train; the rank holds no way to the secret."""
+    data = shards_of_words(tmp_path, 60)
+    run_dir = tmp_path / "run"
+    config = run_config(data, {})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10**6})})
+    open_run(config, run_dir)
+    node = Node(launch=Launch(str(run_dir), ranks_per_node=2))
+    try:
+        for generation, victim in enumerate(("rank", "agent", "template"), start=1):
+            (run_dir / "generation").write_text(str(generation))
+            node.start(
+                attempt_of(Launch(str(run_dir), ranks_per_node=2), node, generation=generation)
+            )
+            wait_for(lambda: len(node.heartbeats()) == 2, what="two ranks that train")
+            ranks = rank_pids(run_dir)
+            [agent] = agent_pids(run_dir)
+            for pid in ranks.values():
+                assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
+                assert processes.descendants(agent)[:2] == sorted(ranks.values())
+            pids = {"rank": ranks[1], "agent": agent, "template": template_pids(run_dir)[0]}
+            os.kill(pids[victim], signal.SIGKILL)
+            assert not wait_for(node.poll, what="the report").ok
+            node.stop()
+            assert not rank_pids(run_dir)
+            assert not agent_pids(run_dir)
+    finally:
+        node.end()
+    assert_nothing_left(run_dir)
+
+
+STARTER = """
+import os, signal, sys
+from moebius.cluster.nodes.agent import Node
+from moebius.cluster.job import Launch
+Node(launch=Launch(sys.argv[1], command=("true",)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_template_whose_node_is_killed_before_it_could_bind_itself_ends(tmp_path):
+    """It is a program that has hardly begun when its parent is gone."""
+    starter = subprocess.run([sys.executable, "-c", STARTER, str(tmp_path)], check=False)
+    assert starter.returncode == -signal.SIGKILL
+    assert_nothing_left(tmp_path, within_s=60)

@@ -1,0 +1,102 @@
+"""F26: a process that SIGKILL does not end is named, and its node is not used again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import stuck
+from jobs import agent_pids, fake_launch, rank_pids, run_here, wait_for
+
+from moebius.cluster.job import State, request_stop
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes.provider.provider import NodesUnavailable, ThisMachine
+from moebius.cluster.recovery import unkillable as unkillable_module
+from moebius.cluster.recovery.unkillable import unkillable
+
+needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
+
+
+@pytest.fixture
+def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Rank 3 of generation 2, on the second node of two ranks each."""
+    attempt = tmp_path / "logs" / "g002" / "node1" / "attempt.json"
+    attempt.parent.mkdir(parents=True)
+    plain = {"launch": {"ranks_per_node": 2}, "node_rank": 1, "address": "10.0.0.7"}
+    attempt.write_text(json.dumps(plain))
+    marks = {processes.MARK: str(tmp_path), "MOEBIUS_GENERATION": "2", "RANK": "3"}
+    program = f"import stuck, pathlib; stuck.hang(pathlib.Path({str(tmp_path / 'hung')!r}))"
+    environment = os.environ | marks | {"PYTHONPATH": str(Path(stuck.__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as rank:
+        try:
+            wait_for((tmp_path / "hung.server").exists, what="the file system that hangs")
+            yield rank
+        finally:
+            stuck.release(tmp_path / "hung")
+            rank.kill()
+
+
+@needs_a_hang
+def test_it_is_named_by_the_node_on_which_it_was_started(
+    tmp_path: Path, hanging_rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unkillable_module, "_WAIT_S", 0.3)
+    wait_for(lambda: waits_for_the_server(hanging_rank.pid), what="the hang")
+    assert unkillable(str(tmp_path), "10.0.0.8") == ""
+    words = unkillable(str(tmp_path), "10.0.0.7")
+    assert f"SIGKILL does not end process {hanging_rank.pid} (rank 3 of generation 2)" in words
+    assert "state D (uninterruptible) in the kernel's request_wait_answer" in words
+    stuck.release(tmp_path / "hung")
+    assert hanging_rank.wait(60) == -signal.SIGKILL  # sent long ago
+    assert unkillable(str(tmp_path), "10.0.0.7") == ""
+
+
+def waits_for_the_server(pid: int) -> bool:
+    return "request_wait_answer" in Path(f"/proc/{pid}/wchan").read_text()
+
+
+def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
+    attempt = tmp_path / "logs" / "g001" / "node0" / "attempt.json"
+    attempt.parent.mkdir(parents=True)
+    plain = {"launch": {"ranks_per_node": 1}, "node_rank": 0, "address": "10.0.0.7"}
+    attempt.write_text(json.dumps(plain))
+    marks = {processes.MARK: str(tmp_path), "MOEBIUS_GENERATION": "1", "RANK": "0"}
+    with subprocess.Popen(["/bin/sleep", "600"], env=marks) as rank:
+        wait_for(lambda: rank.pid in processes.find(str(tmp_path)), what="the process")
+        assert unkillable(str(tmp_path), "10.0.0.7") == ""
+        assert rank.wait(60) == -signal.SIGKILL
+
+
+def test_this_machine_has_no_other() -> None:
+    machine = ThisMachine()
+    node = machine.provide_nodes(1, lambda _: None)[0]
+    with pytest.raises(NodesUnavailable, match=r"process 7 .*no other machine; restart this one"):
+        machine.exclude(node, "SIGKILL does not end process 7 (rank 0 of generation 1)")
+
+
+@needs_a_hang
+@pytest.mark.slow
+def test_a_job_of_one_machine_ends_and_says_why(tmp_path: Path) -> None:
+    """Rank 1 hangs in a file system; the agent is killed, and rank 0 follows it, but rank 1 not."""
+    options = ("plain=1", "steps=100000", "fail=1:*:1:stuck")
+    launch = fake_launch(tmp_path, *options, ranks_per_node=2, max_restarts=3)
+    pool = ThreadPoolExecutor(1)
+    job = pool.submit(run_here, launch)
+    try:
+        wait_for((tmp_path / "hung.server").exists, timeout_s=120, what="the hang")
+        for agent in agent_pids(tmp_path):
+            processes.kill(agent)
+        status = job.result(120)
+    finally:
+        request_stop(tmp_path, now=True)  # should it still go on
+        stuck.release(tmp_path / "hung")
+        pool.shutdown()
+    assert status.state is State.FAILED
+    assert "(rank 1 of generation 1), state D (uninterruptible)" in status.reason
+    assert "the job has no other machine; restart this one" in status.reason
+    wait_for(lambda: not rank_pids(tmp_path), what="the end of the rank")

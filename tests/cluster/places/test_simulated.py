@@ -1,0 +1,160 @@
+"""The simulated cluster: it comes up as asked, is protected, and is gone whatever happens to its
+user.
+"""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import wait_for
+
+from moebius.cluster.job import JobError
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.places import ray_session
+from moebius.cluster.places.ray_session import connected, require_ray
+from moebius.cluster.places.simulated import simulated_cluster
+
+pytest.importorskip("ray")
+
+USER = """
+import json, os, signal, sys, time
+# a shell that starts the tests in the background lets them ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from moebius.cluster.places.simulated import simulated_cluster
+def use(cluster):
+    import ray
+    nodes = sorted((node["NodeManagerAddress"], node["Resources"]["CPU"]) for node in ray.nodes())
+    @ray.remote
+    def task(): return os.getpid()
+    ray.get(task.remote())
+    mode = os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode
+    print(json.dumps({"nodes": nodes, "directory": str(cluster.directory), "host": cluster.host_pid, "mode": mode,
+                      "address": cluster.address, "auth": os.environ["RAY_AUTH_MODE"]}), flush=True)
+    time.sleep(100)
+
+before = dict(os.environ)
+try:
+    with simulated_cluster(2, cpus_per_node=3) as cluster:
+        use(cluster)
+except KeyboardInterrupt:
+    pass
+assert dict(os.environ) == before, "the environment is as it was"
+print("left", flush=True)
+"""
+
+
+def start_user(tmp_path: Path) -> tuple[subprocess.Popen[str], dict]:
+    environment = os.environ | {"HOME": str(tmp_path), "RAY_ADDRESS": "10.255.255.1:1"}
+    user = subprocess.Popen(
+        [sys.executable, "-c", USER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert user.stdout is not None
+    line = user.stdout.readline()
+    if not line:
+        raise AssertionError(user.communicate()[1])
+    return user, json.loads(line)
+
+
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
+def test_nothing_is_left_however_its_user_ends(tmp_path, end):
+    user, told = start_user(tmp_path)
+    everything = [told["host"], *processes.descendants(told["host"])]
+    assert len(everything) > 8
+    os.kill(user.pid, end)
+    output, errors = user.communicate(timeout=100)
+    wait_for(
+        lambda: not [pid for pid in everything if Path(f"/proc/{pid}/exe").exists()],
+        what="the cluster to be gone",
+    )
+    wait_for(lambda: not Path(told["directory"]).exists(), what="its directory to be gone")
+    assert told["nodes"] == [["127.0.0.2", 3.0], ["127.0.0.3", 3.0]]
+    assert (told["auth"], stat.S_IMODE(told["mode"])) == ("token", 0o600)
+    assert list(tmp_path.iterdir()) == [], "nothing is written into the user's home"
+    if end == signal.SIGINT:
+        assert output == "left\n", errors
+
+
+def test_a_cluster_that_does_not_come_up_is_an_error_with_rays_words():
+    with pytest.raises(
+        JobError,
+        match=r"the simulated cluster could not be started; Ray's last words:\n[\s\S]*minimum allowed is 78643200 bytes",
+    ):
+        with simulated_cluster(1, object_store_bytes=1):
+            pass
+
+
+def test_missing_ray_names_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr(ray_session.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(JobError, match=r"pip install 'moebius\[cluster\]'"):
+        require_ray()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", r"no Ray cluster answers at 127\.0\.0\.1:1 \(.*refused"),
+        ("ray://host:10001", "write host:port"),
+        ("nonsense", "write host:port"),
+    ],
+)
+def test_an_address_where_nobody_answers_is_found_out_at_once(address, told):
+    with pytest.raises(JobError, match=told), connected(address):
+        pass
+
+
+STRANGER = """
+import os, sys
+from moebius.cluster.job import JobError
+from moebius.cluster.places.ray_session import connected
+try:
+    with connected(sys.argv[1]):
+        print("connected")
+except JobError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}],
+)
+def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentials):
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")
+    }
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, cluster.address],
+        env=environment | credentials | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert f"the Ray cluster at {cluster.address} refused our credentials" in stranger.stdout, (
+        stranger.stderr
+    )
+    assert f"RAY_AUTH_MODE is {credentials['RAY_AUTH_MODE']}" in stranger.stdout
+    assert "RAY_AUTH_TOKEN_PATH" in stranger.stdout
+
+
+def test_who_has_the_token_is_let_in(cluster):
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, cluster.address],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert stranger.stdout == "connected\n", stranger.stderr

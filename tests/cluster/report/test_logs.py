@@ -1,0 +1,210 @@
+"""The logs of a run's ranks: one stream over all generations, cut as asked."""
+
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from moebius.cluster.job import Journal, State
+from moebius.cluster.report.logs import LogLine, follow_logs, parse_since
+
+
+def write_log(run_dir: Path, generation: int, node: int, name: str, text: str) -> Path:
+    folder = run_dir / "logs" / f"g{generation:03d}" / f"node{node}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.log").write_text(text)
+    return folder / f"{name}.log"
+
+
+def write_logs(run_dir: Path) -> None:
+    write_log(run_dir, 1, 0, "rank0", "a0\na1\n")
+    write_log(run_dir, 1, 1, "rank1", "b0\n")
+    write_log(run_dir, 2, 0, "rank0", "c0\nunfinished")
+    write_log(run_dir, 1, 0, "agent", "hello\n")
+
+
+def lines(run_dir: Path, **asked) -> list[str]:
+    return [str(line) for line in follow_logs(run_dir, **asked)]
+
+
+def test_logs_of_all_ranks_generation_by_generation(tmp_path):
+    write_logs(tmp_path)
+    assert lines(tmp_path) == [
+        "[g1 node0 agent] hello",
+        "[g1 rank0] a0",
+        "[g1 rank0] a1",
+        "[g1 rank1] b0",
+        "[g2 rank0] c0",
+        "[g2 rank0] unfinished",
+    ]
+
+
+def test_logs_of_one_rank_and_of_one_generation(tmp_path):
+    write_logs(tmp_path)
+    assert lines(tmp_path, rank=1) == ["[g1 rank1] b0"]
+    assert lines(tmp_path, generation=2) == ["[g2 rank0] c0", "[g2 rank0] unfinished"]
+    with pytest.raises(ValueError, match="no logs of rank 7"):
+        lines(tmp_path, rank=7)
+    with pytest.raises(ValueError, match="no logs of rank 1 in generation 2"):
+        lines(tmp_path, rank=1, generation=2)
+
+
+def test_logs_are_followed_across_generations_until_the_job_ends(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append(State.RUNNING, generation=1, reason="")
+    log = write_log(tmp_path, 1, 0, "rank0", "first\nsec")
+    followed = follow_logs(tmp_path, follow=True, poll_s=0.01)
+    assert str(next(followed)) == "[g1 rank0] first"
+    with open(log, "a") as file:
+        file.write("ond\n")
+    assert str(next(followed)) == "[g1 rank0] second"
+    write_log(tmp_path, 2, 0, "rank0", "third\n")
+    journal.append(State.SUCCEEDED, generation=2, reason="")
+    assert [str(line) for line in followed] == ["[g2 rank0] third"]
+
+
+def test_following_the_last_lines_goes_on_with_all_that_is_new(tmp_path):
+    """`--tail` leaves out what is old; a generation that begins later is shown whole."""
+    journal = Journal(tmp_path)
+    journal.append(State.RUNNING, generation=1, reason="")
+    write_log(tmp_path, 1, 0, "rank0", "one\ntwo\nthree\n")
+    followed = follow_logs(tmp_path, follow=True, tail=1, poll_s=0.01)
+    assert str(next(followed)) == "[g1 rank0] three"
+    write_log(tmp_path, 2, 0, "rank0", "four\nfive\n")
+    journal.append(State.SUCCEEDED, generation=2, reason="")
+    assert [line.text for line in followed] == ["four", "five"]
+
+
+def test_the_tail_of_a_rank_reaches_back_over_its_restarts(tmp_path):
+    """Against the plain way: all lines of the rank, the last N of them."""
+    for generation, count in ((1, 7), (2, 0), (3, 4), (4, 1)):
+        for rank in (0, 1):
+            text = "".join(f"{generation}.{number}\n" for number in range(count + rank))
+            write_log(tmp_path, generation, rank, f"rank{rank}", text)
+    whole = {rank: [line.text for line in follow_logs(tmp_path, rank=rank)] for rank in (0, 1)}
+    for tail in range(18):
+        for rank in (0, 1):
+            expected = whole[rank][-tail:] if tail else []
+            assert [line.text for line in follow_logs(tmp_path, rank=rank, tail=tail)] == expected
+        told = list(follow_logs(tmp_path, tail=tail))
+        assert len(told) == sum(min(tail, len(texts)) for texts in whole.values())
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_the_tail_of_a_log_longer_than_a_block(tmp_path, end, monkeypatch):
+    monkeypatch.setattr("moebius.cluster.report.logs._BLOCK", 16)
+    text = "\n".join(f"line {number} {'x' * (number % 23)}" for number in range(60)) + end
+    write_log(tmp_path, 1, 0, "rank0", text)
+    expected = text.removesuffix("\n").split("\n")
+    for tail in (1, 2, 5, 59, 60, 61, 62, 100):
+        assert [line.text for line in follow_logs(tmp_path, tail=tail)] == expected[-tail:]
+
+
+def test_lines_since_a_time_with_those_that_belong_to_them(tmp_path):
+    write_log(
+        tmp_path,
+        1,
+        0,
+        "rank0",
+        "2026-11-22 03:00:00,100 INFO early\n  its second line\n"
+        "2026-11-22 03:05:00,200 INFO late\n  Traceback\n2026-11-22 03:06:00,000 INFO later\n",
+    )
+    since = datetime(2026, 11, 22, 3, 5).timestamp()
+    told = [line.text.split()[-1] for line in follow_logs(tmp_path, since=since)]
+    assert told == ["late", "Traceback", "later"]
+    assert [line.text.split()[-1] for line in follow_logs(tmp_path, since=since, tail=1)] == [
+        "later"
+    ]
+    after = datetime(2026, 11, 22, 4, 0).timestamp()
+    assert lines(tmp_path, since=after) == []
+
+
+def test_a_log_without_times_is_shown_if_it_was_written_to_since(tmp_path):
+    old = write_log(tmp_path, 1, 0, "rank0", "old\n")
+    write_log(tmp_path, 2, 0, "rank0", "new\n")
+    os.utime(old, (1000.0, 1000.0))
+    assert lines(tmp_path, since=time.time() - 60) == ["[g2 rank0] new"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1d", 86400)]
+)
+def test_times_that_lie_back(text, seconds):
+    assert parse_since(text) == pytest.approx(time.time() - seconds, abs=5)
+
+
+def test_times_by_the_clock():
+    assert parse_since("2026-11-22 03:00") == datetime(2026, 11, 22, 3).timestamp()
+    for wrong in ("yesterday", "10", "-3m", "99999-01-01", ""):
+        with pytest.raises(ValueError, match="write how long ago"):
+            parse_since(wrong)
+
+
+def test_lines_for_terminals_and_for_scripts():
+    line = LogLine(2, 0, 1, "loss [x] ü")
+    other = LogLine(2, 0, 2, "")
+    assert line.coloured().endswith("[g2 rank1]\x1b[0m loss [x] ü")
+    assert line.coloured().partition("[g2")[0] != other.coloured().partition("[g2")[0]
+    assert json.loads(line.as_json()) == {
+        "generation": 2,
+        "node": 0,
+        "rank": 1,
+        "text": "loss [x] ü",
+    }
+
+
+def rotate(log: Path, number: int, text: str) -> None:
+    log.rename(log.with_name(f"{log.name}.{number}"))
+    log.write_text(text)
+
+
+def test_a_rotated_log_is_one_stream(tmp_path):
+    log = write_log(tmp_path, 1, 0, "rank0", "a\nb\nto")
+    rotate(log, 1, "rn\nc\n")
+    rotate(log, 2, "d\n")
+    write_log(tmp_path, 2, 0, "rank0", "e\n")
+    texts = ["a", "b", "torn", "c", "d", "e"]
+    assert [line.text for line in follow_logs(tmp_path)] == texts
+    for tail in (0, 1, 2, 3):
+        assert [line.text for line in follow_logs(tmp_path, tail=tail)] == texts[6 - tail :]
+
+
+def test_a_log_is_followed_over_rotations_and_gaps_are_told(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append(State.RUNNING, generation=1, reason="")
+    log = write_log(tmp_path, 1, 0, "rank0", "a\nb")
+    followed = follow_logs(tmp_path, follow=True, poll_s=0.01)
+    assert next(followed).text == "a"
+    with open(log, "a") as file:
+        file.write("b\n")
+    rotate(log, 1, "c\n")
+    assert [next(followed).text for _ in range(2)] == ["bb", "c"]
+    with open(tmp_path / "logs/g001/node0/rank0.log.1", "a") as file:
+        file.write("late, of a process that the rank has started\n")
+    rotate(log, 2, "d\n")
+    rotate(log, 3, "e\n")
+    told = [next(followed).text for _ in range(3)]
+    assert told == ["late, of a process that the rank has started", "d", "e"]
+    for number in (4, 5, 6):
+        rotate(log, number, "f\n")
+    for number in (4, 5):
+        log.with_name(f"rank0.log.{number}").unlink()
+    journal.append(State.SUCCEEDED, generation=1, reason="")
+    told = [line.text for line in followed]
+    assert told == [
+        "[lines may be missing: the end of piece 4]",
+        "[lines are missing here: piece 5 (job.log_pieces)]",
+        "f",
+        "f",
+    ]
+
+
+def test_secrets_in_logs_are_not_shown(tmp_path, monkeypatch):
+    """Those of this process's environment, and those that look like one: C++ prints, too."""
+    monkeypatch.setenv("MY_TOKEN", "opensesame")
+    write_log(tmp_path, 1, 0, "rank0", "opensesame\ns3://me:hunter2@bucket\nplain\n")
+    texts = [line.text for line in follow_logs(tmp_path)]
+    assert texts == ["***", "s3://***@bucket", "plain"]

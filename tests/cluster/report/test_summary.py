@@ -1,0 +1,217 @@
+"""The end of a run: words and a picture."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from pairwise import slow_but
+from rich.console import Console
+
+from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
+from moebius.cluster.report.live import follow
+from moebius.cluster.report.logs import follow_logs
+from moebius.cluster.report.summary import closing_words, draw_summary, duration, status_table
+
+
+def write_metrics(
+    run_dir: Path, *, steps: int, experts: int = 4, depths: int = 2, loss: float | str = 5.0
+) -> None:
+    with open(run_dir / "metrics.jsonl", "w") as file:
+        for line in [
+            {"kind": "start", "generation": 1, "resumed_from_step": None},
+            {"kind": "eval", "step": 0, "loss": 8.0},
+            *(
+                {
+                    "kind": "train",
+                    "step": step,
+                    "loss": loss if step % 3 else 5.0,
+                    "tokens": step,
+                    "tokens_per_s": 9.0,
+                }
+                | (
+                    {
+                        "expert_load": [[1 / experts] * experts] * depths,
+                        "max_violation": [0.1] * depths,
+                        "effective_experts": [experts] * depths,
+                    }
+                    if experts
+                    else {}
+                )
+                for step in range(1, steps + 1)
+            ),
+            {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
+            {"kind": "eval", "step": steps, "loss": 4.0},
+        ]:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_pixels(path: Path):
+    from matplotlib.image import imread
+
+    return imread(path)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"steps": 1},
+        {"steps": 50},
+        {"steps": 9, "experts": 0},
+        {"steps": 30, "depths": 36, "experts": 64},
+        {"steps": 30, "depths": 1},
+    ],
+)
+def test_picture_of_runs_of_many_shapes(tmp_path, shape):
+    write_metrics(tmp_path, **shape)
+    path = draw_summary(tmp_path)
+    assert path == tmp_path / "summary.png"
+    pixels = read_pixels(path)
+    height, width = pixels.shape[:2]
+    assert width > 1000
+    assert (height > 1000) == (shape.get("experts", 4) > 0), (
+        "without experts only the loss is drawn"
+    )
+    assert pixels[..., :3].std() > 0.05, "something is drawn"
+
+
+def test_picture_of_a_run_whose_loss_was_not_always_finite(tmp_path):
+    write_metrics(tmp_path, steps=12, loss="nan")
+    assert draw_summary(tmp_path, tmp_path / "other.png").exists()
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="the run has made no step yet"):
+        draw_summary(tmp_path)
+
+
+def words(status: JobStatus, **values) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(closing_words(status, **values))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_closing_words_of_a_success(tmp_path):
+    write_metrics(tmp_path, steps=50)
+    drill = RootCause("fault drill: rank 3 was killed on purpose at step 30", on_purpose=True)
+    status = JobStatus(
+        tmp_path,
+        State.SUCCEEDED,
+        generation=2,
+        restarts=1,
+        step=50,
+        reason="finished at step 50",
+        root_cause=drill,
+        submitted_at=100.0,
+        ended_at=165.0,
+    )
+    text = words(status, picture=tmp_path / "summary.png")
+    assert "SUCCEEDED  finished at step 50" in text
+    assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
+    assert "50 steps, 50 tokens, 9 tokens/s, 1 min 05 s in all" in text
+    assert (
+        "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 went on from the checkpoint of step 25"
+        in text
+    )
+    assert str(tmp_path / "summary.png") in text
+    assert "root cause:" not in text
+
+
+def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
+    cause = RootCause(
+        "rank 3 on node 1 exited with code 1: ValueError: bad [x]",
+        rank=3,
+        node=1,
+        exit_code=1,
+        error="ValueError: bad [x]",
+        where="model.py:7",
+        traceback="Traceback:\n  File\nValueError: bad [x]",
+        log="logs/g001/node1/rank3.log",
+    )
+    text = words(JobStatus(tmp_path, State.FAILED, reason="gave up", root_cause=cause))
+    assert "root cause: rank 3 on node 1 exited with code 1: ValueError: bad [x]" in text
+    assert "at model.py:7" in text
+    assert f"log: {tmp_path}/logs/g001/node1/rank3.log" in text
+
+
+def test_table_of_jobs(tmp_path):
+    statuses = [
+        JobStatus(
+            tmp_path / "a", State.RUNNING, step=3, total_steps=9, loss=1.5, reason="first step"
+        ),
+        JobStatus(tmp_path / "b", State.FAILED, restarts=2, reason="gave up [x]"),
+    ]
+    console = Console(file=io.StringIO(), width=250)
+    console.print(status_table(statuses))
+    assert isinstance(console.file, io.StringIO)
+    header, first, second = console.file.getvalue().splitlines()
+    assert header.split() == ["run", "state", "step", "loss", "restarts", "reason"]
+    assert first.split()[1:5] == ["RUNNING", "3/9", "1.5000", "0"]
+    assert second.split()[1:] == ["FAILED", "2", "gave", "up", "[x]"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
+)
+def test_durations(seconds, told):
+    assert duration(seconds) == told
+
+
+FOREIGN = "[/x] [/__w/pytorch/gloo.cc:542] [bold"  # what rich would take for markup
+
+
+def foreign_cause() -> RootCause:
+    return RootCause(
+        summary=f"summary {FOREIGN}",
+        rank=1,
+        node=0,
+        error=f"error {FOREIGN}",
+        where=f"where {FOREIGN}",
+        traceback=f"traceback {FOREIGN}",
+        log=f"log {FOREIGN}",
+    )
+
+
+@pytest.mark.parametrize("state", slow_but(State, State.SUCCEEDED, State.FAILED, State.LOST))
+def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, state):
+    run_dir = tmp_path / "run [" / "x] $[ [a]"
+    run_dir.mkdir(parents=True)
+    write_metrics(run_dir, steps=3)
+    picture = draw_summary(run_dir)
+    status = JobStatus(
+        run_dir=run_dir,
+        state=state,
+        restarts=1,
+        step=3,
+        reason=f"reason {FOREIGN}",
+        root_cause=foreign_cause(),
+    )
+    screen = io.StringIO()
+    console = Console(file=screen, width=400)
+    console.print(closing_words(status, picture=picture))
+    console.print(status_table([status]))
+    said = screen.getvalue()
+    shown = ["reason", "summary"]
+    shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
+    assert all(f"{field} {FOREIGN}" in said for field in shown), said
+    assert str(run_dir) in said
+    assert str(picture) in said
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_watching_shows_brackets_as_they_are(tmp_path, live):
+    run_dir = tmp_path / "[" / "run]"
+    (run_dir / "logs/g001/node0").mkdir(parents=True)
+    (run_dir / "logs/g001/node0/rank0.log").write_text(f"line {FOREIGN}\n")
+    write_metrics(run_dir, steps=3)
+    details = {"root_cause": as_details(foreign_cause())}
+    for state in (State.SUBMITTED, State.RUNNING, State.FAILED):
+        Journal(run_dir).append(state, generation=1, reason=f"reason {FOREIGN}", details=details)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=live)
+    status = follow(run_dir, console=console, live=live)
+    assert status.root_cause == foreign_cause()
+    assert screen.getvalue().count(f"reason {FOREIGN}") == 3
+    assert [str(line) for line in follow_logs(run_dir)] == [f"[g1 rank0] line {FOREIGN}"]

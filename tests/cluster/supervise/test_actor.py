@@ -1,0 +1,390 @@
+"""Jobs on a (simulated) Ray cluster: they end as they should, whoever is killed, and leave nothing
+behind.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import (
+    agent_pids,
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    let_go,
+    rank_pids,
+    undisturbed,
+    wait_for,
+    wait_for_end,
+    wait_for_step,
+)
+
+from moebius.cluster.job import (
+    JobError,
+    JobStatus,
+    Journal,
+    Launch,
+    State,
+    begin_submission,
+    request_stop,
+)
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes.provider.provider import Capacity, NodesUnavailable
+from moebius.cluster.places.ray_session import NAMESPACE
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def begin(launch: Launch) -> Path:
+    from moebius.cluster.supervise.actor import start_supervisor
+
+    begin_submission(launch)
+    start_supervisor(launch)
+    return Path(launch.run_dir)
+
+
+def end_of(run_dir: Path) -> JobStatus:
+    """The job's status at its end, once Ray has nothing of it any more."""
+    from ray.util import list_named_actors
+
+    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+
+    status = wait_for_end(run_dir)
+    name = actor_name(str(run_dir))
+    wait_for(
+        lambda: (
+            {"name": name, "namespace": NAMESPACE} not in list_named_actors(all_namespaces=True)
+        ),
+        what="the end of the supervisor",
+    )
+    assert_nothing_left(run_dir)
+    assert groups_left(name) == []
+    return status
+
+
+def groups_left(name: str) -> list[str]:
+    """The states of what is reserved under this name."""
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    states = [group["state"] for group in groups if group["name"] == name]
+    return [state for state in states if state != "REMOVED"]
+
+
+def wait_for_generation(run_dir: Path, generation: int) -> None:
+    """Until this generation makes steps."""
+    wait_for(
+        lambda: any(
+            e.state is State.RUNNING and e.generation == generation
+            for e in Journal(run_dir).entries()
+        ),
+        what=f"generation {generation} of {run_dir}",
+    )
+
+
+def processes_called(cluster, prefix: str) -> list[int]:
+    """Ray's processes are named after their actors."""
+    return [
+        pid
+        for pid in processes.descendants(cluster.host_pid)
+        if command_line(pid).startswith(prefix)
+    ]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
+    run_dir = begin(fake_launch(tmp_path, "hold=8:1", num_nodes=2, ranks_per_node=2))
+    wait_for_step(run_dir, 7)
+    os.kill(rank_pids(run_dir)[3], signal.SIGKILL)
+    let_go(run_dir)
+    status = end_of(run_dir)
+    assert status.state is State.SUCCEEDED
+    assert (status.generation, status.restarts) == (2, 1)
+    assert status.root_cause is not None
+    assert status.root_cause.summary == "rank 3 on node 1 was killed by SIGKILL"
+    assert curve(run_dir) == undisturbed(4, 20)
+    logs = {path.relative_to(run_dir).as_posix() for path in run_dir.glob("logs/*/*/rank*.log")}
+    assert logs == {
+        f"logs/g00{g}/node{rank // 2}/rank{rank}.log" for g in (1, 2) for rank in range(4)
+    }
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
+    """One after the other: an agent process, a node agent's actor, the supervisor. Only the first
+    two are failures.
+    """
+    run_dir = begin(
+        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2, max_restarts=2)
+    )
+    wait_for_step(run_dir, 3)
+    agent, _ = next(iter(agent_pids(run_dir).items()))
+    os.kill(agent, signal.SIGKILL)
+    wait_for_generation(run_dir, 2)
+    _, actor = next(iter(agent_pids(run_dir).items()))
+    os.kill(actor, signal.SIGKILL)
+    wait_for_generation(run_dir, 3)
+    ranks, [supervisor] = rank_pids(run_dir), processes_called(cluster, "ray::Supervisor")
+    os.kill(supervisor, signal.SIGKILL)
+    wait_for(
+        lambda: any(e.details.get("unwatched_s") for e in Journal(run_dir).entries()),
+        what="the next supervisor",
+    )
+    assert rank_pids(run_dir) == ranks, "they have not noticed"
+    request_stop(run_dir)
+    status = end_of(run_dir)
+    assert status.state is State.STOPPED
+    assert status.step is not None
+    assert status.generation == 3
+    entries = Journal(run_dir).entries()
+    lost = [entry.reason for entry in entries if entry.state is State.RECOVERING]
+    assert len(lost) == 2
+    assert "ended with exit code -9" in lost[0]
+    assert "was lost: its agent actor died" in lost[1]
+    [taken_over] = [entry for entry in entries if "unwatched_s" in entry.details]
+    assert taken_over.reason.startswith("the supervisor was killed and has been restarted; gen")
+    assert curve(run_dir) == undisturbed(1, status.step)
+
+
+@pytest.mark.slow
+def test_a_held_supervisor_waits_for_its_order_and_then_for_nobody(tmp_path, cluster):
+    """Whether it is killed before it may begin or afterwards."""
+    from moebius.cluster.supervise.actor import hold_supervisor, start_supervisor
+
+    def one_that_is_not(pid: int) -> int | None:
+        found = processes_called(cluster, "ray::Supervisor")
+        return next((other for other in found if other != pid), None)
+
+    launch = fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000")
+    held = hold_supervisor(launch)
+    wait_for(lambda: one_that_is_not(0), what="the supervisor")
+    first = one_that_is_not(0)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: one_that_is_not(first), what="the supervisor that Ray starts in its place")
+    second = one_that_is_not(first)
+    assert second is not None
+    assert not list(tmp_path.iterdir()), "nothing has begun"
+    begin_submission(launch)
+    start_supervisor(launch, held)
+    wait_for_step(tmp_path, 3)
+    os.kill(second, signal.SIGKILL)
+    wait_for(
+        lambda: any(e.details.get("unwatched_s") for e in Journal(tmp_path).entries()),
+        what="the next supervisor",
+    )
+    request_stop(tmp_path)
+    status = end_of(tmp_path)
+    assert (status.state, status.generation) == (State.STOPPED, 1)
+
+
+@pytest.mark.slow
+def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
+    """What is left of the old one is ended, and the nodes that live stay the job's."""
+    run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
+    wait_for_step(run_dir, 3)
+    actors = set(agent_pids(run_dir).values())
+    dead = actors.pop()
+    [supervisor] = processes_called(cluster, "ray::Supervisor")
+    for pid in (supervisor, dead):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_generation(run_dir, 2)
+    assert actors < set(agent_pids(run_dir).values())
+    request_stop(run_dir)
+    assert end_of(run_dir).state is State.STOPPED
+    reasons = [e.reason for e in Journal(run_dir).entries() if e.state is State.RECOVERING]
+    assert len(reasons) == 1
+    assert reasons[0].endswith("a new generation takes over")
+
+
+@pytest.mark.slow
+def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
+    import ray
+
+    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+
+    run_dir = begin(
+        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", supervisor_timeout_s=1.0)
+    )
+    wait_for_step(run_dir, 3)
+    name = actor_name(str(run_dir))
+    ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    assert_nothing_left(run_dir, within_s=60)
+    wait_for(lambda: groups_left(name) == [], what="the bundles to be given back")
+
+
+@pytest.mark.slow
+def test_nodes_that_were_placed_ahead_are_the_supervisor_s(tmp_path):
+    from ray.util import list_named_actors
+
+    from moebius.cluster.supervise.actor import place_ahead
+
+    launch = place_ahead(fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1"))
+    assert launch.placed_ahead
+    before = set(list_named_actors())
+    run_dir = begin(launch)
+    wait_for_step(run_dir, 3)
+    started = set(list_named_actors()) - before
+    assert [name.partition("-")[0] for name in started] == ["supervisor"], "no other node"
+    request_stop(run_dir)
+    assert end_of(run_dir).state is State.STOPPED
+
+
+@pytest.mark.slow
+def test_nodes_that_were_placed_ahead_of_nobody_end_themselves(tmp_path):
+    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+    from moebius.cluster.supervise.actor import place_ahead
+
+    place_ahead(fake_launch(tmp_path, num_nodes=2, supervisor_timeout_s=1.0))
+    name = actor_name(str(tmp_path))
+    assert groups_left(name)
+    wait_for(lambda: not groups_left(name), what="the bundles to be given back")
+    assert_nothing_left(tmp_path, within_s=60)
+
+
+@pytest.mark.slow
+def test_what_was_reserved_ahead_and_never_comes_is_given_back_for_fewer(tmp_path, monkeypatch):
+    from moebius.cluster.nodes.provider.ray_nodes import RayNodeProvider
+    from moebius.cluster.supervise.actor import place_ahead
+
+    with monkeypatch.context() as patch:  # the third node is lost at once
+        patch.setattr(RayNodeProvider, "_ask_capacity", lambda _: Capacity(could=3, free=3))
+        launch = place_ahead(fake_launch(tmp_path, num_nodes=3))
+    assert launch.placed_ahead
+    provider = RayNodeProvider(launch, 1)
+    provider.expect_nodes()
+    told = []
+    try:
+        assert len(provider.provide_nodes(2, told.append)) == 2
+    finally:
+        provider.release()
+    assert told[0] == "waiting for 2 node(s) with 1 CPUs each"
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_no_nodes_are_placed_ahead_of_a_supervisor_that_is_at_work(tmp_path):
+    from moebius.cluster.supervise.actor import place_ahead, start_supervisor
+
+    launch = fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1")
+    run_dir = begin(launch)
+    wait_for_step(run_dir, 3)
+    again = place_ahead(launch)
+    assert not again.placed_ahead
+    with pytest.raises(JobError, match="is still at work"):
+        start_supervisor(again)
+    request_stop(run_dir)
+    status = end_of(run_dir)
+    assert (status.state, status.generation) == (State.STOPPED, 1), "nobody was disturbed"
+
+
+def test_no_room_ahead_is_no_error(tmp_path):
+    from moebius.cluster.supervise.actor import place_ahead
+
+    assert not place_ahead(fake_launch(tmp_path, num_nodes=3)).placed_ahead
+
+
+@pytest.mark.slow  # 11 s
+def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
+    from moebius.cluster.supervise.actor import start_supervisor
+
+    good = begin(
+        fake_launch(tmp_path / "good", "plain=1", "hold=30:1", "steps=30", num_nodes=2, name="same")
+    )
+    bad = begin(
+        fake_launch(
+            tmp_path / "bad",
+            "plain=1",
+            "fail=1:5:*:raise",
+            "hold=5:1",  # rank 0 must not be through before rank 1 has begun
+            num_nodes=2,
+            max_restarts=0,
+            name="same",
+        )
+    )
+    with pytest.raises(JobError, match="a supervisor of this run folder is still at work"):
+        start_supervisor(fake_launch(good))
+    let_go(good)
+    failed, succeeded = end_of(bad), end_of(good)
+    assert (failed.state, succeeded.state) == (State.FAILED, State.SUCCEEDED)
+    assert succeeded.generation == 1
+    assert failed.root_cause is not None
+    assert (failed.root_cause.rank, failed.root_cause.error) == (
+        1,
+        "ArithmeticError: bad batch at step 5",
+    )
+    assert "fail_if_told" in (failed.root_cause.traceback or "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"num_nodes": 3}, "needs 3 node(s) with 1 CPUs each, and 2 node(s)"),
+        ({"ranks_per_node": 64}, "needs 1 node(s) with 64 CPUs each, and 0 node(s)"),
+        ({"gpus_per_node": 8}, "needs 1 node(s) with 1 CPUs and 8 GPUs each, and 0 node(s)"),
+    ],
+)
+def test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing(
+    tmp_path, wanted, told
+):
+    status = end_of(begin(fake_launch(tmp_path, place_timeout_s=0.5, **wanted)))
+    assert status.state is State.FAILED
+    assert told in status.reason
+    assert "127.0.0.2 (4 CPUs, 0 GPUs)" in status.reason
+
+
+def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tmp_path):
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    others = placement_group([{"CPU": 3}, {"CPU": 3}], strategy="STRICT_SPREAD")
+    assert others.wait(timeout_seconds=100)
+    try:
+        run_dir = begin(fake_launch(tmp_path, num_nodes=2, ranks_per_node=3, place_timeout_s=0.2))
+        wait_for(
+            lambda: any("busy with other work" in e.reason for e in Journal(run_dir).entries()),
+            what="the reason",
+        )
+        request_stop(run_dir)
+        assert end_of(run_dir).state is State.STOPPED
+        assert not (run_dir / "logs").exists()
+    finally:
+        remove_placement_group(others)
+
+
+def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
+    """All CPUs of both nodes, and no agent is up there yet."""
+    from ray._private.state import available_resources_per_node
+
+    from moebius.cluster.nodes.provider.ray_nodes import RayNodeProvider
+
+    provider = RayNodeProvider(fake_launch(tmp_path, num_nodes=2, ranks_per_node=4), 1)
+    wait_for(lambda: provider.capacity().free == 2, what="an idle cluster")
+    try:
+        provider._reserve(2, lambda reason: None)
+        wait_for(
+            lambda: not any(one.get("CPU") for one in available_resources_per_node().values()),
+            what="the cluster to say that its CPUs are taken",
+        )
+        assert provider.capacity().free == 2
+    finally:
+        provider.release()
+
+
+def test_nodes_must_run_the_same_software():
+    from moebius.cluster.nodes.provider.ray_nodes import check_versions
+
+    same = {"moebius": "1", "torch": "2.13.0", "python": "3.11"}
+    check_versions([{"host": "a", "versions": same}, {"host": "b", "versions": dict(same)}])
+    with pytest.raises(
+        NodesUnavailable, match=r"torch: 2.13.0 on a, 2.11.0 on b\): install the same versions"
+    ):
+        check_versions(
+            [{"host": "a", "versions": same}, {"host": "b", "versions": same | {"torch": "2.11.0"}}]
+        )

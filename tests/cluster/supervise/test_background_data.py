@@ -1,0 +1,343 @@
+"""Preparing beside the ranks, seen from the supervision: when ranks begin, what becomes of a
+preparation that dies, and what people are told.
+"""
+
+import io
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from made_folder import MadeFolder, documents
+from rich.console import Console
+
+from moebius.cluster.job import (
+    JobStatus,
+    Journal,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+    request_stop,
+)
+from moebius.cluster.nodes.provider.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.nodes.provider.provider import Capacity
+from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
+from moebius.cluster.report.live import View, follow, render
+from moebius.cluster.report.live.evidence import Evidence
+from moebius.cluster.report.live.heartbeats import RankState
+from moebius.cluster.report.summary import closing_words
+from moebius.cluster.supervise import background_data as preparation
+from moebius.cluster.supervise import generation
+from moebius.cluster.supervise import job_supervisor as generations
+from moebius.cluster.supervise.background_data import Preparation, workers_beside
+from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.data_pipeline.errors import PrepareError
+from moebius.data_pipeline.growth import give_up, given_up
+from moebius.data_pipeline.making.progress import PrepareProgress, SourceProgress
+from moebius.train.in_place.orders import RoundOrder
+
+USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: era 1 will not come: why"
+
+
+class Child:
+    """A preparing process that runs until it is told how it ends."""
+
+    pid = 2**30  # nobody's
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def wait(self) -> None:
+        assert self.code is not None
+
+
+class Pretended(Preparation):
+    """A preparation whose processes are pretended; each is kept."""
+
+    def __init__(self, launch: Launch):
+        super().__init__(launch, list)
+        self.children: list[Child] = []
+
+    def _start(self) -> None:
+        self._child = child = Child()  # type: ignore[assignment]
+        self.children.append(child)
+
+
+class Nodes:
+    """One node, whose ranks end with a report as soon as they are allowed to."""
+
+    def __init__(self, run_dir: Path, *reports: AgentReport):
+        self.run_dir, self.reports = run_dir, list(reports)
+        self.may_end = threading.Event()
+        self.attempts: list[Attempt] = []
+
+    def capacity(self) -> Capacity:
+        return Capacity(1, 1)
+
+    def provide_nodes(self, num_nodes, while_waiting):
+        return [self]
+
+    def adopt_nodes(self):
+        return ()
+
+    def unkillable(self, run_dir: str) -> str:
+        return ""
+
+    def check(self, wanted) -> str:
+        return wanted.faults()
+
+    def exclude(self, node, why: str) -> None:
+        raise AssertionError(why)
+
+    def release(self) -> None:
+        pass
+
+    def describe(self):
+        return {"address": "127.0.0.1"}
+
+    def free_port(self) -> int:
+        return 1
+
+    def start(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
+
+    def poll(self) -> AgentReport | None:
+        if not self.may_end.is_set():
+            return None
+        report = self.reports[len(self.attempts) - 1]
+        if not report.ok:
+            (self.run_dir / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 1}\n')
+        return report
+
+    def heartbeats(self) -> list[RankState]:
+        return []
+
+    def unreached(self, doors) -> list[int]:
+        return []
+
+    def gather_evidence(self) -> list[Evidence]:
+        return []
+
+    def order_round(self, order: RoundOrder) -> None:
+        raise AssertionError("no rank is replaced in place here")
+
+    def running_ranks(self) -> list[int]:
+        return []
+
+    def kill_rank(self, rank: int) -> bool:
+        return False
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(generations, "POLL_S", 0.002)
+    monkeypatch.setattr(generation, "POLL_S", 0.002)
+    monkeypatch.setattr(generation, "COLLECT_S", 0.0)
+    monkeypatch.setattr(preparation, "_MAX_BACKOFF_S", 0.0)
+
+
+@pytest.fixture
+def made(tmp_path) -> MadeFolder:
+    return MadeFolder(tmp_path / "data")
+
+
+def launch_of(tmp_path: Path, made: MadeFolder, *, eras: int = 1, **values) -> Launch:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = {"data": {"directory": str(made.folder)}, "train": {"start_when": {"eras": eras}}}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    return Launch(str(run_dir), prepares_data=True, backoff_s=0.001, **values)
+
+
+def seal(made: MadeFolder, number: int = 0) -> None:
+    made.seal("text", documents(number, 5))
+
+
+class Job:
+    """A supervision in a thread."""
+
+    def __init__(self, launch: Launch, *reports: AgentReport):
+        self.run_dir = Path(launch.run_dir)
+        self.nodes = Nodes(self.run_dir, *(reports or (AgentReport(ok=True),)))
+        self.preparation = Pretended(launch)
+        begin_submission(launch)
+        self._thread = threading.Thread(
+            target=supervise, args=(launch, self.nodes, self.preparation)
+        )
+        self._thread.start()
+
+    def await_(self, condition) -> None:
+        deadline = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def await_words(self, words: str) -> None:
+        self.await_(lambda: words in self.told())
+
+    def told(self) -> str:
+        return "\n".join(
+            f"{entry.state.value}: {entry.reason}" for entry in Journal(self.run_dir).entries()
+        )
+
+    def end(self) -> JobStatus:
+        self.nodes.may_end.set()
+        self._thread.join(timeout=100)
+        assert not self._thread.is_alive()
+        return read_status(self.run_dir)
+
+
+def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path, made):
+    job = Job(launch_of(tmp_path, made, eras=2))
+    job.await_words("PREPARING: the ranks begin with 2 eras sealed")
+    seal(made)
+    time.sleep(0.05)
+    assert not job.nodes.attempts
+    seal(made, 1)
+    job.await_words("2 eras with")
+    job.await_words("STARTING: starting 1 rank(s)")
+    made.complete()
+    job.preparation.children[0].code = 0
+    job.await_words("STARTING: the data is complete: 2 eras with")
+    assert job.end().state is State.SUCCEEDED
+    assert len(job.preparation.children) == 1
+    assert read_status(job.run_dir).restarts == 0
+
+
+def test_the_preparation_ends_with_the_run(tmp_path, made):
+    seal(made)
+    job = Job(launch_of(tmp_path, made))
+    assert job.end().state is State.SUCCEEDED
+    assert job.preparation.children[0].code == -9
+    assert given_up(made.folder) is None
+
+
+def test_a_preparation_that_dies_is_started_again_within_the_budget(tmp_path, made):
+    seal(made)
+    job = Job(launch_of(tmp_path, made, max_restarts=2))
+    for number in range(3):
+        job.await_(lambda n=number: len(job.preparation.children) > n)
+        job.preparation.children[number].code = -9
+    job.await_words("the data's preparation died (killed by signal 9) and is started again; 1 res")
+    job.await_words("the data's preparation has failed: killed by signal 9. The ranks go on")
+    assert given_up(made.folder) == "killed by signal 9"
+    assert job.end().state is State.SUCCEEDED, "what was sealed was enough"
+    assert len(job.preparation.children) == 3
+
+
+def test_a_preparation_that_would_fail_again_ends_the_job_that_waits_for_it(tmp_path, made):
+    job = Job(launch_of(tmp_path, made))
+    job.await_words("PREPARING")
+    ProgressLog(job.run_dir).end("failed", "b.txt is not UTF-8")
+    job.preparation.children[0].code = EXIT_FAILED
+    status = job.end()
+    assert status.state is State.FAILED
+    assert status.reason == "the data could not be prepared: b.txt is not UTF-8"
+    assert len(job.preparation.children) == 1
+    assert not job.nodes.attempts
+
+
+def test_another_run_of_a_given_up_folder_begins_anew(tmp_path, made):
+    seal(made)
+    give_up(made.folder, "yesterday")
+    job = Job(launch_of(tmp_path, made))
+    job.await_words("STARTING")
+    assert given_up(made.folder) is None
+    job.end()
+
+
+def test_a_job_that_waits_for_data_can_be_stopped(tmp_path, made):
+    job = Job(launch_of(tmp_path, made))
+    job.await_words("PREPARING")
+    request_stop(job.run_dir)
+    status = job.end()
+    assert status.state is State.STOPPED
+    assert job.preparation.children[0].code == -9
+
+
+def test_ranks_that_have_used_up_what_is_sealed_are_not_started_again(tmp_path, made):
+    seal(made)
+    failed = AgentReport(ok=False, failures=(RankFailure(0, 1, 1.0, USED_UP),))
+    status = Job(launch_of(tmp_path, made), failed).end()
+    assert status.state is State.FAILED
+    assert status.reason == "the data ended after step 3: era 1 will not come: why"
+    assert status.root_cause is not None
+    assert status.root_cause.summary == "era 1 will not come: why"
+    assert status.generation == 1
+
+
+def test_ranks_that_cannot_be_told_are_ended(tmp_path, made, monkeypatch):
+    def no_room(directory: Path, reason: str) -> None:
+        raise PrepareError("no room for given-up.json")
+
+    monkeypatch.setattr(preparation, "give_up", no_room)
+    seal(made)
+    job = Job(launch_of(tmp_path, made, max_restarts=0))
+    job.await_words("STARTING")
+    job.preparation.children[0].code = 1
+    job._thread.join(timeout=100)
+    status = read_status(job.run_dir)
+    assert status.state is State.FAILED
+    assert "the data ended before a step: exit code 1" in status.reason
+    assert "no room for given-up.json" in status.reason
+
+
+def test_the_preparation_has_the_cpus_that_ranks_leave(monkeypatch):
+    monkeypatch.setattr(preparation.os, "cpu_count", lambda: 8)
+    assert workers_beside(2) == ["--workers", "6"]
+    assert workers_beside(8) == workers_beside(9) == ["--workers", "1"]
+
+
+# ---- what people see
+
+
+def progress(done: int, *, news: str = "") -> PrepareProgress:
+    source = SourceProgress("text", done, 9, 1, 2, 1000 * done, done // 2, 0)
+    return PrepareProgress("tokenising", (source,), 1234.5, 60.0, news)
+
+
+def test_both_progresses_are_shown_at_once(tmp_path):
+    log = ProgressLog(tmp_path)
+    for done in (3, 4, 5):
+        log.write(progress(done, news="c[1].txt is left out" if done == 5 else ""))
+    Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
+    train = {"kind": "train", "time": 5.0, "step": 7, "loss": 2.5, "tokens_per_s": 99.0}
+    wait = {"kind": "data_wait", "time": 6.0, "step": 7, "seconds": 20.0, "reason": "era 3"}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(wait)}\n")
+    view = View(tmp_path)
+    events = [event.text for event in view.refresh()]
+    assert "the ranks have waited 20 s for data: era 3" in events
+    assert "preparing data: c[1].txt is left out" in events
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(view, width=120))
+    for told in ("tokenising 5/9, 5,000 tokens, 2 eras sealed, 1,234 tokens/s", "step 7", "99"):
+        assert told in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_progress_is_read_from_the_run_folder_afterwards(tmp_path):
+    log = ProgressLog(tmp_path)
+    log.write(progress(3))
+    log.write(progress(3))
+    log.write(progress(5))
+    log.end("complete")
+    lines = (tmp_path / PREPARATION).read_text().splitlines()
+    assert len(lines) == 3, "what is hardly new is not written"
+    Journal(tmp_path).append(State.SUCCEEDED, generation=1, reason="finished")
+    console = Console(file=io.StringIO(), width=120)
+    status = follow(tmp_path, console=console)
+    assert "preparing data: complete 5/9, 5,000 tokens, 2 eras sealed" in console.file.getvalue()  # type: ignore[attr-defined]
+    console.print(closing_words(status))
+    assert "data" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

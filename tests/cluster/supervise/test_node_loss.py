@@ -1,0 +1,316 @@
+"""Nodes that die under a job, for real: raylets of a simulated cluster are killed with all that is
+below them.
+
+One cluster for all tests of this file; each leaves it with at least two living nodes.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import stuck
+from jobs import (
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    rank_pids,
+    undisturbed,
+    used_nodes,
+    wait_for,
+    wait_for_step,
+)
+from tiny_job import TINY_JOB
+
+from moebius.cluster.job import (
+    Journal,
+    JournalEntry,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+    stop,
+)
+from moebius.cluster.nodes.provider import processes
+from moebius.cluster.places.standing import (
+    StandingCluster,
+    cluster_at,
+    end_cluster,
+    start_cluster,
+)
+from moebius.cluster.submit import make_launch
+from moebius.cluster.supervise.scale import request_scale
+from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.train.config.run_config.run_config import Config, resolve
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.record.run_folder import open_run, place_data
+
+pytestmark = pytest.mark.slow
+STEPS = 100_000  # more than any test waits for
+SETTINGS = (
+    *TINY_JOB,
+    "data.seq_len=16",
+    "train.steps=6000",
+    "train.global_batch=4",
+    "checkpoint.every=20",
+    "mesh.ep=2",
+    "mesh.dp_replicate=none",
+    "mesh.rebalance_every=0",
+    "mesh.replicas=0",
+    "job.num_nodes=2",
+    "job.ranks_per_node=1",
+    "job.min_nodes=1",
+    "job.wait_for_node_s=5.0",
+    "job.max_restarts=0",
+)
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory) -> Iterator[StandingCluster]:
+    """Two pretended nodes; more are added by the tests."""
+    pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        cluster = start_cluster(2, cpus_per_node=2, name="losses")
+        try:
+            yield cluster
+        finally:
+            end_cluster(cluster, force=True)
+
+
+def begin(cluster: StandingCluster, launch: Launch) -> Path:
+    from moebius.cluster.supervise.actor import start_supervisor
+
+    with cluster_at(f"simulated:{cluster.name}"):
+        begin_submission(launch)
+        start_supervisor(launch)
+    return Path(launch.run_dir)
+
+
+def plain_launch(run_dir: Path, **values) -> Launch:
+    """Ranks that need no torch and compute the same on any number of nodes."""
+    options = ("plain=1", f"steps={STEPS}", "step_s=0.02", "every=5")
+    values = {"num_nodes": 2, "place_timeout_s": 60.0, "max_restarts": 0} | values
+    return fake_launch(run_dir, *options, **values)
+
+
+def node_of(run_dir: Path, rank: int) -> int:
+    """The number of the pretended node that a rank of the first generation lives on."""
+    path = run_dir / "logs" / "g001" / f"node{rank}" / "attempt.json"
+    return int(json.loads(path.read_text())["address"].rpartition(".")[2]) - 2
+
+
+def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
+    """Kills a node of the job, but not the cluster's head."""
+    number = used_nodes(run_dir, read_status(run_dir).generation)[-1]
+    assert number != 0
+    cluster.ask("kill-node", node=number)
+    return number
+
+
+def entries_of(run_dir: Path, state: State) -> list[JournalEntry]:
+    return [entry for entry in Journal(run_dir).entries() if entry.state is state]
+
+
+def wait_for_generation(run_dir: Path, num_nodes: int, *, after: int) -> int:
+    """Until a generation later than `after` makes steps on so many nodes; returns its number."""
+
+    def found() -> int | None:
+        started = {
+            entry.generation: entry.details["num_nodes"]
+            for entry in entries_of(run_dir, State.STARTING)
+        }
+        running = [entry.generation for entry in entries_of(run_dir, State.RUNNING)]
+        fitting = [g for g in running if g > after and started[g] == num_nodes]
+        return fitting[-1] if fitting else None
+
+    return wait_for(found, timeout_s=150, what=f"{num_nodes} node(s) after generation {after}")
+
+
+def end_well(run_dir: Path) -> None:
+    """Stops the job; what it has computed is what it would have without any of this."""
+    status = stop(run_dir, timeout_s=150)
+    assert status.state is State.STOPPED, status.reason
+    assert f"stopped at step {status.step}, with a checkpoint" in status.reason
+    assert status.step is not None
+    assert curve(run_dir) == pytest.approx(undisturbed(1, status.step))
+    assert_nothing_left(run_dir)
+
+
+def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, tmp_path):
+    run_dir = begin(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
+    wait_for_step(run_dir, 10)
+    kill_one(standing, run_dir)
+    smaller = wait_for_generation(run_dir, 1, after=1)
+    before = read_status(run_dir).step
+    standing.ask("add-node")
+    larger = wait_for_generation(run_dir, 2, after=smaller)
+    request_scale(run_dir, 1)
+    wait_for_generation(run_dir, 1, after=larger)
+    end_well(run_dir)
+    [lost] = [e for e in entries_of(run_dir, State.RECOVERING) if "root_cause" in e.details]
+    assert "was lost: its agent actor died" in lost.reason
+    assert lost.details["charged_to"] == "infrastructure"
+    assert "on 1 node(s) instead of 2" in next(
+        e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller
+    )
+    wished, paused, asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
+    assert wished.startswith("2 node(s) can be had, and it runs on 1 of 2")
+    assert paused.startswith("paused at step ")
+    assert asked.startswith("1 node(s) are asked for, and it runs on 2")
+    assert larger == smaller + 1, "no generation failed on the way"
+    first = next(
+        e.details["first_step"]
+        for e in entries_of(run_dir, State.RUNNING)
+        if e.generation == larger
+    )
+    assert before is not None
+    assert first > before, "no step was made twice"
+
+
+def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, tmp_path):
+    standing.ask("add-node")
+    run_dir = begin(standing, plain_launch(tmp_path, wait_for_node_s=2.0))
+    wait_for_step(run_dir, 10)
+    dead = kill_one(standing, run_dir)
+    second = wait_for_generation(run_dir, 2, after=1)
+    assert dead not in used_nodes(run_dir, second)
+    kill_one(standing, run_dir)
+    wait_for(
+        lambda: "missing since" in (status := read_status(run_dir)).reason and status,
+        what="the reason",
+    )
+    status = read_status(run_dir)
+    assert status.state is State.PLACING
+    assert "1 node(s) missing since" in status.reason
+    assert "it needs at least 2" in status.reason
+    standing.ask("add-node")
+    wait_for_generation(run_dir, 2, after=second)
+    end_well(run_dir)
+    lost = [e for e in entries_of(run_dir, State.RECOVERING) if "root_cause" in e.details]
+    assert {e.details["charged_to"] for e in lost} == {"infrastructure"}
+    assert all("was lost: its agent actor died" in e.reason for e in lost)
+    assert len(lost) == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
+def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
+    """Rank 1 hangs in a file system, in state D; then rank 0 is killed."""
+    standing.ask("add-node")
+    launch = plain_launch(tmp_path, max_restarts=1, place_timeout_s=200.0)
+    launch = replace(launch, command=(*launch.command, "fail=1:*:1:stuck"))
+    run_dir = begin(standing, launch)
+    try:
+        wait_for((tmp_path / "hung.server").exists, what="the hang")
+        stuck_on = node_of(run_dir, 1)
+        processes.kill(rank_pids(run_dir)[0])
+        second = wait_for_generation(run_dir, 2, after=1)
+        assert stuck_on not in used_nodes(run_dir, second)
+    finally:
+        stuck.release(tmp_path / "hung")
+    end_well(run_dir)
+    [told] = [e for e in entries_of(run_dir, State.RECOVERING) if "SIGKILL does not" in e.reason]
+    assert "(rank 1 of generation 1), state D (uninterruptible)" in told.reason
+    assert "this job does not use the node again" in told.reason
+    assert told.details["charged_to"] == "infrastructure"
+
+
+def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):
+    standing.ask("add-node")
+    run_dir = begin(standing, plain_launch(tmp_path, max_node_losses=0))
+    wait_for_step(run_dir, 10)
+    address = f"127.0.0.{used_nodes(run_dir, 1)[-1] + 2}"
+    with cluster_at(f"simulated:{standing.name}") as ray:
+        [node_id] = [
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeManagerAddress"] == address
+        ]
+        drain = [Path(sys.executable).with_name("ray"), "drain-node", "--node-id", node_id]
+        drain += ["--address", standing.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        drain += ["--reason-message", "spot", "--deadline-remaining-seconds", "600"]
+        subprocess.run(drain, check=True, capture_output=True, timeout=120)
+    second = wait_for_generation(run_dir, 2, after=1)
+    end_well(run_dir)
+    assert address not in [f"127.0.0.{number + 2}" for number in used_nodes(run_dir, second)]
+    asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
+    assert asked.startswith(f"the cluster will take away {address}")
+    assert entries_of(run_dir, State.RECOVERING) == []
+
+
+def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
+    """The training loop itself, from two ranks that share the experts to one and back."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{n} and {n * n % 9973} are numbers" for n in range(40_000)))
+    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
+    config = place_data(config, tmp_path)
+    prepare(config.data, config.data.directory)
+    run_dir = tmp_path / "run"
+    open_run(config, run_dir)
+    with cluster_at(f"simulated:{standing.name}"):
+        launch = make_launch(config, run_dir, address=f"simulated:{standing.name}")
+    begin(standing, launch)
+    wait_for_step(run_dir, 25)
+    kill_one(standing, run_dir)
+    smaller = wait_for_generation(run_dir, 1, after=1)
+    standing.ask("add-node")
+    wait_for_generation(run_dir, 2, after=smaller)
+    status = stop(run_dir, timeout_s=150)
+    assert status.state is State.STOPPED, status.reason
+    [words] = [e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller]
+    assert words == "starting 1 rank(s) on 1 node(s) instead of 2, mesh.ep=1"
+    assert_nothing_left(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["world_size"] for line in lines if line["kind"] == "start"] == [2, 1, 2]
+    digests = {line["step"]: line["digest"] for line in lines if line["kind"] == "train"}
+    assert list(digests) == list(range(1, len(digests) + 1))
+    assert digests == dict(enumerate(undisturbed_digests(config, len(digests)), start=1))
+
+
+def undisturbed_digests(config: Config, steps: int) -> Iterator[int]:
+    """What one rank reads that nothing happens to."""
+    loader = Loader(config.data, global_batch=4, micro_batch=2, rank=0, num_ranks=1, start_sample=0)
+    with loader:
+        for _ in range(steps):
+            yield next(loader).digest % 2**31
+
+
+SUBMIT = """
+import sys
+from pathlib import Path
+from moebius.cluster.submit import submit
+from moebius.train.config.run_config import Config
+run_dir, *command = sys.argv[1:]
+config = Config.load(Path(run_dir).parent / "asked.json")
+submit(config, Path(run_dir), address="simulated:losses", command=command)
+"""
+
+
+def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 2000)
+    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
+    place_data(config, tmp_path).save(tmp_path / "asked.json")
+    run_dir = tmp_path / "run"
+    command = list(plain_launch(run_dir).command)
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", SUBMIT, str(run_dir), *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=150, what="the first step")
+        wait_for_step(run_dir, 3)
+    finally:
+        watcher.kill()
+        watcher.wait()
+    step = read_status(run_dir).step
+    assert step is not None
+    wait_for_step(run_dir, step + 20)
+    assert read_status(run_dir).generation == 1
+    end_well(run_dir)

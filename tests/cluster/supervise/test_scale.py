@@ -1,0 +1,188 @@
+"""`moebius scale`: what is asked for, and what cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moebius.cli import main as command
+from moebius.cluster.job import (
+    THIS_MACHINE,
+    JobError,
+    Journal,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+)
+from moebius.cluster.nodes.provider.agent import AgentReport, Node
+from moebius.cluster.nodes.provider.provider import Capacity, ThisMachine
+from moebius.cluster.report.live.heartbeats import RankState
+from moebius.cluster.submit import _begin
+from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
+from moebius.train.config.run_config.run_config import build
+
+
+def begun(run_dir: Path, **job) -> Path:
+    begin_submission(Launch(str(run_dir), where="simulated"))
+    values = {
+        "data": {"tokenizer": "bytes", "vocab_size": 257},
+        "model": {"vocab_size": 257},
+        "train": {"global_batch": 8, "micro_batch": 2},
+        "job": job,
+    }
+    build(values, origin="test").save(run_dir / "config.json")
+    return run_dir
+
+
+def test_a_number_that_fits_is_asked_for(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["scale", str(begun(tmp_path)), "2"])
+    assert ended.value.code == 0
+    assert "asked for 2 node(s)" in capsys.readouterr().out
+    asked = scale_requested(tmp_path)
+    assert asked is not None
+    assert (asked.num_nodes, asked.layouts) == (2, {1: {}, 2: {}})
+
+
+def test_a_number_that_does_not_fit_is_answered_with_those_that_do(tmp_path):
+    with pytest.raises(JobError, match=r"does not fit 3 node\(s\) .* up to 6 that fit: 1, 2, 4"):
+        request_scale(begun(tmp_path), 3)
+    assert scale_requested(tmp_path) is None
+
+
+def test_what_has_ended_or_has_no_cluster_is_not_scaled(tmp_path):
+    with pytest.raises(JobError, match="no job was ever started"):
+        request_scale(tmp_path, 2)
+    run_dir = begun(tmp_path / "ended")
+    Journal(run_dir).append(State.STOPPED, generation=1, reason="")
+    with pytest.raises(JobError, match=r"has ended \(STOPPED\); `moebius resume"):
+        request_scale(run_dir, 2)
+    begin_submission(Launch(str(tmp_path / "here"), where=THIS_MACHINE))
+    with pytest.raises(JobError, match="runs on one machine"):
+        request_scale(tmp_path / "here", 2)
+    with pytest.raises(JobError, match="at least 1 node"):
+        request_scale(begun(tmp_path / "none"), 0)
+
+
+def test_without_a_configuration_any_number_will_do(tmp_path):
+    begin_submission(Launch(str(tmp_path)))
+    request_scale(tmp_path, 3)
+    assert json.loads((tmp_path / "scale.json").read_text()) == {"num_nodes": 3, "layouts": None}
+
+
+class OneNode(Node):
+    """A node whose generations end as the script says: an exception or a report."""
+
+    def __init__(self, script: list[BaseException | AgentReport]):
+        super().__init__()
+        self.script = script
+
+    def check(self, wanted) -> str:
+        return ""
+
+    def start(self, attempt) -> None:
+        self.run_dir = Path(attempt.launch.run_dir)
+
+    def poll(self) -> AgentReport:
+        act = self.script.pop(0)
+        if isinstance(act, BaseException):
+            request_scale(self.run_dir, 2)  # and at once the supervisor is killed
+            raise act
+        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
+        self.script.append(act)
+        return act
+
+    def heartbeats(self) -> list[RankState]:
+        return []
+
+    def running_ranks(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+
+class Nodes(ThisMachine):
+    """A cluster of four."""
+
+    def __init__(self, script: list[BaseException | AgentReport]):
+        super().__init__()
+        self.node = OneNode(script)
+        self.asked: list[int] = []
+
+    def capacity(self) -> Capacity:
+        return Capacity(4, 4)
+
+    def provide_nodes(self, num_nodes, while_waiting):
+        self.asked.append(num_nodes)
+        return [self.node] * num_nodes
+
+
+def test_it_outlives_the_supervisor(tmp_path):
+    launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
+    begin_submission(launch)
+    nodes = Nodes([SystemExit("killed"), AgentReport(ok=True)])
+    with pytest.raises(SystemExit):
+        supervise(launch, nodes)
+    supervise(launch, nodes)
+    assert nodes.asked == [4, 2]
+    assert read_status(tmp_path).state is State.SUCCEEDED
+    starting = [entry for entry in Journal(tmp_path).entries() if entry.state is State.STARTING]
+    assert "on 2 node(s) instead of 4" in starting[-1].reason
+
+
+@pytest.fixture
+def resumed(monkeypatch):
+    """What `moebius resume` submits."""
+    submitted = []
+
+    def submit(config, run_dir, *, scale=None, **options):
+        submitted.append((config.job.num_nodes, scale))
+        return read_status(run_dir)
+
+    monkeypatch.setattr("moebius.cluster.submit.submit", submit)
+    return submitted
+
+
+def scaled_and_stopped(run_dir: Path, *, configured: int = 4, scaled: int = 2) -> Path:
+    run_dir = begun(run_dir, num_nodes=configured)
+    request_scale(run_dir, scaled)
+    Journal(run_dir).append(State.STOPPED, generation=1, reason="")
+    return run_dir
+
+
+def test_it_goes_along_when_the_job_is_resumed(tmp_path, resumed, capsys):
+    run_dir = scaled_and_stopped(tmp_path)
+    with pytest.raises(SystemExit):
+        command.main(["resume", str(run_dir)])
+    [(configured, scale)] = resumed
+    assert (configured, scale.num_nodes, scale.layouts[2]) == (4, 2, {})
+    assert "on 2 node(s), as `moebius scale` asked before" in capsys.readouterr().out
+
+
+def test_a_number_of_nodes_that_is_given_goes_before(tmp_path, resumed):
+    run_dir = scaled_and_stopped(tmp_path)
+    with pytest.raises(SystemExit):
+        command.main(["resume", str(run_dir), "job.num_nodes=1"])
+    assert resumed == [(1, None)]
+
+
+def test_what_does_not_fit_any_more_is_refused(tmp_path, resumed, capsys):
+    run_dir = scaled_and_stopped(tmp_path, configured=1, scaled=4)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["resume", str(run_dir), "train.global_batch=2"])
+    assert ended.value.code == 2
+    assert "does not fit 4 node(s)" in capsys.readouterr().err
+    assert resumed == []
+
+
+def test_the_journal_of_a_resumed_job_says_so(tmp_path):
+    launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
+    _begin(launch, ScaleRequest(2, None))
+    assert scale_requested(tmp_path) == ScaleRequest(2, None)
+    assert "goes on with 2 node(s)" in Journal(tmp_path).entries()[0].reason
+    Journal(tmp_path).append(State.STOPPED, generation=1, reason="")
+    begin_submission(launch)
+    assert scale_requested(tmp_path) is None

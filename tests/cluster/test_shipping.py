@@ -1,0 +1,221 @@
+"""The code that a job runs: recorded, and brought along."""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from small_corpus import sentences
+
+from moebius import __version__
+from moebius.cli.main import main
+from moebius.cluster.job import JobError, Launch, read_status
+from moebius.cluster.report.run_report import read_report
+from moebius.cluster.shipping import record, wheel
+from moebius.cluster.shipping.record import Code, code_here, installed_packages
+from moebius.cluster.shipping.runtime import hand_on_shipment, runtime_env, shipping
+from moebius.cluster.shipping.wheel import ROOT, build_wheel, copy_sources, make_shipment
+from moebius.cluster.submit import _begin
+
+
+def a_wheel(folder: Path, *, package: str = "moebius") -> Path:
+    path = folder / "moebius-9.9-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{package}/__init__.py", "__version__ = '9.9'\n")
+        file.writestr("moebius-9.9.dist-info/METADATA", "Name: moebius\n")
+    return path
+
+
+def test_a_wheel_is_unpacked_and_its_hash_known(tmp_path):
+    path = a_wheel(tmp_path)
+    shipment = make_shipment(path, tmp_path / "into")
+    assert "9.9" in (shipment.folder / "__init__.py").read_text()
+    assert shipment.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert shipment.wheel == path.name
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "nowhere.whl", r"cannot be read .*No such file"),
+        (lambda folder: Path(__file__), "cannot be read"),
+        (lambda folder: a_wheel(folder, package="other"), "no package 'moebius' in it"),
+    ],
+)
+def test_what_is_no_wheel_of_ours_is_refused(tmp_path, make, said):
+    with pytest.raises(JobError, match=said):
+        make_shipment(make(tmp_path), tmp_path / "into")
+
+
+def test_connections_get_it_while_it_is_shipped_and_not_later(tmp_path):
+    assert runtime_env() is None
+    with shipping(a_wheel(tmp_path)) as shipment:
+        assert runtime_env() == {"py_modules": [str(shipment.folder)]}
+    assert runtime_env() is None
+    assert not shipment.folder.exists()
+
+
+def test_an_actor_hands_on_what_it_runs(monkeypatch):
+    monkeypatch.setenv("SHIPPED_MOEBIUS", "to be undone by the test")
+
+    class Ray:
+        modules = ("gcs://_ray_pkg_1.zip",)
+
+        def get_runtime_context(self):
+            return argparse.Namespace(runtime_env={"py_modules": list(self.modules)})
+
+    hand_on_shipment(Ray())
+    assert runtime_env() == {"py_modules": ["gcs://_ray_pkg_1.zip"]}
+
+
+def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
+    copy_sources(tmp_path / "source")
+    copied = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*.py")}
+    assert Path("cluster/shipping/wheel.py") in copied
+    assert (tmp_path / "source" / "kernels" / "brgemm" / "brgemm.cpp").exists()
+    assert not any(path.parts[0] in ("tests", "benchmarks") for path in copied)
+    assert all((ROOT / path).is_file() for path in copied)
+
+
+def test_an_installed_package_says_that_it_is_no_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(wheel, "ROOT", tmp_path)
+    with pytest.raises(JobError, match="is an installed package, no checkout"):
+        build_wheel(tmp_path / "into")
+
+
+@pytest.mark.slow
+def test_a_build_that_fails_says_why(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires=[]\nbuild-backend="nowhere"\n[tool.setuptools]\npackages=[]\n'
+    )
+    monkeypatch.setattr(wheel, "ROOT", tmp_path)
+    with pytest.raises(JobError, match=r"cannot be built here .*nowhere"):
+        build_wheel(tmp_path / "into")
+
+
+# What is recorded ---------------------------------------------------------------------------------
+
+
+def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "code_here", lambda: Code("1.2", "abcdef", True))
+    shipment = make_shipment(a_wheel(tmp_path), tmp_path / "into")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    _begin(Launch(str(run_dir)), shipment=shipment)
+    written = json.loads((run_dir / "environment.json").read_text())
+    assert written["moebius"] == {
+        "version": "1.2",
+        "commit": "abcdef",
+        "changed": True,
+        "wheel": shipment.wheel,
+        "sha256": shipment.sha256,
+    }
+    assert written["packages"]["torch"].startswith("2.")
+    assert written["host"]["memory_bytes"] > 0
+    assert read_report(run_dir).record()["commit"] == "abcdef+changes"
+    assert read_status(run_dir).run_dir == run_dir
+
+
+def test_packages_are_known_by_their_normal_names(tmp_path, monkeypatch):
+    for name in ("Ruamel.Yaml_clib-0.2.8.dist-info", "torch-2.13.0+cpu.dist-info"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "nowhere")])
+    assert installed_packages() == {"ruamel-yaml-clib": "0.2.8", "torch": "2.13.0+cpu"}
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *words], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-qm", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert code_here() == Code(__version__, commit, False)
+    assert code_here().words() == commit
+    (tmp_path / "file").write_text("two")
+    assert code_here().words() == f"{commit}+changes"
+    monkeypatch.setattr(record, "ROOT", tmp_path / "site-packages" / "moebius")
+    (tmp_path / "site-packages" / "moebius").mkdir(parents=True)
+    monkeypatch.setattr(record, "_installed_from", lambda: None)
+    assert code_here().words() is None, "of another project, in which it is installed"
+
+
+def test_a_wheel_without_shipping_is_a_mistake(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", "smoke", "--wheel", "some.whl"])
+    assert ended.value.code == 2
+    assert "give --ship, too" in capsys.readouterr().err
+
+
+# On a cluster -------------------------------------------------------------------------------------
+
+OTHER = f"{__version__}+brought"
+
+
+@pytest.fixture(scope="module")
+def brought(tmp_path_factory) -> Path:
+    """A wheel as it is built here, with another version in it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = build_wheel(folder / "built")
+    shipped = folder / built.name
+    with zipfile.ZipFile(built) as source, zipfile.ZipFile(shipped, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name == "moebius/__init__.py":
+                assert f'"{__version__}"'.encode() in data
+                data = data.replace(f'"{__version__}"'.encode(), f'"{OTHER}"'.encode())
+            target.writestr(name, data)
+    return shipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm", ["true", "false"])
+def test_ranks_run_the_code_that_was_brought_along(tmp_path, brought, warm):
+    """As forks of a template, and as programs, on two nodes; the command itself runs its own."""
+    pytest.importorskip("ray")
+    (tmp_path / "text.txt").write_text("\n".join(sentences(1, count=400)))
+    changes = [
+        *("job.num_nodes=2", "job.ranks_per_node=1", f"job.warm_start={warm}", "train.steps=2"),
+        *("train.device=cpu", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=32"),
+        *("model.vocab_size=257", "train.threads=1", "job.rehearse_failure_at_step=none"),
+        *("mesh.ep=2", "mesh.dp_replicate=1", "train.global_batch=4", "train.micro_batch=2"),
+        *("model.d_model=32", "model.attention.d_head=8", "model.feed_forward.d_expert=16"),
+        *("model.feed_forward.num_experts=8", "model.feed_forward.router.top_k=2"),
+        *(f"data.input=['{tmp_path}/text.txt']", f"data.directory={tmp_path}/data"),
+    ]
+    program = "from moebius.cli.main import main; main()"
+    run_dir = tmp_path / "run"
+    options = ["--run-dir", str(run_dir), "--ship", "--wheel", str(brought)]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "submit", "smoke", *changes, *options],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    [started] = [line for line in lines if line["kind"] == "start"]
+    assert started["version"] == OTHER
+    agents = [path.read_text() for path in run_dir.glob("logs/g001/node*/agent.log")]
+    assert len(agents) == 2
+    assert not any("is no fork" in text for text in agents)
+    written = json.loads((run_dir / "environment.json").read_text())
+    assert written["moebius"]["version"] == __version__
+    assert written["moebius"]["sha256"] == hashlib.sha256(brought.read_bytes()).hexdigest()

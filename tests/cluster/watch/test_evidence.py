@@ -1,0 +1,125 @@
+"""What is learnt of ranks that hang: read from files and processes as real ones leave them."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moebius.cluster.report.live import evidence
+from moebius.cluster.report.live.evidence import gather, innermost_frame
+from moebius.cluster.report.live.heartbeats import GONE, STOPPED
+from moebius.train.record.heartbeat import Beat, Phase, page_of, started_ticks
+
+STACKS = """\
+Thread 0x00007f7c00ff96c0 [heartbeat] (most recent call first):
+  File "/x/moebius/train/heartbeat.py", line 99 in _answer
+
+Current thread 0x00007f7c0a1fa740 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 3180 in all_reduce
+  File "/x/moebius/distributed/gradients.py", line 150 in clip_gradients
+  File "/x/moebius/train/loop.py", line 200 in step
+"""
+
+
+@pytest.mark.parametrize(
+    ("stacks", "frame"),
+    [
+        (STACKS, "gradients.py:150 in clip_gradients"),
+        (STACKS.replace("/moebius/", "/theirs/"), "distributed_c10d.py:3180 in all_reduce"),
+        ("", ""),
+        ("Thread 0x1 (most recent call first):\n  <no Python frame>\n", ""),
+    ],
+)
+def test_where_the_main_thread_is(stacks, frame):
+    assert innermost_frame(stacks) == frame
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Beats of processes that sleep; SIGUSR1 does not reach them."""
+    monkeypatch.setattr(evidence.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(evidence, "WAIT_S", 0.3)
+    monkeypatch.setattr(evidence.shutil, "which", lambda name, path=None: None)
+    sleepers = [
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
+    ]
+    yield {
+        rank: Beat(each.pid, Phase.STEP, 7, time.monotonic() - 9, 0.1, 0.0, started_ticks(each.pid))
+        for rank, each in enumerate(sleepers)
+    }
+    for each in sleepers:
+        each.communicate(b"\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_what_a_rank_answers_and_that_another_does_not(ranks, tmp_path, monkeypatch):
+    def answer(pid: int, number: int) -> None:
+        if pid == ranks[0].pid:
+            assert page_of(tmp_path, 0).with_suffix(".ask").exists()
+            with page_of(tmp_path, 0).with_suffix(".stacks").open("a") as file:
+                file.write(STACKS)
+            position = (
+                '{"group": "g", "description": "world", "issued": 9, "pending": [9, "x", "4"]}'
+            )
+            page_of(tmp_path, 0).with_suffix(".calls").write_text(f"[{position}]")
+
+    monkeypatch.setattr(evidence.os, "kill", answer)
+    page_of(tmp_path, 0).with_suffix(".stacks").write_text("of another time\n")
+    ranks[2] = Beat(ranks[1].pid, Phase.STEP, 7, 0.0, 0.1, 0.0, started_ticks=1)  # it has ended
+    one, two, three = gather(tmp_path, ranks, tmp_path / "stall")
+    assert one.process  # which of R, S or D: as the machine is busy
+    assert one.process not in (GONE, *STOPPED)
+    assert one.where == "gradients.py:150 in clip_gradients"
+    assert one.positions is not None
+    assert (two.where, two.positions) == ("", None)
+    assert (three.process, three.positions) == (GONE, None)
+    text = (tmp_path / "stall" / "rank0.txt").read_text()
+    assert f"process {ranks[0].pid}: phase step of step 7 for 9." in text
+    assert "group 'world': issued 9, waits in no. 9: x of 4" in text
+    assert "in clip_gradients" in text
+    assert "of another time" not in text
+    assert "no answer" in (tmp_path / "stall" / "rank1.txt").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_stopped_rank_is_read_from_outside_where_py_spy_is_there(ranks, tmp_path, monkeypatch):
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "seen $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(evidence.shutil, "which", lambda name, path=None: str(program))
+    monkeypatch.setattr(evidence, "process_state", lambda beat: "T")
+    gather(tmp_path, {0: ranks[0]}, tmp_path / "stall")
+    text = (tmp_path / "stall" / "rank0.txt").read_text()
+    assert f"seen dump --nonblocking --pid {ranks[0].pid}" in text
+    assert not Path(page_of(tmp_path, 0).with_suffix(".ask")).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another process's memory is Linux's")
+@pytest.mark.skipif(evidence.py_spy() is None, reason="py-spy is not installed")
+def test_py_spy_reads_a_process_that_is_stopped():
+    """The program itself; where a container forbids it to look, it says so."""
+    code = "def waits_for_ever():\n    print(flush=True)\n    input()\nwaits_for_ever()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        stacks = evidence._stacks_from_outside(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert re.search("waits_for_ever|[Pp]ermission|not permitted", stacks)
+
+
+def test_py_spy_is_found_beside_the_python_in_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(evidence.sys, "executable", str(tmp_path / "python"))
+    assert evidence.py_spy() is None
+    (tmp_path / "py-spy").touch(mode=0o755)
+    assert evidence.py_spy() == str(tmp_path / "py-spy")

@@ -1,0 +1,238 @@
+"""F2, F3, F12, F13, F26, F30: ranks of a real run that raise, leave, are stopped, hang, wait or
+starve.
+
+Two ranks on this machine, as `moebius train` starts them. Each recovered run must have the losses
+of an undisturbed one.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import assert_nothing_left, wait_for, wait_for_end, wait_for_step
+from made_folder import MadeFolder, documents
+from small_model import TINY
+
+from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission
+from moebius.cluster.nodes.provider.provider import ThisMachine
+from moebius.cluster.report.live import watcher
+from moebius.cluster.report.live.heartbeats import WatchedRanks, folder_of
+from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.train.config.run_config.job_config import JobConfig
+from moebius.train.config.run_config.limits import PhaseLimits
+from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.record.run_folder import open_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's"),
+]
+RANK = Path(__file__).with_name("faulty_rank.py")
+STEPS = 60
+LIMIT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    made = MadeFolder(tmp_path_factory.mktemp("made"))
+    made.seal("text", documents(0, 200), documents(2, 16)).complete()
+    return Config(
+        model=TINY,
+        data=made.config(),
+        checkpoint=CheckpointConfig(every=5),
+        train=TrainConfig(
+            steps=STEPS, global_batch=2, micro_batch=1, eval_every=0, eval_rows=4, log_every=1,
+            timeout_s=120.0, device="cpu",
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(config, tmp_path_factory) -> dict[int, float]:
+    """The losses of an undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("expected")
+    with running(config, run_dir):
+        wait_for_end(run_dir)
+    assert [entry.reason for entry in told(run_dir, "root_cause")] == []
+    return losses(run_dir)
+
+
+@contextlib.contextmanager
+def running(config: Config, run_dir: Path, fault: str = "", **limits: float) -> Iterator[None]:
+    """A job of two ranks, supervised by a thread; it is at its end when this is left."""
+    limits = {"step_s": LIMIT_S, "compile_s": 60.0} | limits
+    job = JobConfig(limits=PhaseLimits.model_validate(limits))
+    open_run(config.model_copy(update={"job": job}), run_dir)
+    launch = Launch(
+        str(run_dir),
+        ranks_per_node=2,
+        command=(sys.executable, str(RANK), str(run_dir), *([fault] if fault else [])),
+    )
+    begin_submission(launch)
+    thread = threading.Thread(target=supervise, args=(launch, ThisMachine()))
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        (run_dir / "stop").write_text("now")
+        raise
+    finally:
+        thread.join()
+    assert_nothing_left(run_dir)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def told(run_dir: Path, *kinds: str) -> list[JournalEntry]:
+    """The lines of the journal that carry details of these kinds."""
+    return [
+        entry
+        for entry in Journal(run_dir).entries()
+        if any(kind in entry.details for kind in kinds)
+    ]
+
+
+def pids(run_dir: Path) -> dict[int, int]:
+    beats = WatchedRanks(folder_of(str(run_dir), 1, 0), range(2)).beats()
+    return {rank: beat.pid for rank, beat in beats.items()}
+
+
+def first_step_of_the_next_generation(run_dir: Path) -> float:
+    entries = Journal(run_dir).entries()
+    return next(
+        entry.time for entry in entries if entry.generation == 2 and entry.state is State.RUNNING
+    )
+
+
+def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
+    """F2: three times, then nobody tries again; step, rank and line are told."""
+    with running(config, tmp_path, "raise:7"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation, status.step) == (State.FAILED, 3, 6)
+    assert "ArithmeticError: bad batch at step 7" in status.reason
+    assert "3 times; the same error at the same place" in status.reason
+    cause = status.root_cause
+    assert cause is not None
+    assert cause.rank == 1
+    assert cause.where is not None
+    assert "faulty_rank.py" in cause.where
+    assert "in step" in (cause.traceback or "")
+
+
+def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> None:
+    """F3: its exit code is 0, and its peer's is not."""
+    with running(config, tmp_path, "leave:9"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 2)
+    cause = status.root_cause
+    assert cause is not None
+    assert (cause.rank, cause.exit_code) == (1, 0)
+    assert "rank 1 exited with code 0 before the run was finished" in cause.summary
+    assert losses(tmp_path) == expected
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(config, expected, tmp_path, capsys) -> None:
+    """F12: the stopped rank answers nothing; the other one tells in which collective it waits."""
+    with running(config, tmp_path):
+        wait_for_step(tmp_path, 12)
+        os.kill(pids(tmp_path)[1], signal.SIGSTOP)
+        stopped_at = time.time()
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 2)
+    cause = status.root_cause
+    assert cause is not None
+    assert (cause.rank, cause.node, cause.log) == (1, 0, "logs/g001/stall/rank1.txt")
+    assert "rank 1 on node 0 hangs: in phase step of step" in cause.summary
+    assert "(limit 5 s), its process is stopped (SIGSTOP, or a debugger)" in cause.summary
+    assert " of group '" in cause.summary.partition("the others wait in ")[2]
+    stall = tmp_path / "logs" / "g001" / "stall"
+    assert "state: T" in (stall / "rank1.txt").read_text()
+    waiting = (stall / "rank0.txt").read_text()
+    assert "waits in no. " in waiting
+    assert "in step" in waiting
+    assert losses(tmp_path) == expected
+    with capsys.disabled():
+        seconds = first_step_of_the_next_generation(tmp_path) - stopped_at
+        print(
+            f"\nF12, limit {LIMIT_S:g} s: first step {seconds:.1f} s after the stop; {cause.summary}"
+        )
+
+
+def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
+    config, expected, tmp_path
+) -> None:
+    """F26: it lives and answers: it has not come to the collective that the other waits in."""
+    with running(config, tmp_path, "hang:14"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 2)
+    cause = status.root_cause
+    assert cause is not None
+    assert cause.rank == 1
+    assert "in phase step of step 14" in cause.summary
+    assert cause.where is not None
+    assert cause.where.endswith("in hangs_here")
+    assert "the others wait in all_reduce no. " in cause.summary
+    assert "in hangs_here" in (tmp_path / "logs" / "g001" / "stall" / "rank1.txt").read_text()
+    assert losses(tmp_path) == expected
+
+
+def test_a_loader_that_blocks_is_told_and_not_killed(
+    config, expected, tmp_path, monkeypatch
+) -> None:
+    """F13: 8 s with a limit of 5 s for a step, and none for data."""
+    monkeypatch.setattr(watcher, "DATA_WAIT_S", 3.0)
+    with running(config, tmp_path, "data:0"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 1)
+    waits = told(tmp_path, "data_wait")
+    assert {entry.details["data_wait"]["rank"] for entry in waits} == {0, 1}
+    assert len(waits) <= 4
+    assert losses(tmp_path) == expected
+
+
+def test_a_rank_without_cpu_is_slow_and_no_hang(config, expected, tmp_path) -> None:
+    """F30: rank 1 shares a CPU with busy processes of a much higher priority, for longer than the
+    limit of a step.
+    """
+    hog = "import os; os.sched_setaffinity(0, {0})\nwhile True: pass"
+    with running(config, tmp_path, step_s=2.0), contextlib.ExitStack() as hogs:
+        wait_for_step(tmp_path, 12)
+        pid = pids(tmp_path)[1]
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), {0})
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+        group = Path(f"/proc/{pid}/autogroup")  # a session's own priority, where the kernel has it
+        if group.exists():
+            group.write_text("19")
+        busy = [hogs.enter_context(subprocess.Popen([sys.executable, "-c", hog])) for _ in range(6)]
+        hogs.callback(lambda: [process.kill() for process in busy])
+        wait_for(lambda: told(tmp_path, "starved"), what="a line about the CPU")
+        hogs.close()
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 1)
+    [entry] = told(tmp_path, "starved")
+    assert entry.details["starved"]["rank"] == 1
+    assert "rank 1 on node 0 gets no CPU" in entry.reason
+    assert losses(tmp_path) == expected
+
+
+def test_a_slow_rank_is_named_once(config, expected, tmp_path) -> None:
+    with running(config, tmp_path, "slow:5"):
+        status = wait_for_end(tmp_path)
+    assert (status.state, status.generation) == (State.SUCCEEDED, 1)
+    named = told(tmp_path, "straggler")
+    [entry] = [entry for entry in named if entry.details["straggler"]["rank"] == 1]
+    assert entry.details["straggler"]["ratio"] > 1.5
+    assert losses(tmp_path) == expected
