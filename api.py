@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .cluster.job import JobStatus, State, refuse_if_running
 from .cluster.local import train_here
-from .data_pipeline.token_store import prepared_tokenizer
+from .data_pipeline.read.token_store import prepared_tokenizer
 from .data_pipeline.tokenizers.interface import Tokenizer
 from .distributed.checkpoint.format import find_checkpoint, read_meta
 from .distributed.process.process import start_process

@@ -49,11 +49,9 @@ from rich.table import Table
 
 from benchmarks import data_peers, data_prepare
 from benchmarks.report import save_parts
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.corpus import embedded_documents
-from moebius.data_pipeline.corruption import SkipList, open_fetcher
-from moebius.data_pipeline.making.pools import LocalPool
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.pools import LocalPool
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import (
     Era,
     ManifestWriter,
@@ -62,9 +60,11 @@ from moebius.data_pipeline.manifest import (
     read_manifest,
     shard_name,
 )
-from moebius.data_pipeline.packing import WINDOW_BATCHES, PlanKey, open_plan
-from moebius.data_pipeline.samples import OrderedSamples
-from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
+from moebius.data_pipeline.read.packing import WINDOW_BATCHES, PlanKey, open_plan
+from moebius.data_pipeline.read.samples import OrderedSamples
+from moebius.data_pipeline.read.token_store import TokenStore
+from moebius.data_pipeline.sources.english import embedded_documents
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 
 SEQ_LEN = 1024
@@ -371,7 +371,7 @@ def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
 
 def first_batch_s(config: DataConfig, start: int) -> float:
     """Opens a loader where a run stands, and waits for its first batch; seconds on the clock."""
-    from moebius.data_pipeline.loader import Loader  # and torch: not in a pool's processes
+    from moebius.data_pipeline.read.loader import Loader  # and torch: not in a pool's processes
 
     began = time.perf_counter()
     with Loader(config, global_batch=BATCH, micro_batch=BATCH, start_sample=start) as loader:

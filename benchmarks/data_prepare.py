@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.pools import LocalPool, TaskPool, import_tasks
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.pools import LocalPool, TaskPool, import_tasks
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
 from moebius.data_pipeline.tokenizers.tokenizer import tokenizer_of

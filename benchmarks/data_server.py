@@ -28,8 +28,7 @@ import numpy as np
 import psutil
 from numpy.lib.stride_tricks import sliding_window_view
 
-from moebius.data_pipeline.config import DataConfig, SourceConfig
-from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.manifest import (
     Completion,
     Era,
@@ -40,9 +39,10 @@ from moebius.data_pipeline.manifest import (
     index_name,
     shard_name,
 )
-from moebius.data_pipeline.reader import Prepared
-from moebius.data_pipeline.serving.job import ServerJob
-from moebius.data_pipeline.serving.start import ServerHandle, start_server
+from moebius.data_pipeline.read.loader import Loader
+from moebius.data_pipeline.read.rows import Prepared
+from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.start import ServerHandle, start_server
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
 
 VOCAB_SIZE = 8192
@@ -260,7 +260,7 @@ def _tree_s(pid: int) -> float:
 def server_start_s() -> float:
     """Returns the processor time of the server's imports."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", "import moebius.data_pipeline.serving.server"]
+    command = [sys.executable, "-c", "import moebius.data_pipeline.serve.server"]
     subprocess.run(command, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

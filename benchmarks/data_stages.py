@@ -19,16 +19,16 @@ import numpy as np
 import zstandard
 
 from benchmarks.report import save
-from moebius.data_pipeline.corpus import embedded_documents
-from moebius.data_pipeline.making.config import (
+from moebius.data_pipeline.make.decontaminate import build_index
+from moebius.data_pipeline.make.filters import reason_to_drop
+from moebius.data_pipeline.make.near_duplicates import NearDuplicateIndex, band_keys
+from moebius.data_pipeline.make.words import blank_words, plain_words
+from moebius.data_pipeline.prepare_config import (
     DecontaminateConfig,
     FilterConfig,
     NearDuplicateConfig,
 )
-from moebius.data_pipeline.making.decontaminate import build_index
-from moebius.data_pipeline.making.filters import reason_to_drop
-from moebius.data_pipeline.making.near_duplicates import NearDuplicateIndex, band_keys
-from moebius.data_pipeline.making.words import blank_words, plain_words
+from moebius.data_pipeline.sources.english import embedded_documents
 
 PIECE_CHARS = 1000
 GOPHER = FilterConfig(min_words=50, max_words=100_000, quality=True, repetition=True)

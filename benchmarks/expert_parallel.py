@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import ROOT, save
-from moebius.data_pipeline.loader import Batch
+from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.dispatch.table import DISPATCHERS, LOCAL, needs_nodes
 from moebius.distributed.process.process import Process, start_process
 from moebius.train.config.run_config.run_config import resolve

@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks.report import ROOT, save
 from moebius.cluster.submit import submit
-from moebius.data_pipeline.loader import Batch
+from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import start_process
 from moebius.train.config.run_config.run_config import Config, resolve
 from moebius.train.loop import step

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.placement.balance_load import load_imbalance, rebalanced
 from moebius.train.config.run_config.run_config import Config, resolve

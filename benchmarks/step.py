@@ -40,7 +40,7 @@ from rich.table import Table
 from benchmarks.kernels.peers import Mode, exact_mode
 from benchmarks.report import RESULTS, ROOT, environment, save
 from benchmarks.step_profile import profile_step
-from moebius.data_pipeline.loader import Batch
+from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
 from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.kernels.backend import BACKENDS

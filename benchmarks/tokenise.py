@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.tasks import normalised
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.tasks import normalised
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 from moebius.data_pipeline.tokenizers.bpe import train_bpe

@@ -165,7 +165,7 @@ def _cost(options: argparse.Namespace, request: _Request, console: "Console") ->
 def _prepare(request: _Request, console: "Console") -> None:
     """Prepares the data, which all arms share."""
     from ..cluster.report.live import show_preparation
-    from ..data_pipeline.making.prepare import prepare
+    from ..data_pipeline.make.prepare import prepare
 
     data = request.arms[0].config.data
     with show_preparation(console) as on_progress:

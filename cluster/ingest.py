@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..data_pipeline.errors import DataError
-from ..data_pipeline.loader import Batch
+from ..data_pipeline.read.loader import Batch
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..data_pipeline.tokenizers.tokenizer import load_tokenizer
 from .job import JobError

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.making.prepare import prepare
+from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
 from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..data_pipeline.config import DataConfig
+from ..data_pipeline.data_config import DataConfig
 from ..data_pipeline.errors import DataError
-from ..data_pipeline.making.pools import LocalPool, SerialPool, TaskPool
-from ..data_pipeline.making.prepare import prepare
+from ..data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
+from ..data_pipeline.make.prepare import prepare
 from .nodes import processes
 from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
 

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..data_pipeline.making.pools import WorkerDiedError, WorkerKilledError, import_tasks, run_task
+from ..data_pipeline.make.pools import WorkerDiedError, WorkerKilledError, import_tasks, run_task
 from .places.ray_session import require_ray
 
 T = TypeVar("T")

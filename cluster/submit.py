@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.config import DataConfig
-from ..data_pipeline.making.pools import TaskPool
-from ..data_pipeline.making.prepare import OnPoison, prepare
+from ..data_pipeline.data_config import DataConfig
+from ..data_pipeline.make.pools import TaskPool
+from ..data_pipeline.make.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.resize import layouts_for

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from .errors import DataError
 from .manifest import DatasetManifest
-from .token_store import TokenStore
+from .read.token_store import TokenStore
 
 OnBytes = Callable[[int], None]
 """Told how many more bytes were read."""

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import DataConfig
-from .corruption import SkipList, open_fetcher
+from .data_config import DataConfig
 from .document_index import DocumentIndex, DocumentRecord
 from .errors import DataError
-from .left_out import NOTHING, LeftOut
-from .order import RowRefs
-from .reader import Rows
-from .samples import OrderedSamples
+from .read.corruption import SkipList, open_fetcher
+from .read.order import RowRefs
+from .read.rows import Rows
+from .read.samples import OrderedSamples
+from .read.skipped_samples import NOTHING, LeftOut
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .atomic import create_once
-from .config import FORMAT_VERSION, SOURCE_NAME
+from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import PrepareError, ShardError
 
 MAX_ERA_SHARDS = 2**14

@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from .arrow_columns import bool_column, bytes_column, list_column, number_column, text_column
 from .checksum import crc32
-from .config import FORMAT_VERSION
+from .data_config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
 from .tokenizers.interface import Tokenizer, token_dtype
 

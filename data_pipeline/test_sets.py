@@ -12,9 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from .config import DataConfig, TestSet
+from .data_config import DataConfig, TestSet
 from .errors import InputError
-from .making.tasks import normalised_document
+from .make.tasks import normalised_document
 from .sources.documents import Document
 from .sources.reading import read_documents
 from .sources.splits import plan_splits

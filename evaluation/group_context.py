@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data_pipeline.reader import SplitReader
+from ..data_pipeline.read.rows import SplitReader
 from ..model.transformer import Transformer
 
 

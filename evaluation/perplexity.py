@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..data_pipeline.errors import DataError
-from ..data_pipeline.reader import SplitReader
+from ..data_pipeline.read.rows import SplitReader
 from ..distributed.process.process import start_process
 from .restore import refuse_pairs, restore
 from .tasks.documents import rolling_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data_pipeline.token_store import prepared_tokenizer
+from ..data_pipeline.read.token_store import prepared_tokenizer
 from ..distributed.process.process import start_process
 from ..train.evaluate import Evaluation, evaluate
 from .generate import check_temperature, generate

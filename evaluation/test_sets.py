@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data_pipeline.config import DataConfig, TestSet
+from ..data_pipeline.data_config import DataConfig, TestSet
 from ..distributed.process.process import start_process
 from ..train.config.run_config import Config, ConfigError
 from ..train.exact_match import ExactMatch, score_test_sets

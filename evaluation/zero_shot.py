@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..data_pipeline.token_store import prepared_tokenizer
+from ..data_pipeline.read.token_store import prepared_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..distributed.process.process import Process, start_process
 from .group_context import GroupContextText

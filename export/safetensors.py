@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
-from ..data_pipeline.token_store import prepared_tokenizer
+from ..data_pipeline.read.token_store import prepared_tokenizer
 from ..data_pipeline.tokenizers.interface import (
     CONFIG_FILE,
     TOKENIZER_FILE,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data_pipeline.reader import SplitReader
+from ..data_pipeline.read.rows import SplitReader
 from ..distributed.checkpoint.format import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout

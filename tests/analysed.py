@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.evaluation.analysis.analyse import Analysis, new_analysis
 from moebius.evaluation.analysis.hidden import tap_hidden
 from moebius.evaluation.analysis.slices import Item

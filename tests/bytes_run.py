@@ -6,8 +6,8 @@ from pathlib import Path
 from small_corpus import sentences
 from small_model import TINY
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.train.config.run_config.run_config import Config, TrainConfig
 from moebius.train.loop import train

@@ -9,7 +9,7 @@ import torch
 from family import make_uneven, tiny_config
 from torch import Tensor
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.from_tensors import write_checkpoint
 from moebius.distributed.parallelize import expert_names
 from moebius.model.initialise import initialise

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moebius.data_pipeline.config import DataConfig, SourceConfig
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.manifest import (
     Completion,
     Era,
@@ -22,8 +22,8 @@ from moebius.data_pipeline.manifest import (
     index_name,
     shard_name,
 )
+from moebius.data_pipeline.read.token_store import TokenStore
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
-from moebius.data_pipeline.token_store import TokenStore
 
 END = 256  # of a document, among 257 ids
 

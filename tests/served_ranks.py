@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.loader import Batch, Loader
-from moebius.data_pipeline.serving.job import ServerJob
-from moebius.data_pipeline.serving.server import DataServer
-from moebius.data_pipeline.serving.start import ServerHandle
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.loader import Batch, Loader
+from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.server import DataServer
+from moebius.data_pipeline.serve.start import ServerHandle
 
 GLOBAL_BATCH = 8
 

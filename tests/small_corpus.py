@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 
 WORDS = [
     "router",

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from moebius.cli.main import main
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import (
     CheckpointManifest,
     FileSum,

@@ -19,7 +19,7 @@ from small_corpus import shards_of_words
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.gradients import GradientReducer, parameters_to_reduce
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import build_mesh

@@ -12,7 +12,7 @@ from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
 from world import run_ranks
 
 from moebius.cluster.job import Journal, read_status
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
 from moebius.train.config.run_config.run_config import Config, resolve

@@ -15,7 +15,7 @@ from test_main_job import make_config
 
 from moebius.cluster.job import JobError, Launch, State
 from moebius.cluster.places import ray_session
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.train.record.run_folder import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ UNPICKLES = {
 ALLOWED = {
     ("distributed/checkpoint/reading.py", "pickle"): "an exception of torch.load is named by it",
     ("export/published.py", "pickle"): "an exception of torch.load is named by it",
-    ("data_pipeline/making/pools.py", "pickle"): "an exception is tried before it travels",
+    ("data_pipeline/make/pools.py", "pickle"): "an exception is tried before it travels",
 }
 
 

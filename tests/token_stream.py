@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from moebius.data_pipeline.manifest import DatasetManifest, read_manifest
-from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.read.token_store import TokenStore
 
 
 class TokenStream:

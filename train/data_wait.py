@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..data_pipeline.loader import Loader
+from ..data_pipeline.read.loader import Loader
 from .metrics.log import MetricsLog
 from .run import Run
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..data_pipeline.corruption import open_fetcher
-from ..data_pipeline.loader import validation_batches
+from ..data_pipeline.read.corruption import open_fetcher
+from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.transformer import Transformer

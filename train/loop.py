@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.errors import PreparationFailedError
-from ..data_pipeline.loader import Batch, Loader
+from ..data_pipeline.read.loader import Batch, Loader
 from ..distributed.dispatch.base import equal_rows
 from ..distributed.dispatch.choose import counters_of, rooms_of
 from ..distributed.gradients import clip_gradients

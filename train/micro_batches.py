@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data_pipeline.loader import Batch
+from ..data_pipeline.read.loader import Batch
 from ..model.documents import Documents, mark_documents
 from .config.run_config import Config
 

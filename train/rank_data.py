@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..data_pipeline.errors import DataError
-from ..data_pipeline.serving.job import ServerJob
-from ..data_pipeline.serving.start import ServerHandle, start_server, wants_server
+from ..data_pipeline.serve.job import ServerJob
+from ..data_pipeline.serve.start import ServerHandle, start_server, wants_server
 from ..distributed.process.process import Process
 from .config.run_config import Config
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..data_pipeline.left_out import LeftOut
-from ..data_pipeline.loader import Loader
+from ..data_pipeline.read.loader import Loader
+from ..data_pipeline.read.skipped_samples import LeftOut
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
 from ..distributed.checkpoint.format import CheckpointMeta

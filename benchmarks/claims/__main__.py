@@ -51,7 +51,7 @@ from benchmarks.claims.pictures import draw
 from benchmarks.claims.runs import Job, command, planned, record_of, scoring, thin
 from benchmarks.claims.toys import ARMS, data_config, toy
 from moebius.cli.compare_report import progress_of
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.evaluation.compare.plan import refuse_stale
 from moebius.evaluation.compare.runner import locked, run_all
 

@@ -24,7 +24,7 @@ from benchmarks.claims.measures import (
     thinned,
 )
 from benchmarks.claims.toys import ARMS, EVALUATION_ROWS, Arm, toy
-from moebius.data_pipeline.loader import validation_batches
+from moebius.data_pipeline.read.loader import validation_batches
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.compare.one_run import end_with_standard_input
 from moebius.evaluation.compare.plan import PlannedRun

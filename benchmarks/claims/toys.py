@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.model.execution.precision import Precision
 from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig

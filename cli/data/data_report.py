@@ -14,7 +14,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ...data_pipeline.inspection import (
+from ...data_pipeline.manifest import DatasetManifest, read_manifest
+from ...data_pipeline.verify import (
     SPLITS,
     FoundFolder,
     count,
@@ -23,7 +24,6 @@ from ...data_pipeline.inspection import (
     stats,
     verify,
 )
-from ...data_pipeline.manifest import DatasetManifest, read_manifest
 from ..progress import StartProgress
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...data_pipeline.document_order import RowPart, RunOrder, SampleRow, Sightings
-    from ...data_pipeline.peek import DecodedPart, DecodedRow
+    from ...data_pipeline.read.peek import DecodedPart, DecodedRow
     from ...train.config.run_config import Config
 
 _ROWS = 3
@@ -109,7 +109,7 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
     Raises:
         ValueError: it means none, or its data is not there.
     """
-    from ...data_pipeline.inspection import check_readable, is_data_folder
+    from ...data_pipeline.verify import check_readable, is_data_folder
     from ...train.config.run_config import Config, resolve
     from ...train.recipes.smoke import RECIPES
     from ...train.record.run_folder import place_data
@@ -135,7 +135,7 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
 
 def _config_of_folder(folder: Path) -> "Config":
     """Returns the default configuration for a folder's sources."""
-    from ...data_pipeline.inspection import config_of_folder
+    from ...data_pipeline.verify import config_of_folder
     from ...model.config.model_config import ModelConfig
     from ...train.config.run_config import Config
 
@@ -145,7 +145,7 @@ def _config_of_folder(folder: Path) -> "Config":
 
 def _open_order(config: "Config", run: Path | None) -> "RunOrder":
     from ...data_pipeline.document_order import RunOrder
-    from ...data_pipeline.left_out import NOTHING
+    from ...data_pipeline.read.skipped_samples import NOTHING
     from ...train.spikes.record import left_out_by, read_rollbacks
 
     return RunOrder(
@@ -200,9 +200,9 @@ def _peeked_rows(
     options: argparse.Namespace, config: "Config", run: Path | None
 ) -> "tuple[list[DecodedRow], bool]":
     """Returns the rows that were asked for, and whether they are in the order of a run."""
-    from ...data_pipeline.inspection import is_data_folder
-    from ...data_pipeline.peek import peek_order, peek_shards
-    from ...data_pipeline.token_store import prepared_tokenizer
+    from ...data_pipeline.read.peek import peek_order, peek_shards
+    from ...data_pipeline.read.token_store import prepared_tokenizer
+    from ...data_pipeline.verify import is_data_folder
 
     count = _ROWS if options.rows is None else options.rows
     if count < 1:
@@ -270,7 +270,7 @@ def _part_lines(part: "DecodedPart", colour: str) -> "Iterator[Text]":
     """Yields where a part is from, and its text; what is not learned stands in dim brackets."""
     from rich.text import Text
 
-    from ...data_pipeline.peek import visible
+    from ...data_pipeline.read.peek import visible
 
     yield Text(f"── {_part_words(part.part)}", style=f"{colour} dim")
     line = Text()
@@ -286,7 +286,7 @@ def _part_lines(part: "DecodedPart", colour: str) -> "Iterator[Text]":
 
 
 def _part_words(part: "RowPart") -> str:
-    from ...data_pipeline.peek import visible
+    from ...data_pipeline.read.peek import visible
 
     document = part.document
     end = part.first + part.num_tokens
@@ -358,7 +358,7 @@ def _sighting_lines(config: "Config", order: "RunOrder", found: "Sightings") -> 
     from rich.text import Text
 
     from ...data_pipeline.document_order import RowPart
-    from ...data_pipeline.peek import visible
+    from ...data_pipeline.read.peek import visible
 
     document = found.document
     yield Text(_order_words(config), style="dim")

@@ -19,8 +19,8 @@ from ..arguments import (
 )
 
 if TYPE_CHECKING:
-    from ...data_pipeline.config import DataConfig
-    from ...data_pipeline.making.pools import TaskPool
+    from ...data_pipeline.data_config import DataConfig
+    from ...data_pipeline.make.pools import TaskPool
     from ...data_pipeline.manifest import DatasetManifest
 
 _OVERRIDE = re.compile(r"data(\.\w+)+=")
@@ -117,7 +117,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...cluster.report.live import show_preparation
-    from ...data_pipeline.making.prepare import prepare
+    from ...data_pipeline.make.prepare import prepare
 
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")
@@ -168,7 +168,7 @@ def _data_config(options: argparse.Namespace) -> "DataConfig":
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
     """Returns where the tasks run, on this machine."""
-    from ...data_pipeline.making.pools import LocalPool, SerialPool
+    from ...data_pipeline.make.pools import LocalPool, SerialPool
 
     return LocalPool(workers) if workers > 1 else nullcontext(SerialPool())
 

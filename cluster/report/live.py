@@ -36,7 +36,7 @@ from .json_lines import JsonLinesTail
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
-    from ...data_pipeline.making.progress import PrepareProgress
+    from ...data_pipeline.make.progress import PrepareProgress
 
 POLL_S = 0.4
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal

@@ -180,7 +180,7 @@ def prepares_beside(config: "Config") -> bool:
     Raises:
         DataError: it cannot be prepared; most mistakes are found before anything is started.
     """
-    from ...data_pipeline.making.prepare import look_ahead
+    from ...data_pipeline.make.prepare import look_ahead
 
     if config.train.start_when is None:
         return False

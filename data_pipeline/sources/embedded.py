@@ -1,9 +1,9 @@
-"""The English prose that every Python carries, as input (`data_pipeline/corpus.py`)."""
+"""The English prose that every Python carries, as input (`data_pipeline/sources/english.py`)."""
 
 from collections.abc import Iterator
 
-from ..corpus import NUM_PARTS, embedded_part
 from .documents import Document, InputSplit, SplitRange
+from .english import NUM_PARTS, embedded_part
 from .records import RecordRules
 
 EMBEDDED = "embedded"

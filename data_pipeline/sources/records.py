@@ -8,7 +8,7 @@ wrong one, is the same for all of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import SourceConfig
+from ..data_config import SourceConfig
 from ..errors import InputError
 from ..shards import MAX_LABEL_BYTES
 from .documents import Document

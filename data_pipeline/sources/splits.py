@@ -9,7 +9,7 @@ its middle, and so is an Arrow stream. A folder is all files in it that can be r
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..config import DataConfig, SourceConfig
+from ..data_config import DataConfig, SourceConfig
 from ..errors import InputError
 from .documents import InputSplit, Role
 from .files import find_files

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data_pipeline.token_store import prepared_tokenizer
+from ...data_pipeline.read.token_store import prepared_tokenizer
 from ...distributed.process.process import start_process
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config

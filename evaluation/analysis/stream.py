@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data_pipeline.corruption import open_fetcher
-from ...data_pipeline.loader import ValidationBatch, validation_batches
-from ...data_pipeline.reader import SplitReader
+from ...data_pipeline.read.corruption import open_fetcher
+from ...data_pipeline.read.loader import ValidationBatch, validation_batches
+from ...data_pipeline.read.rows import SplitReader
 from ...model.documents import Documents
 from ...model.execution.precision import forward_in, products_dtype
 from ...train.config.run_config import Config

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ...data_pipeline.errors import DataError, ShardError
-from ...data_pipeline.reader import SplitReader
+from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
 from ...distributed.checkpoint.format import StoredCheckpoint, open_checkpoint
 from ...distributed.checkpoint.reshard import StartProgress

@@ -38,9 +38,9 @@ from benchmarks.claims.toys import (  # noqa: E402
     in_bfloat16,
     toy,
 )
-from moebius.data_pipeline.config import DataConfig  # noqa: E402
-from moebius.data_pipeline.loader import validation_batches  # noqa: E402
-from moebius.data_pipeline.making.prepare import prepare  # noqa: E402
+from moebius.data_pipeline.data_config import DataConfig  # noqa: E402
+from moebius.data_pipeline.make.prepare import prepare  # noqa: E402
+from moebius.data_pipeline.read.loader import validation_batches  # noqa: E402
 from moebius.evaluation.compare.plan import PlannedRun  # noqa: E402
 from moebius.evaluation.compare.runner import RunState  # noqa: E402
 from moebius.model.config.model_config.model_config import ModelConfig  # noqa: E402

@@ -11,8 +11,8 @@ from small_corpus import sentences, write_jsonl
 from benchmarks import data as benchmark
 from benchmarks import data_prepare
 from benchmarks.report import save_parts
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 
 
 @pytest.mark.slow

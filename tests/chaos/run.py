@@ -10,7 +10,7 @@ last checkpoint, optimizer included; digest of the samples and loss of each step
 prepared data. The layout never changes, so all of it must be equal bit for bit.
 
 What is not injected: damage to token batches. Without a replica it ends a run, as configured
-(tests/data_pipeline/test_corruption.py).
+(tests/data_pipeline/read/test_corruption.py).
 
 The plan is printed first; the same seed makes the same plan. What a fault meets depends on the
 machine's speed. All is kept in build/chaos/seed-N; report.json there has the figures (record.py
@@ -40,7 +40,7 @@ from moebius.cluster.job import Journal, JournalEntry, State, read_status
 from moebius.cluster.liveness import LifeWatch
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.submit import submit
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
 from tests.chaos.job_under_fire import (
     CPUS_PER_NODE,

@@ -24,7 +24,7 @@ from moebius.cluster.places.standing import (
     start_cluster,
 )
 from moebius.cluster.submit import make_launch
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.run_config.run_config import Config, resolve
 from moebius.train.loop import train

@@ -10,9 +10,9 @@ from moebius.cli.data.prepare import _data_config
 from moebius.cli.main import main, parse
 from moebius.cluster import submit
 from moebius.cluster.places.ray_session import ALLOW_UNAUTHENTICATED
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.read.token_store import TokenStore
 
 FILE = """
 [data]

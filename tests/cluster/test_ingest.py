@@ -11,10 +11,10 @@ from moebius.cluster import ingest
 from moebius.cluster.ingest import RankBatches, split_batches, token_rows
 from moebius.cluster.job import JobError
 from moebius.cluster.places.simulated import simulated_cluster
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.loader import Batch
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.read.loader import Batch
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 S = 16

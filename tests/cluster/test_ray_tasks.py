@@ -14,11 +14,11 @@ import pytest
 from pairwise import slow_but
 
 from moebius.cluster.ray_tasks import RayPool, tasks_for
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.making.config import LanguageConfig
-from moebius.data_pipeline.making.pools import LocalPool, WorkerDiedError
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.pools import LocalPool, WorkerDiedError
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import LanguageConfig
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -134,8 +134,8 @@ _DRIVER = """
 import sys
 from moebius.cluster.ray_tasks import RayPool
 from moebius.cluster.places.ray_session import connected
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 
 def tell(progress):
     print(progress.stage, flush=True)
@@ -205,8 +205,8 @@ import os, signal, sys, time
 from pathlib import Path
 from moebius.cluster.ray_tasks import RayPool
 from moebius.cluster.places.simulated import simulated_cluster
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 
 class KillingANode(RayPool):
     def submit(self, function, item, /):

@@ -16,7 +16,7 @@ from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
 from moebius.cluster.places import ray_session
 from moebius.cluster.submit import make_launch, submit
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
 from moebius.train.config.run_config.metrics_config import MetricsConfig
 from moebius.train.config.run_config.run_config import Config, build

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 
 
 @pytest.fixture(scope="session")

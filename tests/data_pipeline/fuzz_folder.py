@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.manifest import _encoded, manifest_name, read_manifest
+from moebius.data_pipeline.read.token_store import TokenStore
 from moebius.data_pipeline.shards import INDEX_SCHEMA
-from moebius.data_pipeline.token_store import TokenStore
 
 MEMORY_BYTES = 2**31
 CASE_S = 20

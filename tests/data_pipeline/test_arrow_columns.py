@@ -82,10 +82,10 @@ class Note:  # an error here would not show: a task that fails is tried again
 
 asked = []
 sys.meta_path.insert(0, Note())
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.samples import OrderedSamples
-from moebius.data_pipeline.corruption import SkipList, open_fetcher
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.read.samples import OrderedSamples
+from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
 
 folder = Path(sys.argv[1])
 (folder / "text.jsonl").write_text('{"text": "one two three"}\\n{"text": "four five six"}\\n')

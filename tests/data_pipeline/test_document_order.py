@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from made_folder import END, MadeFolder, documents
 
-from moebius.data_pipeline.config import Stage
-from moebius.data_pipeline.corruption import SkipList, SkippedRow
+from moebius.data_pipeline.data_config import Stage
 from moebius.data_pipeline.document_order import RunOrder
 from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.read.corruption import SkipList, SkippedRow
 
 S = 16
 GLOBAL_BATCH = 8

@@ -15,7 +15,7 @@ from made_folder import MadeFolder, documents
 
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.data_pipeline.token_store import TokenStore, verify_shard
+from moebius.data_pipeline.read.token_store import TokenStore, verify_shard
 
 CHILD = Path(__file__).parent / "fuzz_folder.py"
 

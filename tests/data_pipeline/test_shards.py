@@ -10,8 +10,8 @@ import pytest
 
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.manifest import ShardEntry, read_manifest
+from moebius.data_pipeline.read.token_store import TokenStore, prepared_tokenizer, verify_shard
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
-from moebius.data_pipeline.token_store import TokenStore, prepared_tokenizer, verify_shard
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 
 

@@ -8,10 +8,10 @@ import zstandard
 from shared import shared_folder
 from token_stream import TokenStream
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.loader import Loader
-from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.making.tasks import normalised
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.make.tasks import normalised
+from moebius.data_pipeline.read.loader import Loader
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moebius.data_pipeline.config import DataConfig, SourceConfig, TestSet
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig, TestSet
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.test_sets import read_test_sets
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer

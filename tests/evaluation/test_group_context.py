@@ -13,8 +13,8 @@ from small_corpus import sentences
 from token_stream import TokenStream
 from torch import Tensor
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
     GroupContextText,

@@ -8,7 +8,7 @@ import torch
 from made_folder import MadeFolder, documents
 
 from moebius.cli.main import main
-from moebius.data_pipeline.reader import SplitReader
+from moebius.data_pipeline.read.rows import SplitReader
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import _stretches, measure_sliding
 from moebius.evaluation.report import measure

@@ -8,8 +8,8 @@ from small_model import TINY
 
 from moebius.cli.main import main
 from moebius.data_pipeline.algorithmic.draw import ANSWER, PROMPT
-from moebius.data_pipeline.config import DataConfig, TestSet
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig, TestSet
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config.run_config import (

@@ -14,8 +14,8 @@ from small_model import TINY
 
 from moebius.cli.main import main
 from moebius.cli.models.evaluate_report import plain_report, render_report
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.evaluation.scoring import Scorer
 from moebius.evaluation.zero_shot import measure_tasks
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from moebius.cli.main import main
 from moebius.cli.models.evaluate_report import plain_report
-from moebius.data_pipeline.config import DataConfig, SourceConfig
-from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.token_store import prepared_tokenizer
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.generate import generate

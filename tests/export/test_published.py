@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moebius.cli.main import main
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.format import verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate

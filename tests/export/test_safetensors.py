@@ -21,8 +21,8 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.cli.main import main
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import CheckpointError

@@ -18,8 +18,8 @@ from pairwise import slow_but
 from world import run_ranks
 
 from moebius.cli.main import main
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.layout import MeshConfig
 from moebius.evaluation import restore
 from moebius.model.config.model_config.attention_config import SwitchHeadConfig

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer

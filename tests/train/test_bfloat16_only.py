@@ -13,7 +13,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.cli.planning.plan_request import make_scenario
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.format import latest, open_checkpoint
 from moebius.distributed.checkpoint.reading import read_tensor
 from moebius.distributed.layout import MeshConfig

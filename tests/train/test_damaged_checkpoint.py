@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from world import RankFailed, run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint import writing
 from moebius.model.config.model_config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config.feed_forward_config import ExpertsConfig

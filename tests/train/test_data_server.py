@@ -11,10 +11,10 @@ from made_folder import MadeFolder, documents
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.serving.job import ServerJob
-from moebius.data_pipeline.serving.start import ServerHandle
+from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.start import ServerHandle
 from moebius.distributed.process.process import Process
 from moebius.model.config.model_config.attention_config import DenseAttentionConfig
 from moebius.model.config.model_config.feed_forward_config import DenseFeedForwardConfig

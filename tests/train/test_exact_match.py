@@ -13,8 +13,8 @@ import torch
 from small_model import TINY
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig, TestSet
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.data_config import DataConfig, TestSet
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.test_sets import TestItem
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.generate import generate

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.format import latest, read_meta, verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import contiguous_map

@@ -12,7 +12,7 @@ from parts import layers
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config.model_config import ModelConfig
 from moebius.train.config.run_config.run_config import Config, TrainConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process

@@ -18,8 +18,8 @@ from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.loader import Batch, ValidationBatch
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in

@@ -14,8 +14,8 @@ from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.loader import Batch
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.checkpoint.format import latest, list_checkpoints
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.parallelize import expert_names

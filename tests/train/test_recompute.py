@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.model.config.model_config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config.feed_forward_config import ExpertsConfig

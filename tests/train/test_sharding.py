@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config.attention_config import DenseAttentionConfig

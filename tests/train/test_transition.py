@@ -12,7 +12,7 @@ from parts import layers
 from torch import Tensor
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.format import latest
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process

@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...data_pipeline.config import DataConfig
-from ...data_pipeline.making.config import (
+from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.prepare_config import (
     DecontaminateConfig,
     FilterConfig,
     LanguageConfig,

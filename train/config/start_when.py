@@ -1,7 +1,7 @@
 """When the ranks of a run begin while its data is still being prepared.
 
 What a run reads does not depend on it: the order of a folder that grows is that of the whole one
-(`data_pipeline/order.py`), and a step whose era is not sealed yet waits.
+(`data_pipeline/read/order.py`), and a step whose era is not sealed yet waits.
 """
 
 import re

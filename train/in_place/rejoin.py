@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ...data_pipeline.loader import Loader
+from ...data_pipeline.read.loader import Loader
 from ...distributed.process.process import start_process, stop_process
 from ..metrics.log import MetricsLog
 from ..phase_clock import PhaseClock

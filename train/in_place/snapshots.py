@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...data_pipeline.loader import Loader
+from ...data_pipeline.read.loader import Loader
 from ...distributed.local_shard import LocalShard
 from ...distributed.placement.move import expert_maps_of
 from ...distributed.process.json_messages import all_gather_json

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ...data_pipeline.algorithmic.draw import ANSWER, PROMPT
-from ...data_pipeline.config import DataConfig, TestSet
+from ...data_pipeline.data_config import DataConfig, TestSet
 from ...model.config.model_config import ModelConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig

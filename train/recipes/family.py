@@ -11,7 +11,7 @@ Two comparisons are fair here, and a recipe takes part in one of them:
 
 from typing import Any
 
-from ...data_pipeline.config import DataConfig
+from ...data_pipeline.data_config import DataConfig
 from ...model.config.model_config import ModelConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig

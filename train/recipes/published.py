@@ -16,7 +16,7 @@ reported; the authors' file has E = 2048, so m = 32.
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ...data_pipeline.config import DataConfig
+from ...data_pipeline.data_config import DataConfig
 from ...model.config.attention_config import (
     DenseAttentionConfig,
     LearnedPositionsConfig,

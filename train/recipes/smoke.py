@@ -7,7 +7,7 @@ the sizes of the papers, algorithmic.py tasks where recurrence shows.
 
 from collections.abc import Callable
 
-from ...data_pipeline.config import DataConfig
+from ...data_pipeline.data_config import DataConfig
 from ...distributed.layout import MeshConfig
 from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.feed_forward_config import ExpertsConfig

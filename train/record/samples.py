@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...data_pipeline.corruption import open_fetcher
-from ...data_pipeline.loader import validation_batches
-from ...data_pipeline.token_store import prepared_tokenizer
+from ...data_pipeline.read.corruption import open_fetcher
+from ...data_pipeline.read.loader import validation_batches
+from ...data_pipeline.read.token_store import prepared_tokenizer
 from ...distributed.process.process import Process
 from ...model.execution.precision import forward_in, products_dtype
 from ...model.transformer import Transformer

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
-from ...data_pipeline.left_out import LeftOut
+from ...data_pipeline.read.skipped_samples import LeftOut
 
 FILE = "rollbacks.json"
 

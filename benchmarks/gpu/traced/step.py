@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.traced.operations import Watch, watched
-from moebius.data_pipeline.loader import Batch, ValidationBatch
+from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed import parallelize
 from moebius.distributed.dispatch import alltoall, expert_map, measure, symmetric
 from moebius.distributed.dispatch.table import needs_nodes

@@ -35,7 +35,7 @@ from moebius.cluster.supervise.background_data import Preparation, workers_besid
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.growth import give_up, given_up
-from moebius.data_pipeline.making.progress import PrepareProgress, SourceProgress
+from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress
 from moebius.train.in_place.orders import RoundOrder
 
 USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: era 1 will not come: why"

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.read.loader import Loader
 from moebius.train import __main__ as program
 from moebius.train import loop
 

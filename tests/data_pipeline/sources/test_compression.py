@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 import zstandard
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.sources import lines
 from moebius.data_pipeline.sources.compression import CHUNK_BYTES, unpacked_chunks

@@ -5,10 +5,10 @@ one is one clear error.
 import pytest
 from token_stream import TokenStream
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.making.pools import LocalPool
-from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.make.pools import LocalPool
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 

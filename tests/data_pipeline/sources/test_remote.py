@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebius.data_pipeline import retries
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.remote import RemoteFile

@@ -11,7 +11,7 @@ import zstandard
 from fake_hub import serve_hub
 
 from moebius.data_pipeline import retries
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits

@@ -6,10 +6,10 @@ from small_corpus import sentences, write_jsonl
 from token_stream import TokenStream
 from tokenizers import models, pre_tokenizers
 
-from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.token_store import prepared_tokenizer
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers import huggingface
 from moebius.data_pipeline.tokenizers.fast import UnsuitableError
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE

@@ -14,8 +14,8 @@ from small_corpus import shards_of_words
 from small_model import TINY
 
 from moebius.cli.main import main
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.reader import SplitReader
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.rows import SplitReader
 from moebius.evaluation.analysis import analyse as counting
 from moebius.evaluation.analysis import report
 from moebius.evaluation.analysis.analyse import analyse

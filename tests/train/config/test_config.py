@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_raw_bytes_need_no_vocabulary_size() -> None:
-    from moebius.data_pipeline.config import DataConfig
+    from moebius.data_pipeline.data_config import DataConfig
 
     data = DataConfig(tokenizer="bytes")
     assert data.num_token_ids == data.vocab_size == 257

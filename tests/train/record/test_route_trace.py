@@ -15,8 +15,8 @@ import torch
 from family import tiny_model
 from world import run_ranks
 
-from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.read.loader import Loader
 from moebius.model.config.model_config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config.model_config import ModelConfig

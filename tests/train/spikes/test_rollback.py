@@ -15,7 +15,7 @@ from small_model import TINY
 from world import RankFailed
 from world import run_ranks as run_ranks_for
 
-from moebius.data_pipeline.left_out import LeftOut
+from moebius.data_pipeline.read.skipped_samples import LeftOut
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.train import loop

@@ -1,0 +1,1 @@
+"""Holds data_pipeline/make."""

@@ -1,0 +1,125 @@
+"""Puts shards into the manifests in the order of their units, whatever order they were made in.
+
+An era of a source is sealed as soon as it has its tokens, so that whoever reads the folder while it
+is made finds the same eras in the same order as after. The header comes with the first era: a
+folder from which nothing could ever be read has none.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..data_config import DataConfig
+from ..manifest import (
+    MAX_ERA_SHARDS,
+    Completion,
+    Era,
+    Header,
+    ManifestWriter,
+    QuarantinedSplit,
+    ShardEntry,
+    SourceEntry,
+    Split,
+    TokenizerEntry,
+)
+from ..tokenizers.interface import main_file
+from ..tokenizers.tokenizer import load_tokenizer
+from .choose import SourceCounts
+from .units import Unit
+
+
+class Committer:
+    """Extends the chain of manifests by one unit after the other."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        *,
+        num_units: dict[str, int],
+        on_era: Callable[[str], None],
+    ):
+        """Takes how many units each source has, and what to call with the source of every era."""
+        self._config, self._folder = config, folder
+        self._num_units, self._on_era = num_units, on_era
+        self._writer = ManifestWriter(folder)
+        self._open: dict[str, list[ShardEntry]] = {name: [] for name in num_units}
+        self._left = dict(num_units)
+        self._eras = dict.fromkeys(num_units, 0)
+        self._documents = {name: _nothing() for name in num_units}
+        self._tokens = {name: _nothing() for name in num_units}
+        self._has_header = False
+
+    def commit(self, source: str, shards: Sequence[ShardEntry]) -> None:
+        """Takes the shards of the next unit of a source; none where it has none."""
+        era = self._open[source]
+        era.extend(shards)
+        self._left[source] -= 1
+        for shard in shards:
+            self._documents[source][shard.split] += shard.num_documents
+            self._tokens[source][shard.split] += shard.num_tokens
+        train_tokens = sum(shard.num_tokens for shard in era if shard.split == "train")
+        is_full = train_tokens >= self._config.era_tokens or len(era) >= MAX_ERA_SHARDS
+        if era and (is_full or not self._left[source]):
+            self._seal(source)
+
+    def complete(
+        self,
+        counts: dict[str, SourceCounts],
+        quarantined: Sequence[QuarantinedSplit],
+        units: Sequence[Unit],
+    ) -> None:
+        """Ends the chain."""
+        assert not any(self._left.values()), "a unit was not committed"
+        self._writer.append(
+            Completion(
+                num_documents=self._documents,
+                num_tokens=self._tokens,
+                dropped={
+                    name: dict(sorted(count.dropped.items())) for name, count in counts.items()
+                },
+                quarantined=tuple(quarantined),
+                inputs={split.url: split.size for unit in units for split in unit.splits},
+            )
+        )
+
+    def _seal(self, source: str) -> None:
+        if not self._has_header:
+            self._writer.append(self._header())
+            self._has_header = True
+        shards = tuple(self._open[source])
+        self._writer.append(Era(source=source, number=self._eras[source], shards=shards))
+        self._open[source] = []
+        self._eras[source] += 1
+        self._on_era(source)
+
+    def _header(self) -> Header:
+        tokenizer = load_tokenizer(self._folder)
+        config = self._config
+        return Header(
+            spec_hash=config.spec_hash,
+            spec=config.spec,
+            tokenizer=TokenizerEntry(
+                kind=config.tokenizer,
+                file=main_file(tokenizer),
+                sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                end_of_document_id=tokenizer.end_of_document_id,
+            ),
+            batch_tokens=config.batch_tokens,
+            era_tokens=config.era_tokens,
+            sources=tuple(
+                SourceEntry(
+                    name=source.name,
+                    licence=source.licence,
+                    weight=source.weight,
+                    num_splits=self._num_units[source.name],
+                    has_loss_mask=source.has_loss_mask,
+                    has_record_id=bool(source.id_field),
+                )
+                for source in config.all_sources
+            ),
+        )
+
+
+def _nothing() -> dict[Split, int]:
+    return {"train": 0, "validation": 0}

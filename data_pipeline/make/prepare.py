@@ -1,0 +1,490 @@
+"""Text to a folder of token shards, streaming: what is read first can be trained on first.
+
+1. plan      input files -> units of work, in the one order that everything follows (`plan`)
+2. scan      per unit: hash, size and faults of every document (`tasks.scan_unit`)
+3. choose    in order: repeats out, train or validation (`choose`)
+4. sample    heads of units of all sources: the text that the tokenizer is trained on
+5. tokenise  per unit, as soon as it is chosen: one shard per side
+6. commit    in order: eras are sealed as they fill, and can be read from then on (`commit`)
+
+2, 4 and 5 are tasks of a `TaskPool` and run anywhere, in any order, tokenising before scanning. 3
+and 6 are quick and happen here. With `shuffle_documents` tokenised documents are spilled, and
+collected into shards by a second pass (`shuffle`).
+
+What is written depends on the input and the configuration alone: any number of workers, any
+interruption (kill -9 as well) and any retry lead to the same bytes. What is unfinished lies in
+`unfinished/`, and the next call goes on from there.
+
+A unit whose task fails for a reason that the user can mend ends the preparation with that reason. A
+unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
+left out, and the last manifest says so (`failures`).
+
+Cost: text is read at 100 MB/s/core, and a second time by a process that has not kept it (`kept`);
+tokenising takes nearly all the time.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..data_config import DataConfig
+from ..errors import InputError, PrepareError, ShardError
+from ..growth import UNFINISHED
+from ..manifest import (
+    DatasetManifest,
+    QuarantinedSplit,
+    ShardEntry,
+    is_prepared,
+    read_manifest,
+)
+from ..sources.embedded import EMBEDDED
+from ..tokenizers.tokenizer import tokenizer_of
+from .choose import Chooser
+from .commit import Committer
+from .failures import Failures, OnPoison, account, ended, reason
+from .hooks import set_up
+from .kept import forget
+from .pools import SerialPool, TaskPool
+from .prepare_report import PrepareReport, StageTime, import_drawing, write_report
+from .progress import Meter, PrepareProgress
+from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
+from .tasks import (
+    SIDES,
+    Sampled,
+    Scanned,
+    UnitTask,
+    read_scan,
+    recorded_shards,
+    sample_unit,
+    save_fates,
+    scan_unit,
+    tokenise_unit,
+    train_task,
+    unfinished_file,
+)
+from .unfinished import (
+    Quarantined,
+    QuarantineStage,
+    begin,
+    claimed,
+    clear,
+    finished,
+    read_quarantined,
+    write_quarantined,
+)
+from .units import Unit, plan_units
+from .vocabulary import Vocabulary, is_empty
+
+_MAX_REASON_CHARS = 2000
+_Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
+
+
+def prepare(
+    config: DataConfig,
+    directory: str | Path,
+    *,
+    pool: TaskPool | None = None,
+    on_progress: Callable[[PrepareProgress], None] | None = None,
+    on_poison: OnPoison = "auto",
+    report: bool = False,
+) -> DatasetManifest:
+    """Makes `directory` hold the tokens of `config`, and returns its manifest.
+
+    Returns at once where they are there already; goes on where an earlier run was stopped; waits
+    where another process prepares the same folder, and returns what that one has made.
+
+    Args:
+        config: what is made of what.
+        directory: takes the shards; every worker must see it.
+        pool: where tasks run; by default in this process, one after another. So does the embedded
+            corpus alone, whatever is given.
+        on_progress: is called after every task.
+        on_poison: see `OnPoison`.
+        report: whether `report.md` and `report.html` are written beside the shards.
+
+    Raises:
+        InputError: input that cannot be read.
+        PrepareError: a folder that holds something else or cannot be written.
+    """
+    folder = Path(directory).absolute()
+    show = on_progress or (lambda progress: None)
+    manifest = finished(config, folder)
+    if manifest is None:
+        # before anything is written: most mistakes are in the names of the input
+        units = plan_units(config)
+        if pool is None or _needs_no_pool(units):
+            pool = SerialPool()
+        if report:  # while tasks run: half a second
+            threading.Thread(target=import_drawing, name="import for the report").start()
+        pool.expect(len(units))
+        with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
+            manifest = finished(config, folder)  # somebody else may have been faster
+            if manifest is None:
+                begin(config, folder, units)
+                set_up(config, folder / UNFINISHED)
+                work = _Preparation(config, folder, units, pool, show, on_poison)
+                try:
+                    work.run()
+                finally:
+                    forget(folder)  # what a pool in this process has kept
+                manifest = read_manifest(folder)
+                if report:
+                    write_report(folder, work.report(manifest))
+            clear(folder)
+    elif (folder / UNFINISHED).exists():
+        with claimed(folder, on_wait=lambda: None):
+            clear(folder)
+    return manifest
+
+
+def _needs_no_pool(units: Sequence[Unit]) -> bool:
+    """Returns whether the embedded corpus is all there is: every process that reads a part of it
+    reads all (3 s), so that several would be no sooner done than one.
+    """
+    return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
+
+
+def look_ahead(config: DataConfig, directory: str | Path) -> DatasetManifest | None:
+    """Returns the manifest of data that is complete; None: it must be prepared, and can be begun.
+
+    Raises:
+        InputError: some input is not there.
+        PrepareError: the folder holds something else.
+    """
+    manifest = finished(config, Path(directory).absolute())
+    if manifest is None:
+        plan_units(config)
+    return manifest
+
+
+class _Preparation:
+    """Is one preparation at work: what is ready to be done, what is out, what is done."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        units: Sequence[Unit],
+        pool: TaskPool,
+        show: Callable[[PrepareProgress], None],
+        on_poison: OnPoison,
+    ):
+        self._config, self._folder, self._units, self._pool = config, folder, units, pool
+        self._show, self._failures = show, Failures(on_poison)
+        self._chooser = Chooser(config)
+        self._vocabulary = Vocabulary(config, folder, units)
+        self._meter = Meter(units)
+        self._buckets = shuffled_buckets(units, config) if config.shuffle_documents else ()
+        self._to_commit = deque(enumerate(self._buckets or units))
+        self._committer = Committer(
+            config,
+            folder,
+            num_units=dict(Counter(unit.source for _, unit in self._to_commit)),
+            on_era=self._meter.era_sealed,
+        )
+        # in the order in which they are handed out
+        self._ready: dict[_Stage, deque[int]] = {
+            stage: deque() for stage in ("train", "sample", "gather", "tokenise", "scan")
+        }
+        self._out: dict[int, tuple[_Stage, int]] = {}
+        self._began = time.monotonic()
+        self._times: dict[str, tuple[float, float]] = {}  # stage -> first task, last result
+        self._scanned: set[int] = set()
+        self._num_chosen = self._num_made = 0
+        self._last_units = {unit.source: index for index, unit in enumerate(units)}
+        self._spilled: list[int] = []
+        self._shards: dict[int, tuple[ShardEntry, ...]] = {}  # made and not committed
+        self._quarantined: dict[int, Quarantined] = {}
+
+    def report(self, manifest: DatasetManifest) -> PrepareReport:
+        """Returns what is known beside the manifest."""
+        order = (
+            "The documents of each source are spread over all of its shards."
+            if self._buckets
+            else "Documents are in the order of the input's files: training shuffles them inside "
+            "an era only (data.shuffle_documents spreads them)."
+        )
+        return PrepareReport(
+            manifest,
+            statistics={name: one.statistics for name, one in self._chooser.counts.items()},
+            stages=tuple(
+                StageTime(stage, last - first) for stage, (first, last) in self._times.items()
+            ),
+            wall_seconds=time.monotonic() - self._began,
+            workers=self._pool.description,
+            tokenizer_engine=tokenizer_of(self._folder).engine,
+            notes=(order,),
+        )
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Does everything that is left to do."""
+        self._recall()
+        self._choose_in_order()
+        self._commit_in_order()
+        self._tell()
+        self._hand_out()
+        while self._to_commit:
+            assert self._out, "work is left, and nobody is at it"
+            number, outcome = self._pool.wait()
+            stage, index = self._out.pop(number)
+            self._times[stage] = (self._times[stage][0], time.monotonic())
+            if isinstance(outcome, BaseException):
+                self._failed(stage, index, outcome)
+            else:
+                self._done(stage, index, outcome)
+            self._choose_in_order()
+            self._hand_out()  # before manifests are brought to disk: no worker waits for that
+            self._commit_in_order()
+            self._tell()
+        quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
+        self._committer.complete(self._chooser.counts, quarantined, self._units)
+
+    def _recall(self) -> None:
+        """Finds what an earlier run has done, and what is to be done first."""
+        for index, unit in enumerate(self._units):
+            if (entry := read_quarantined(self._folder, unit)) is not None:
+                self._quarantined[index] = entry
+                self._meter.unit_quarantined(unit)
+            # decided anew before anybody reads it, and perhaps torn since
+            unfinished_file(self._folder, unit, "fates.npy").unlink(missing_ok=True)
+            if unfinished_file(self._folder, unit, "scan.npz").exists():
+                self._scanned.add(index)
+            elif entry is None:
+                self._ready["scan"].append(index)
+        self._ready["sample"].extend(self._vocabulary.units_to_begin_with)
+        sealed = read_manifest(self._folder).shards if is_prepared(self._folder) else ()
+        self._sealed = {shard.name for shard in sealed}
+
+    def _hand_out(self) -> None:
+        capacity = self._pool.capacity
+        while len(self._out) < capacity:
+            task = self._next()
+            if task is None:
+                return
+            now = time.monotonic()
+            self._times.setdefault(task[0], (now, now))
+            self._out[self._pool.submit(*self._task(*task))] = task
+
+    def _next(self) -> tuple[_Stage, int] | None:
+        for stage, ready in self._ready.items():
+            if ready and (stage != "tokenise" or self._vocabulary.is_ready):
+                return stage, ready.popleft()
+        return None
+
+    def _task(self, stage: _Stage, index: int) -> tuple[Callable[[Any], object], object]:
+        """Returns the function and the item of a task."""
+        if stage == "train":
+            return train_task, self._vocabulary.task
+        if stage == "gather":
+            return gather_bucket, self._bucket_task(index)
+        proof = self._vocabulary.proof
+        task = UnitTask(self._config, self._folder, self._units[index], proof=proof)
+        if stage == "sample":
+            return sample_unit, replace(task, sample_bytes=self._vocabulary.shares[index])
+        if stage == "scan":
+            return scan_unit, task
+        self._meter.begin_tokenising()
+        if self._buckets:
+            of_source = [one for one in self._buckets if one.source == task.unit.source]
+            return spill_unit, SpillTask(task, len(of_source))
+        return tokenise_unit, task
+
+    def _bucket_task(self, index: int) -> BucketTask:
+        bucket = self._buckets[index]
+        spilled = [self._units[one] for one in sorted(self._spilled)]
+        return BucketTask(
+            self._config,
+            self._folder,
+            bucket,
+            num_buckets=sum(one.source == bucket.source for one in self._buckets),
+            units=tuple(unit for unit in spilled if unit.source == bucket.source),
+            proof=self._vocabulary.proof,
+        )
+
+    def _tell(self) -> None:
+        stages = {stage for stage, _ in self._out.values()} | {
+            stage for stage, ready in self._ready.items() if ready
+        }
+        if self._buckets and self._num_made == len(self._units):
+            stage = "shuffling"
+        elif self._vocabulary.is_ready:
+            stage = "tokenising"
+        else:
+            stage = "training the tokenizer" if "train" in stages else "reading"
+        self._show(self._meter.progress(stage))
+
+    # ---- what becomes of a task
+
+    def _done(self, stage: _Stage, index: int, result: Any) -> None:
+        if stage == "scan":
+            self._scanned.add(index)
+        elif stage == "sample":
+            self._sampled(index, result)
+        elif stage == "train":
+            self._vocabulary.trained(result)
+        elif stage == "gather":
+            self._shards[index] = result
+        elif self._buckets:
+            self._spilled.append(index)
+            self._made(index, num_tokens=result)
+        else:
+            self._shards[index] = result
+            self._made(index, num_tokens=sum(shard.num_tokens for shard in result))
+
+    def _sampled(self, index: int, sampled: Sampled | None) -> None:
+        if self._vocabulary.take(index, sampled):
+            self._ready["train"].append(0)
+
+    def _made(self, index: int, *, num_tokens: int, is_own: bool = True) -> None:
+        """Counts a unit that needs no more tokenising."""
+        self._num_made += 1
+        if index not in self._quarantined:
+            self._meter.unit_done(self._units[index], num_tokens, is_own=is_own)
+        if self._buckets and self._num_made == len(self._units):
+            self._ready["gather"].extend(range(len(self._buckets)))
+
+    def _failed(self, stage: _Stage, index: int, error: BaseException) -> None:
+        if self._failures.try_again((stage, index), error):
+            self._ready[stage].appendleft(index)
+            return
+        if stage in ("train", "gather"):  # of which no unit can be left out
+            raise ended(self._name(stage, index), stage, error)
+        self._failures.check_is_poison(self._name(stage, index), stage, error)
+        if stage == "sample":  # reading it whole will fail as well, and is what counts
+            self._sampled(index, None)
+        else:
+            self._quarantine("scan" if stage == "scan" else "tokenise", index, error)
+
+    def _name(self, stage: _Stage, index: int) -> str:
+        if stage == "train":
+            return "the tokenizer"
+        if stage == "gather":
+            return f"bucket {self._buckets[index].number} of source {self._buckets[index].source!r}"
+        return self._units[index].label
+
+    def _quarantine(self, stage: QuarantineStage, index: int, error: BaseException) -> None:
+        unit = self._units[index]
+        split = QuarantinedSplit(
+            source=unit.source, input=unit.label, error=reason(error)[:_MAX_REASON_CHARS]
+        )
+        self._quarantined[index] = entry = Quarantined(stage, split)
+        write_quarantined(self._folder, unit, entry, account(error))
+        self._meter.unit_quarantined(unit)
+        news = f"{unit.label} is left out: {reason(error)}"
+        self._show(self._meter.progress("quarantine", news=news))
+        if stage == "tokenise":
+            self._made(index, num_tokens=0)
+
+    # ---- in order
+
+    def _choose_in_order(self) -> None:
+        while self._num_chosen < len(self._units):
+            index = self._num_chosen
+            entry = self._quarantined.get(index)
+            if entry is not None and entry.stage == "scan":
+                self._made(index, num_tokens=0)
+            elif index not in self._scanned:
+                return
+            elif (scanned := self._scan_of(index)) is None:
+                self._scanned.discard(index)
+                self._ready["scan"].append(index)
+                return
+            else:
+                self._choose(index, scanned, is_quarantined=entry is not None)
+            self._num_chosen += 1
+            if self._vocabulary.waits_for(index):
+                if entry is None:
+                    self._ready["sample"].append(index)
+                else:
+                    self._sampled(index, None)
+            self._check_source(index)
+
+    def _scan_of(self, index: int) -> Scanned | None:
+        """Returns what is known of a unit; None: it was damaged since, and is read again."""
+        unit = self._units[index]
+        try:
+            return read_scan(self._folder, unit)
+        except ShardError:
+            unfinished_file(self._folder, unit, "scan.npz").unlink(missing_ok=True)
+            return None
+
+    def _choose(self, index: int, scanned: Scanned, *, is_quarantined: bool) -> None:
+        unit = self._units[index]
+        fates = self._chooser.choose(unit, scanned)
+        save_fates(self._folder, unit, fates)
+        has_documents = bool(np.isin(fates, list(SIDES)).any())
+        if is_quarantined:
+            self._made(index, num_tokens=0)
+        elif self._buckets:  # the shards are those of buckets: none belongs to this unit
+            if has_documents:
+                self._ready["tokenise"].append(index)
+            else:
+                self._made(index, num_tokens=0)
+        elif not has_documents:
+            self._shards[index] = ()
+            self._made(index, num_tokens=0)
+        elif (sealed := self._sealed_shards(unit)) is not None:
+            self._shards[index] = sealed
+            num_tokens = sum(shard.num_tokens for shard in sealed)
+            self._made(index, num_tokens=num_tokens, is_own=False)
+        else:
+            self._ready["tokenise"].append(index)
+
+    def _sealed_shards(self, unit: Unit) -> tuple[ShardEntry, ...] | None:
+        """Returns the shards of a unit if an earlier run has sealed all of them."""
+        recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
+        names = {shard.name for shard in recorded or ()}
+        return recorded if names <= self._sealed else None
+
+    def _check_source(self, index: int) -> None:
+        """Checks that a source has something to train on, once all of it is decided about.
+
+        Raises:
+            InputError: it has not.
+        """
+        source = self._units[index].source
+        if self._last_units[source] != index:
+            return
+        counts = self._chooser.counts[source]
+        if counts.chosen["train"]:
+            return
+        config = next(one for one in self._config.all_sources if one.name == source)
+        dropped = dict(counts.dropped)
+        lost = [one.split for one in self._quarantined.values() if one.split.source == source]
+        if lost:
+            raise PrepareError(
+                f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits "
+                f"are in quarantine, {lost[0].input} because of {lost[0].error}"
+            )
+        if not counts.chosen["validation"]:
+            raise InputError(is_empty(config.input, counts.num_documents, dropped))
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise InputError(
+            f"input {', '.join(config.input)}: all documents went to validation "
+            f"({counts.chosen['validation']} there; {reasons or 'none dropped'}): lower "
+            f"validation_fraction={self._config.validation_fraction}, or take from input what is "
+            "in validation_input"
+        )
+
+    def _is_given_up(self, index: int) -> bool:
+        return index in self._quarantined and index < self._num_chosen
+
+    def _commit_in_order(self) -> None:
+        while self._to_commit:
+            position, unit = self._to_commit[0]
+            if position in self._shards:
+                shards = self._shards.pop(position)
+            elif not self._buckets and self._is_given_up(position):
+                shards = ()
+            else:
+                return
+            self._committer.commit(unit.source, shards)
+            self._to_commit.popleft()

@@ -1,0 +1,212 @@
+"""The global document shuffle: the documents of a source, spread evenly over all of its shards.
+
+A loader shuffles inside an era, so documents that lie far apart in the input never come together in
+a batch: a source whose files are sorted by date or site is read sorted by date or site. With
+`shuffle_documents` each document is given a place by a keyed hash of its text, in two passes:
+
+    spill_unit      tokenises a unit, and writes its documents sorted by bucket, a piece at a time
+    gather_bucket   collects a bucket from all units, sorts it by the hash, writes its shards
+
+The order depends on the documents alone. It needs the whole corpus: no era is sealed before the
+last unit is tokenised, so a run cannot train meanwhile. Cost: each token is written and read once
+more, and takes its place on the disk twice until all is done.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..arrow_columns import bools_of
+from ..atomic import atomic_write
+from ..data_config import DataConfig
+from ..errors import ShardError
+from ..manifest import ShardEntry, Split
+from ..read.token_store import read_batches
+from ..shards import ShardWriter, TokenDocument
+from .records import read_record, write_record
+from .tasks import (
+    ShardPair,
+    UnitTask,
+    ready_shards,
+    save_shards,
+    schema_of,
+    token_documents,
+    unfinished_file,
+)
+from .units import Unit, interleaved
+
+MAX_BUCKETS = 1024
+_PIECE_TOKENS = 2**24  # held in memory and sorted at a time
+_KEY = 0x5D5F_1E2D_0C5B_A7E3
+_SIDES: tuple[Split, Split] = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class SpillTask:
+    """Holds what a task needs to know to spill a unit."""
+
+    task: UnitTask
+    num_buckets: int
+
+
+@dataclass(frozen=True)
+class BucketTask:
+    """Holds what a task needs to know to make the shards of one bucket of a source."""
+
+    config: DataConfig
+    directory: Path
+    bucket: Unit
+    num_buckets: int
+    units: tuple[Unit, ...]  # that have spilled
+    proof: str = ""  # of the tokenizer
+
+    @property
+    def task(self) -> UnitTask:
+        """Returns the bucket's task as if it were a unit, whose place it takes from here on."""
+        return UnitTask(self.config, self.directory, self.bucket, proof=self.proof)
+
+
+def shuffled_buckets(units: Sequence[Unit], config: DataConfig) -> tuple[Unit, ...]:
+    """Returns the buckets of all sources in the order in which they are committed.
+
+    They stand in the place of units, about as large as an input split, and MAX_BUCKETS at most of a
+    source. They have no input of their own.
+    """
+    total_bytes: Counter[str] = Counter()
+    for unit in units:
+        total_bytes[unit.source] += unit.num_bytes
+    return interleaved(
+        Unit(source, number, ())
+        for source, num_bytes in total_bytes.items()
+        for number in range(min(MAX_BUCKETS, max(1, -(-num_bytes // config.split_bytes))))
+    )
+
+
+# ---- first pass
+
+
+def spill_unit(spill: SpillTask) -> int:
+    """Writes the documents of a unit sorted by bucket; returns how many tokens they have."""
+    task = spill.task
+    said = task.unfinished("spill.json")
+    if (found := read_record(said)) is not None:
+        return int(found["num_tokens"])
+    places: list[int] = []
+    num_tokens = 0
+    with ExitStack() as files:
+        file = files.enter_context(atomic_write(task.unfinished("spill.tok.arrow")))
+        index_file = files.enter_context(atomic_write(task.unfinished("spill.idx.arrow")))
+        writer = ShardWriter(file, schema=schema_of(task), batch_tokens=task.config.batch_tokens)
+        for piece in _pieces(token_documents(task)):
+            for place, documents in _by_place(piece, spill.num_buckets):
+                for document in documents:
+                    writer.add(document)
+                    num_tokens += len(document.tokens)
+                writer.end_batch()
+                places.extend([place] * (writer.num_batches - len(places)))
+        writer.close_index(index_file)
+    write_record(said, {"num_tokens": num_tokens, "places": places})
+    return num_tokens
+
+
+_Placed = tuple[Split, TokenDocument]
+
+
+def _pieces(documents: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    piece: list[_Placed] = []
+    num_tokens = 0
+    for side, document in documents:
+        piece.append((side, document))
+        num_tokens += len(document.tokens)
+        if num_tokens >= _PIECE_TOKENS:
+            yield piece
+            piece, num_tokens = [], 0
+    if piece:
+        yield piece
+
+
+def _by_place(
+    piece: Sequence[_Placed], num_buckets: int
+) -> Iterator[tuple[int, list[TokenDocument]]]:
+    """Yields the documents of a piece by place: 2 × bucket + side."""
+    groups: dict[int, list[TokenDocument]] = {}
+    for side, document in piece:
+        bucket = _shuffle_key(document.doc_id) * num_buckets >> 64
+        groups.setdefault(2 * bucket + _SIDES.index(side), []).append(document)
+    yield from sorted(groups.items())
+
+
+def _shuffle_key(doc_id: bytes) -> int:
+    """Returns 64 bits that say where a document goes (splitmix64's finalizer of its hash).
+
+    The second half of the hash: the first decides about validation.
+    """
+    value = int.from_bytes(doc_id[8:], "big") ^ _KEY
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
+
+
+# ---- second pass
+
+
+def gather_bucket(bucket: BucketTask) -> tuple[ShardEntry, ...]:
+    """Writes the shards of one bucket of a source."""
+    task = bucket.task
+    if (ready := ready_shards(task)) is not None:
+        return ready
+    label = f"bucket {task.unit.number + 1} of {bucket.num_buckets}"
+    with ExitStack() as files:
+        writers = ShardPair(task, files, label=label)
+        for number, side in enumerate(_SIDES):
+            place = 2 * task.unit.number + number
+            documents = [
+                document for unit in bucket.units for document in _spilled(task, unit, place)
+            ]
+            for document in sorted(documents, key=lambda one: _shuffle_key(one.doc_id)):
+                writers.add(side, document)
+        shards = writers.close()
+    save_shards(task, shards)
+    return shards
+
+
+def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
+    """Reads what a unit has spilled for one place."""
+    said = unfinished_file(task.directory, unit, "spill.json")
+    if (spilled := read_record(said)) is None:
+        raise ShardError(f"{said} was damaged just now: run the same command again")
+    batches = [number for number, found in enumerate(spilled["places"]) if found == place]
+    path, index = (
+        unfinished_file(task.directory, unit, what)
+        for what in ("spill.tok.arrow", "spill.idx.arrow")
+    )
+    for batch in read_batches(path, index, schema_of(task), batches) if batches else ():
+        yield from _documents_of(batch)
+
+
+def _documents_of(batch: pa.RecordBatch) -> Iterator[TokenDocument]:
+    columns: dict[str, Any] = {
+        name: batch.column(name) for name in batch.schema.names if name != "tokens"
+    }
+    tokens = batch.column("tokens")
+    values, offsets = np.from_dlpack(tokens.values), np.from_dlpack(tokens.offsets)
+    masks = columns.get("loss_mask")
+    learned = None if masks is None else bools_of(masks.values)
+    for row in range(batch.num_rows):
+        part = slice(int(offsets[row]), int(offsets[row + 1]))
+        prompt = 0 if learned is None else int(np.count_nonzero(~learned[part]))
+        yield TokenDocument(
+            tokens=values[part],
+            doc_id=columns["doc_id"][row].as_py(),
+            num_text_bytes=columns["n_bytes"][row].as_py(),
+            source=columns["source"][row].as_py(),
+            source_row=columns["source_row"][row].as_py(),
+            num_prompt_tokens=prompt,
+            record_id=columns["record_id"][row].as_py() if "record_id" in columns else "",
+        )

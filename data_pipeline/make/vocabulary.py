@@ -1,0 +1,116 @@
+"""How a preparation comes by its tokenizer: from the folder, as it is, or trained on a sample.
+
+The sample is the heads of many units of all sources, so that no full pass over the text is needed
+before the first token. The first units of a source wait until they are decided about, for one of
+their documents may be held out though its hash does not say so.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..data_config import DataConfig
+from ..errors import InputError
+from ..tokenizers.hub import open_tokenizer
+from ..tokenizers.huggingface import HuggingFaceTokenizer
+from ..tokenizers.interface import Tokenizer
+from ..tokenizers.raw_bytes import BytesTokenizer
+from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
+from .tasks import Sampled, TrainTask
+from .units import Unit, sample_shares
+
+_FIRST_UNITS = 2  # of a source: among them one of two documents is held out
+
+
+class Vocabulary:
+    """Keeps account of the samples, until there is a tokenizer."""
+
+    def __init__(self, config: DataConfig, folder: Path, units: Sequence[Unit]):
+        self._config, self._folder, self._units = config, folder, units
+        self.proof = ""
+        """What saves workers the start-up proof of the tokenizer, if it is known."""
+        if config.tokenizer != "bpe" and not has_tokenizer(folder):
+            tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
+            save_tokenizer(folder, tokenizer)
+            if isinstance(tokenizer, HuggingFaceTokenizer):
+                self.proof = tokenizer.proof
+        self.is_ready = has_tokenizer(folder)
+        """Whether the folder has its tokenizer."""
+        self.shares: dict[int, int] = {}
+        """Bytes of text to take from which unit."""
+        if not self.is_ready:
+            self.shares = sample_shares(units, config.tokenizer_sample_bytes)
+        self._left = set(self.shares)
+        self._waiting = {
+            index
+            for index in self.shares
+            if units[index].role == "both" and units[index].number < _FIRST_UNITS
+        }
+        self._sampled: dict[int, Sampled] = {}
+
+    @property
+    def units_to_begin_with(self) -> list[int]:
+        """Returns the units that can be sampled at once."""
+        return sorted(self.shares.keys() - self._waiting)
+
+    def waits_for(self, index: int) -> bool:
+        """Returns whether a unit can be sampled only once it is decided about."""
+        return index in self._waiting
+
+    def take(self, index: int, sampled: Sampled | None) -> bool:
+        """Takes the sample of a unit, None if it cannot be had; True once all are there.
+
+        Raises:
+            InputError: all together are empty.
+        """
+        self._left.discard(index)
+        if sampled is not None:
+            self._sampled[index] = sampled
+        if self._left or not self.shares:
+            return False
+        if not any(sampled.num_bytes for sampled in self._sampled.values()):
+            raise self._nothing_to_train_on()
+        return True
+
+    @property
+    def task(self) -> TrainTask:
+        """Returns the task that trains the tokenizer."""
+        sampled = tuple(self._units[index] for index in sorted(self._sampled))
+        return TrainTask(self._folder, self._config.vocab_size, sampled)
+
+    def trained(self, proof: str) -> None:
+        """Takes that the tokenizer is there, and its proof."""
+        self.is_ready, self.proof = True, proof
+
+    def _nothing_to_train_on(self) -> InputError:
+        dropped: dict[str, int] = {}
+        for sampled in self._sampled.values():
+            for reason, count in sampled.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        num_documents = sum(sampled.num_documents for sampled in self._sampled.values())
+        names = [name for source in self._config.all_sources for name in source.input]
+        return InputError(is_empty(names, num_documents, dropped))
+
+
+def _opened(config: DataConfig) -> Tokenizer:
+    """Opens the tokenizer that the configuration names.
+
+    Raises:
+        InputError: it has more ids than the configuration has room for, or cannot be opened.
+    """
+    tokenizer = open_tokenizer(config.tokenizer, end_of_document=config.end_of_document)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InputError(
+            f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
+            f"data.vocab_size={config.vocab_size}: set data.vocab_size={tokenizer.vocab_size} (and "
+            "model.vocab_size at least as high)"
+        )
+    return tokenizer
+
+
+def is_empty(names: Sequence[str], num_documents: int, dropped: dict[str, int]) -> str:
+    """Says that input has no text."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none dropped"
+    return (
+        f"input {', '.join(names)} is empty: {num_documents} documents were read ({reasons}); give "
+        "files with text"
+    )

@@ -1,1 +1,0 @@
-"""From documents to a prepared folder: what is dropped, what stays, and how shards are made."""

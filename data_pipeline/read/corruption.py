@@ -1,0 +1,274 @@
+"""What happens where a record batch is not as it was written: fail, fetch it elsewhere, or pass over
+its rows and say so.
+
+    fail      the error names file, batch and bytes, and ends the run
+    refetch   it is read again, then from the copies of the folder that `data.replicas` names
+    skip      as refetch; if nothing helps its rows are replaced by others of their window
+
+Which row replaces a lost one is a pure function of the order: the first whole one from half a window
+further on. So every rank, whatever the number of ranks, decides alike without a word to the others.
+Each replaced row is also written down, in `skipped/` of the run folder, one file per rank: a run
+that is resumed repeats what was decided, though the file may be whole again by then.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..data_config import DataConfig
+from ..errors import DataError, ShardError
+from .token_store import TokenBatch, TokenStore
+
+logger = logging.getLogger(__name__)
+
+WhenCorrupt = Literal["fail", "refetch", "skip"]
+RowKey = tuple[str, int, int, int]
+"""Source, epoch, era, row."""
+
+_TRIES = 3
+_PAUSE_S = 0.2  # doubled from try to try: what a network file system may need to come to itself
+
+
+@dataclass(frozen=True)
+class SkippedBatch:
+    """Names a record batch that was passed over, and why."""
+
+    source: str
+    era: int
+    batch: int
+    error: str
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """Names a row that was replaced, when, and by which row of the same era."""
+
+    source: str
+    epoch: int
+    era: int
+    row: int
+    sample: int  # the global number of the sample that it was to be
+    replaced_by: int
+
+    @property
+    def key(self) -> RowKey:
+        """Returns what names the row."""
+        return self.source, self.epoch, self.era, self.row
+
+
+class SkipList:
+    """Keeps what was passed over, in memory and in a folder's files, one per rank.
+
+    Args:
+        folder: where the files are; None: in memory only.
+        rank: whose file is written; those of all ranks are read.
+        most_batches: so many damaged record batches may be passed over, and not one more.
+        read_only: whether the files stay as they are, for who only looks at a run.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        rank: int = 0,
+        most_batches: int = 10,
+        read_only: bool = False,
+    ):
+        self._most_batches = most_batches
+        self.rows: dict[RowKey, SkippedRow] = {}
+        self.batches: dict[tuple[str, int, int], SkippedBatch] = {}
+        self._file = None
+        if folder is not None and not read_only:
+            self._file = folder / f"rank-{rank:05d}.jsonl"
+        if folder is not None and folder.is_dir():
+            for path in sorted(folder.glob("rank-*.jsonl")):
+                for entry in _read_entries(path):
+                    self._note(entry)
+
+    def add_batch(self, batch: SkippedBatch) -> None:
+        """Notes a damaged batch.
+
+        Raises:
+            DataError: there are too many.
+        """
+        key = batch.source, batch.era, batch.batch
+        if key in self.batches:
+            return
+        if len(self.batches) >= self._most_batches:
+            raise DataError(
+                f"{len(self.batches) + 1} damaged record batches, and data.max_skipped_batches="
+                f"{self._most_batches} may be passed over: restore the folder from a copy, or allow "
+                f"more. The last: {batch.error}"
+            )
+        self._note(batch)
+        self._append({"batch": asdict(batch)})
+        logger.warning("its rows are replaced by others: %s", batch.error)
+
+    def add_row(self, row: SkippedRow) -> None:
+        """Notes a row that was replaced."""
+        if row.key not in self.rows:
+            self._note(row)
+            self._append({"row": asdict(row)})
+
+    def _note(self, entry: SkippedBatch | SkippedRow) -> None:
+        if isinstance(entry, SkippedBatch):
+            self.batches[entry.source, entry.era, entry.batch] = entry
+        else:
+            self.rows.setdefault(entry.key, entry)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        """Writes a line that survives a crash; a line torn by an earlier one is left behind."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._file, "ab+") as file:
+                torn = file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+                file.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{self._file} cannot be written ({error.strerror}), and without it a resumed run "
+                "would not repeat which rows were passed over: make room there"
+            ) from error
+
+
+def _read_entries(path: Path) -> list[SkippedBatch | SkippedRow]:
+    found: list[SkippedBatch | SkippedRow] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    for line in filter(None, lines):
+        try:
+            ((kind, values),) = json.loads(line).items()
+            found.append(SkippedBatch(**values) if kind == "batch" else SkippedRow(**values))
+        except (ValueError, TypeError, AttributeError):
+            logger.warning("%s has a torn line, which is passed over: %.80r", path, line)
+    return found
+
+
+class BatchFetcher:
+    """Reads record batches, and does what was asked for where one is damaged.
+
+    Args:
+        when_corrupt: what to do.
+        replicas: copies of the prepared folder.
+        skipped: takes note of what is passed over.
+    """
+
+    def __init__(
+        self,
+        when_corrupt: WhenCorrupt = "fail",
+        *,
+        replicas: Sequence[Path] = (),
+        skipped: SkipList | None = None,
+    ):
+        self.when_corrupt: WhenCorrupt = when_corrupt
+        self._replicas, self._skipped = tuple(replicas), skipped or SkipList()
+        self._lost: set[tuple[str, int, int]] = set()
+        self.doing = ""
+        """What is being read just now, for whoever waits for it; "": nothing."""
+
+    def __call__(
+        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None = None
+    ) -> TokenBatch | None:
+        """Reads a record batch: its tokens, or in full with documents' ends and loss mask.
+
+        Args:
+            store: the era.
+            batch: the record batch's number.
+            in_full: whether ends and mask are wanted.
+            into: takes the tokens; None: memory is taken for them.
+
+        Returns:
+            The batch; None: it is lost, and to be passed over.
+
+        Raises:
+            ShardError: it is lost, and not to be passed over.
+            DataError: too much would be passed over.
+        """
+        self.doing = (
+            f"reading record batch {batch} of era {store.era} of source {store.source.name!r}"
+        )
+        try:
+            return _read(store, batch, in_full, into)
+        except ShardError as error:
+            if self.when_corrupt == "fail":
+                raise
+            return self._read_elsewhere(store, batch, in_full, into, error)
+        finally:
+            self.doing = ""
+
+    def _read_elsewhere(
+        self,
+        store: TokenStore,
+        batch: int,
+        in_full: bool,
+        into: np.ndarray | None,
+        error: ShardError,
+    ) -> TokenBatch | None:
+        key = store.source.name, store.era, batch
+        if key not in self._lost:
+            found = _first_that_works(self._other_ways(store, batch, in_full, into))
+            if found is not None:
+                return found
+            self._lost.add(key)
+        if self.when_corrupt == "refetch":
+            raise ShardError(
+                f"{error} (read {_TRIES} times, and from {len(self._replicas)} replicas)"
+            ) from error
+        self._skipped.add_batch(SkippedBatch(*key, str(error)))
+        return None
+
+    def _other_ways(
+        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None
+    ) -> list[Callable[[], TokenBatch]]:
+        def again(number: int) -> TokenBatch:
+            time.sleep(_PAUSE_S * 2**number)
+            return _read(store, batch, in_full, into)
+
+        def from_copy(folder: Path) -> TokenBatch:
+            copy = TokenStore(
+                folder, store.source.name, store.era, store.split, store.manifest, check_sizes=False
+            )
+            try:
+                return _read(copy, batch, in_full, into)
+            finally:
+                copy.close()
+
+        return [
+            *(lambda n=number: again(n) for number in range(_TRIES - 1)),
+            *(lambda f=folder: from_copy(f) for folder in self._replicas),
+        ]
+
+
+def _first_that_works(ways: Sequence[Callable[[], TokenBatch]]) -> TokenBatch | None:
+    for way in ways:
+        try:
+            return way()
+        except ShardError as error:
+            logger.warning("%s", error)
+    return None
+
+
+def _read(store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None) -> TokenBatch:
+    return store.read(batch, into) if in_full else store.read_alone(batch, into)
+
+
+def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:
+    """Returns what reads record batches as the configuration wants it where one is damaged."""
+    return BatchFetcher(
+        data.when_corrupt, replicas=[Path(folder) for folder in data.replicas], skipped=skipped
+    )

@@ -1,0 +1,256 @@
+"""Rows of decoded chunks, joined from their pieces: many rows of many chunks in one go.
+
+A row is some pieces of its chunk's tokens, one behind the other, and then padding. What is asked of
+a piece is worked out once for all chunks that are kept (`JoinedChunks`); a batch then is
+
+1. a list of the pieces of its rows, by number;
+2. their tokens, which Arrow joins: pieces are elements of one of its binary view arrays (buffer,
+   place, length), and it copies them one behind the other where it makes plain binary values of
+   them. That is one call for all chunks, and no loop in Python;
+3. which targets count and which documents they are of, from the pieces' lengths.
+
+Cost: 1 ns per token, 0.4 of it for the copy, 0.2 to make int64 of it and 0.2 for documents, on one
+core that decodes a token in 2.4.
+
+Legend: S tokens predicted per row, P pieces, R rows, n rows asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from .chunks import LoadedChunk
+from .packing import ChunkPieces
+
+_VIEW = np.dtype([("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("offset", "<i4")])
+"""An element of Arrow's binary view arrays; up to 12 bytes stand in the place of the last three."""
+
+_INLINE_BYTES = 12
+_AS_ONE = np.dtype(np.complex128)  # of the same size: numpy takes such by index 16 bytes at a time
+_NOT_THERE = -1
+PADDING = -1
+"""The document of a token that is none's."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds n rows of S+1 tokens."""
+
+    tokens: np.ndarray  # int64 [n, S+1]
+    loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: every one counts
+    document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not asked for
+    damaged: np.ndarray  # bool [n]: some of the row's tokens are lost
+
+    def put(self, places: np.ndarray, other: "Rows") -> None:
+        """Puts other rows in the place of some."""
+        self.tokens[places] = other.tokens
+        self.damaged[places] = other.damaged
+        if self.loss_mask is not None and other.loss_mask is not None:
+            self.loss_mask[places] = other.loss_mask
+        if self.document_ids is not None and other.document_ids is not None:
+            self.document_ids[places] = other.document_ids
+
+
+def empty_rows(count: int, seq_len: int, *, loss_mask: bool, document_ids: bool) -> Rows:
+    """Returns rows that are still to be filled."""
+    return Rows(
+        np.empty((count, seq_len + 1), dtype=np.int64),
+        np.empty((count, seq_len), dtype=bool) if loss_mask else None,
+        np.empty((count, seq_len + 1), dtype=np.int32) if document_ids else None,
+        np.zeros(count, dtype=bool),
+    )
+
+
+class JoinedChunks:
+    """Joins rows of some chunks of an era.
+
+    What that takes is worked out for all of the chunks together: the arrays of one are so short
+    that numpy takes longer to begin with each of them than for what it does.
+    """
+
+    def __init__(
+        self, chunks: Mapping[int, LoadedChunk], *, num_chunks: int, width: int, end_id: int
+    ):
+        """Takes chunks by their numbers in their era; at least one.
+
+        Args:
+            chunks: the chunks.
+            num_chunks: of the era.
+            width: S+1.
+            end_id: what padding consists of.
+        """
+        loaded = list(chunks.values())
+        self._width = width
+        self._first_rows = np.full(num_chunks, _NOT_THERE, dtype=np.int64)
+        self._first_rows[list(chunks)] = _starts([one.pieces.num_rows for one in loaded])
+        self._pieces = _listed([one.pieces for one in loaded], width)
+        self._repeats = _joined_marks([one.continued for one in loaded], self._pieces)
+        self._damaged = None
+        if any(one.damaged is not None for one in loaded):
+            self._damaged = np.concatenate([_damaged(one) for one in loaded])
+        counts = [one.flat_counts for one in loaded if one.flat_counts is not None]
+        documents = [one.flat_documents for one in loaded if one.flat_documents is not None]
+        self._columns = {
+            name: _Column(flats, fill, self._pieces)
+            for name, flats, fill in (
+                ("tokens", [one.flat_tokens for one in loaded], end_id),
+                ("counts", counts, 0),
+                ("documents", documents, PADDING),
+            )
+            if flats
+        }
+
+    def has(self, chunks: np.ndarray) -> bool:
+        """Returns whether all of some chunks are there."""
+        return bool((self._first_rows[chunks] != _NOT_THERE).all())
+
+    def read(
+        self, chunks: np.ndarray, inside: np.ndarray, *, loss_mask: bool, document_ids: bool
+    ) -> Rows:
+        """Returns rows by the numbers of their chunks and in these: int64 [n] each."""
+        rows = self._first_rows[chunks] + inside
+        chosen = self._pieces.of_rows(rows)
+        return Rows(
+            self._join("tokens", chosen).astype(np.int64),
+            self._loss_mask(rows, chosen) if loss_mask else None,
+            self._document_ids(chosen) if document_ids else None,
+            np.zeros(len(rows), dtype=bool) if self._damaged is None else self._damaged[rows],
+        )
+
+    def _join(self, column: str, chosen: "_Chosen") -> np.ndarray:
+        return self._columns[column].join(chosen.pieces).reshape(-1, self._width)
+
+    def _loss_mask(self, rows: np.ndarray, chosen: "_Chosen") -> np.ndarray:
+        """Returns which targets count: learned ones, no padding, and none a second time.
+
+        Those that do not are few, and are named one by one.
+        """
+        mask = np.ones((len(rows), self._width), dtype=bool)
+        if "counts" in self._columns:
+            mask = self._join("counts", chosen).copy()
+        if self._pieces.is_padded:
+            ends = np.arange(1, len(rows) + 1) * self._width
+            mask.reshape(-1)[_last(ends, self._pieces.padding[rows])] = False
+        if self._repeats is not None:
+            here = np.flatnonzero(self._repeats[chosen.pieces])
+            mask.reshape(-1)[(np.cumsum(chosen.lengths) - chosen.lengths)[here]] = False
+        return mask[:, 1:]
+
+    def _document_ids(self, chosen: "_Chosen") -> np.ndarray:
+        """Returns which document of its row each token is of: counted in the row, −1: padding."""
+        if "documents" not in self._columns:  # every piece is one
+            return np.repeat(chosen.numbers, chosen.lengths).reshape(-1, self._width)
+        numbers = self._join("documents", chosen)
+        return numbers - numbers[:, :1]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Names the pieces of the rows of a batch. Padding, perhaps of no length, ends each row or none."""
+
+    pieces: np.ndarray  # int64
+    lengths: np.ndarray  # int64
+    numbers: np.ndarray  # int32: which of its row's pieces it is, or PADDING
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Lists the pieces of all rows of some chunks. Before them is padding: piece n is n long."""
+
+    lengths: np.ndarray  # int64 [P]
+    starts: np.ndarray  # int64 [P]: in its chunk
+    chunks: np.ndarray  # int64 [P]: which chunk it is of, counted from 1; 0: padding
+    row_firsts: np.ndarray  # int64 [R]: the first piece of each row
+    row_counts: np.ndarray  # int64 [R]: how many it has
+    padding: np.ndarray  # int64 [R]: how much each row needs
+    is_padded: bool  # whether any row does
+
+    def of_rows(self, rows: np.ndarray) -> _Chosen:
+        """Returns the pieces of rows."""
+        counts = self.row_counts[rows] + self.is_padded
+        ends = np.cumsum(counts)
+        numbers = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+        pieces = np.repeat(self.row_firsts[rows], counts) + numbers
+        if self.is_padded:
+            pieces[ends - 1] = self.padding[rows]
+            numbers[ends - 1] = PADDING
+        return _Chosen(pieces, self.lengths[pieces], numbers.astype(np.int32))
+
+
+def _listed(of_chunks: list[ChunkPieces], width: int) -> _Pieces:
+    row_counts = np.concatenate([np.diff(one.row_starts) for one in of_chunks])
+    row_firsts = width + np.cumsum(row_counts) - row_counts
+    lengths = np.concatenate([np.arange(width), *(one.lengths for one in of_chunks)])
+    num_pieces = [width, *(len(one.starts) for one in of_chunks)]
+    padding = width - np.add.reduceat(lengths, row_firsts)
+    return _Pieces(
+        lengths=lengths,
+        starts=np.concatenate(
+            [np.zeros(width, dtype=np.int64), *(one.starts for one in of_chunks)]
+        ),
+        chunks=np.repeat(np.arange(len(num_pieces)), num_pieces),
+        row_firsts=row_firsts,
+        row_counts=row_counts,
+        padding=padding,
+        is_padded=bool(padding.any()),
+    )
+
+
+def _joined_marks(marks: list[np.ndarray | None], pieces: _Pieces) -> np.ndarray | None:
+    """Returns which pieces begin with a token that was a target already, bool [P]; None: none."""
+    found = [one for one in marks if one is not None]
+    if not found:
+        return None
+    return np.concatenate([np.zeros(len(pieces.lengths) - sum(map(len, found)), bool), *found])
+
+
+class _Column:
+    """Joins pieces of one array of every chunk: buffer 0 is padding, the chunks' follow."""
+
+    def __init__(self, flats: list[np.ndarray], fill: int, pieces: _Pieces):
+        self._dtype = flats[0].dtype
+        arrays = [np.full(pieces.row_firsts[0], fill, dtype=self._dtype), *flats]
+        item = self._dtype.itemsize
+        views = np.zeros(len(pieces.lengths), dtype=_VIEW)
+        views["length"], views["offset"] = pieces.lengths * item, pieces.starts * item
+        views["buffer"] = pieces.chunks
+        short = np.flatnonzero(views["length"] <= _INLINE_BYTES)
+        for number in np.unique(pieces.chunks[short]).tolist():
+            mine = short[pieces.chunks[short] == number]
+            _write_inline(views, mine, arrays[number].view(np.uint8))
+        self._views = views.view(_AS_ONE)
+        self._buffers = [pa.py_buffer(array) for array in arrays]
+
+    def join(self, pieces: np.ndarray) -> np.ndarray:
+        """Returns the values of pieces, one behind the other; read-only."""
+        views = pa.py_buffer(self._views.take(pieces))
+        buffers = [None, views, *self._buffers]
+        array = pa.Array.from_buffers(pa.binary_view(), len(pieces), buffers)
+        joined = array.cast(pa.large_binary()).buffers()[2]
+        return np.frombuffer(joined, dtype=self._dtype)
+
+
+def _write_inline(views: np.ndarray, short: np.ndarray, buffer: np.ndarray) -> None:
+    """Writes values of up to 12 bytes into their views, where the format wants them."""
+    inline = views.view(np.uint8).reshape(-1, _VIEW.itemsize)[:, -_INLINE_BYTES:]
+    order = np.arange(_INLINE_BYTES)
+    places = views["offset"][short][:, None] + order
+    inside = order < views["length"][short][:, None]
+    inline[short] = np.where(inside, buffer[places.clip(max=len(buffer) - 1)], 0)
+
+
+def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the numbers of the last `counts` before each end."""
+    total = np.cumsum(counts)
+    return np.arange(int(total[-1])) + np.repeat(ends - total, counts)
+
+
+def _starts(sizes: list[int]) -> np.ndarray:
+    return np.cumsum([0, *sizes[:-1]])
+
+
+def _damaged(chunk: LoadedChunk) -> np.ndarray:
+    rows = chunk.pieces.num_rows
+    return np.zeros(rows, dtype=bool) if chunk.damaged is None else chunk.damaged

@@ -1,0 +1,284 @@
+"""Which source comes when: a pure function of the global sample number, with exact proportions.
+
+Weights are of rows, and rows are equally long, so they are of tokens. They become integers
+c_1 + … + c_k = P ("rows of each source in P rows"): exact for weights that are decimal numbers or
+ratios of a common denominator up to 2**20, otherwise rounded to 2**-20 (`Mixture.rounded`).
+
+Rows are dealt in blocks of L. After every block each source has had floor or ceil of its exact
+share, so no proportion is ever wrong by a whole row at a block's end; inside a block the sources
+stand in a keyed random order, so that no place in a batch, and no rank, belongs to one source. L is
+256 or little more: a multiple of P, or a divisor of it; then the counts repeat after P/L blocks, and
+a table of at most 4096 lines makes any sample number's source known in constant time.
+
+How the remainders are dealt: each row of a source has a first block in which it may come, the one
+at whose end ceil of the share allows it, and a last one, at whose end floor requires it. The
+earliest deadline goes first, which finds a schedule wherever there is one, and the weights
+themselves are one (Tijdeman's chairman assignment, in steps of a block).
+
+A later stage with other weights starts where a block of the one before ends.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from ..errors import DataError
+from .permutation import derive_key, permutations
+
+SMALLEST_BLOCK = 256
+_LARGEST_BLOCK = 4096
+_LARGEST_PERIOD = 2**20
+
+
+@dataclass(frozen=True)
+class WeightStage:
+    """Gives the weights from row `start_row` on, by name of source; sources left out have none."""
+
+    start_row: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _DealtStage:
+    """Deals blocks of `block_rows` rows from global row `start` on.
+
+    Legend: k sources, C blocks after which the counts repeat.
+    """
+
+    start: int
+    dealt_before_k: np.ndarray  # int64: rows that each source had in the stages before
+    block_rows: int
+    dealt_Ck: np.ndarray  # int64 [C + 1, k]: rows of each source before each block of a cycle
+    rounded: bool
+
+    def dealt(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns how many rows each source had before these blocks, over all stages: [n, k]."""
+        cycles, inside = np.divmod(blocks, len(self.dealt_Ck) - 1)
+        return self.dealt_before_k + cycles[:, None] * self.dealt_Ck[-1] + self.dealt_Ck[inside]
+
+
+class Mixture:
+    """Deals the rows of a run to its sources, in stages of constant weights.
+
+    Args:
+        names: the sources; their order matters to nobody but the caller, who gets numbers into it.
+        stages: at least one, the first from row 0 on, in ascending order.
+        seed: of the order inside the blocks.
+
+    Raises:
+        DataError: weights or stages that make no sense.
+    """
+
+    def __init__(self, names: Sequence[str], stages: Sequence[WeightStage], *, seed: int):
+        _check_stages(names, stages)
+        self.names = tuple(names)
+        self._seed = seed
+        self._stages: list[_DealtStage] = []
+        for wanted in stages:
+            weights = [Fraction(str(wanted.weights.get(name, 0.0))) for name in self.names]
+            self._stages.append(self._stage(wanted.start_row, weights))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Returns the row with which each stage really starts: after the block it fell into."""
+        return tuple(stage.start for stage in self._stages)
+
+    @property
+    def rounded(self) -> bool:
+        """Returns whether some weights were rounded to multiples of 2**-20."""
+        return any(stage.rounded for stage in self._stages)
+
+    def shares(self, stage: int) -> dict[str, Fraction]:
+        """Returns the exact proportions of a stage, after rounding."""
+        dealt_k = self._stages[stage].dealt_Ck[-1].tolist()
+        return {
+            name: Fraction(n, sum(dealt_k)) for name, n in zip(self.names, dealt_k, strict=True)
+        }
+
+    def block_at(self, row: int) -> tuple[int, int]:
+        """Returns first row and length of the block that a global row lies in."""
+        stage = self._stages[self._stage_of(row)]
+        return row - (row - stage.start) % stage.block_rows, stage.block_rows
+
+    def rows_at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (sources, indices), int64 [count], of the global rows start, start + 1, ...
+
+        `indices` count the rows of a source from 0 on: each source's come in ascending order.
+        """
+        if len(self.names) == 1:
+            return np.zeros(count, np.int64), np.arange(start, start + count, dtype=np.int64)
+        parts = []
+        row, end = start, start + count
+        while row < end:
+            stage = self._stage_of(row)
+            until = min(end, self._end_of(stage))
+            parts.append(self._rows_of_stage(stage, row, until))
+            row = until
+        if not parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        sources, indices = zip(*parts, strict=True)
+        return np.concatenate(sources), np.concatenate(indices)
+
+    def rows_before(self, row: int) -> np.ndarray:
+        """Returns how many of the rows before a global row each source has had: int64 [k]."""
+        stage = self._stages[self._stage_of(row)]
+        first, _ = self.block_at(row)
+        dealt_k = stage.dealt(np.array([(first - stage.start) // stage.block_rows]))[0]
+        sources, _ = self.rows_at(first, row - first)
+        return dealt_k + np.bincount(sources, minlength=len(self.names))
+
+    def row_of(self, source: int, index: int) -> int | None:
+        """Returns the global row that is row `index` of a source; None: its weight ends before."""
+        if len(self.names) == 1:
+            return index
+        number = self._stage_of_index(source, index)
+        stage = self._stages[number]
+        remaining = index - int(stage.dealt_before_k[source])
+        per_cycle = int(stage.dealt_Ck[-1, source])
+        if per_cycle == 0:
+            return None
+        cycles, inside = divmod(remaining, per_cycle)
+        num_blocks = len(stage.dealt_Ck) - 1
+        block = int(np.searchsorted(stage.dealt_Ck[1:, source], inside, side="right"))
+        first = stage.start + (cycles * num_blocks + block) * stage.block_rows
+        sources, indices = self._rows_of_stage(number, first, first + stage.block_rows)
+        return first + int(np.flatnonzero((sources == source) & (indices == index))[0])
+
+    def _stage(self, start_row: int, weights: Sequence[Fraction]) -> _DealtStage:
+        counts, rounded = _integer_counts(weights)
+        block_rows = _block_rows(sum(counts))
+        dealt = _deal_cycle(tuple(counts), block_rows)
+        if not self._stages:
+            return _DealtStage(0, np.zeros(len(weights), np.int64), block_rows, dealt, rounded)
+        last = self._stages[-1]
+        blocks = max(0, -(-(start_row - last.start) // last.block_rows))
+        start = last.start + blocks * last.block_rows
+        return _DealtStage(start, last.dealt(np.array([blocks]))[0], block_rows, dealt, rounded)
+
+    def _stage_of(self, row: int) -> int:
+        number = 0
+        while number + 1 < len(self._stages) and row >= self._stages[number + 1].start:
+            number += 1
+        return number
+
+    def _stage_of_index(self, source: int, index: int) -> int:
+        """Returns the stage in which a source has its row `index`; the last one if in none."""
+        number = 0
+        while number + 1 < len(self._stages):
+            if self._stages[number + 1].dealt_before_k[source] > index:
+                break
+            number += 1
+        return number
+
+    def _end_of(self, stage: int) -> int:
+        """Returns the row with which the next stage starts; the last one ends beyond all rows."""
+        return self._stages[stage + 1].start if stage + 1 < len(self._stages) else 2**62
+
+    def _rows_of_stage(self, number: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (sources, indices) of rows that lie in one stage: its blocks, cut to size."""
+        stage = self._stages[number]
+        length = stage.block_rows
+        first_block, last_block = (start - stage.start) // length, (end - 1 - stage.start) // length
+        blocks = np.arange(first_block, last_block + 1)
+        dealt_nk = stage.dealt(np.arange(first_block, last_block + 2))
+        counts_nk = np.diff(dealt_nk, axis=0)
+        num_sources = len(self.names)
+        sorted_nL = np.repeat(np.tile(np.arange(num_sources), len(blocks)), counts_nk.reshape(-1))
+        order_nL = permutations(blocks, length, derive_key(self._seed, "mixture", number))
+        sources_nL = np.take_along_axis(sorted_nL.reshape(-1, length), order_nL, axis=1)
+        indices_nL = _numbered(sources_nL, dealt_nk[:-1], counts_nk)
+        skip = start - stage.start - first_block * length
+        cut = slice(skip, skip + end - start)
+        return sources_nL.reshape(-1)[cut], indices_nL.reshape(-1)[cut]
+
+
+def _numbered(sources_nL: np.ndarray, first_nk: np.ndarray, counts_nk: np.ndarray) -> np.ndarray:
+    """Numbers the rows of each source in order of appearance, from first_nk on: int64 [n, L]."""
+    num_blocks, length = sources_nL.shape
+    by_source_nL = np.argsort(sources_nL, axis=1, kind="stable")
+    starts_nk = np.cumsum(counts_nk, axis=1) - counts_nk
+    places_nL = np.arange(length) + np.repeat(
+        (first_nk - starts_nk).reshape(-1), counts_nk.reshape(-1)
+    ).reshape(num_blocks, length)
+    indices_nL = np.empty_like(places_nL)
+    np.put_along_axis(indices_nL, by_source_nL, places_nL, axis=1)
+    return indices_nL
+
+
+def _check_stages(names: Sequence[str], stages: Sequence[WeightStage]) -> None:
+    if len(set(names)) < len(names) or not names:
+        raise DataError(f"a mixture needs sources with names of their own, not {list(names)}")
+    starts = [stage.start_row for stage in stages]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise DataError(
+            f"the stages of a mixture start at rows {starts}: the first must start at 0, and each "
+            "later than the one before"
+        )
+    for stage in stages:
+        unknown = set(stage.weights) - set(names)
+        if unknown:
+            raise DataError(
+                f"the stage from row {stage.start_row} on weighs {sorted(unknown)}, which are none "
+                f"of the sources {sorted(names)}"
+            )
+        weights = list(stage.weights.values())
+        if any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
+            raise DataError(
+                f"the stage from row {stage.start_row} on has the weights {dict(stage.weights)}: "
+                "each must be a number of at least 0, and one of them above 0"
+            )
+
+
+def _integer_counts(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
+    """Returns the rows of each source in one period, and whether the weights had to be rounded."""
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= _LARGEST_PERIOD and _block_rows(period) <= _LARGEST_BLOCK:
+        return [int(share * period) for share in shares], False
+    exact = [share * _LARGEST_PERIOD for share in shares]
+    counts = [max(math.floor(rows), 1 if rows else 0) for rows in exact]
+    missing = _LARGEST_PERIOD - sum(counts)
+    by_remainder = sorted(range(len(counts)), key=lambda s: (counts[s] - exact[s], s))
+    for source in by_remainder[: max(0, missing)]:
+        counts[source] += 1
+    # sources so small that even one row in a period is too many take it from the largest
+    counts[max(range(len(counts)), key=lambda s: counts[s])] += min(0, missing)
+    return counts, True
+
+
+def _block_rows(period: int) -> int:
+    """Returns L: the smallest multiple, or the smallest divisor, of the period that is >= 256."""
+    if period < SMALLEST_BLOCK:
+        return period * -(-SMALLEST_BLOCK // period)
+    small = [d for d in range(1, math.isqrt(period) + 1) if period % d == 0]
+    divisors = small + [period // d for d in small]
+    return min(d for d in divisors if d >= SMALLEST_BLOCK)
+
+
+@functools.lru_cache(maxsize=64)
+def _deal_cycle(counts: tuple[int, ...], block_rows: int) -> np.ndarray:
+    """Returns the rows of each source before each block, until the counts repeat: [C + 1, k]."""
+    period = max(sum(counts), block_rows)
+    counts_k = np.array(counts, dtype=np.int64) * (period // sum(counts))
+    ends = np.arange(period // block_rows + 1, dtype=np.int64) * block_rows
+    floor_Ck, remainder_Ck = np.divmod(ends[:, None] * counts_k, period)
+    ceil_Ck = floor_Ck + (remainder_Ck > 0)
+    dealt_Ck = np.zeros_like(floor_Ck)
+    for block in range(1, len(ends)):
+        due_k = np.maximum(dealt_Ck[block - 1], floor_Ck[block])
+        remaining = block * block_rows - int(due_k.sum())
+        if remaining:
+            open_k = np.flatnonzero(ceil_Ck[block] > due_k)
+            # by deadline: the block at whose end floor of the share requires one more row
+            deadlines = -(-(due_k[open_k] + 1) * period // counts_k[open_k])
+            urgent = np.argsort(-(-deadlines // block_rows), kind="stable")
+            due_k[open_k[urgent[:remaining]]] += 1
+        dealt_Ck[block] = due_k
+    dealt_Ck.flags.writeable = False
+    return dealt_Ck

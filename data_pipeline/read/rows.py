@@ -1,0 +1,394 @@
+"""The eras of a prepared folder, opened when they are reached, and rows gathered from their chunks.
+
+1. `Prepared` follows the chain of manifests, counts the rows of every era, and opens the index and
+   the plan of those that are read.
+2. `RowReader` keeps the chunks of one window of the order decoded per source (16 MiB at 128 Ki
+   tokens of uint16) and gathers rows from them.
+3. `SplitReader` numbers the rows of first eras one after the other: validation, and text to stand
+   beside a request.
+
+Legend: S tokens predicted per row, n rows asked for.
+"""
+
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+
+from ..errors import DataError, ShardError
+from ..manifest import DatasetManifest, SealedEra, follow, read_manifest
+from ..tokenizers.interface import token_dtype
+from .chunks import (
+    BatchReader,
+    BestFitLayout,
+    ChunkLayout,
+    ConcatLayout,
+    LoadedChunk,
+    WantedOfTokens,
+)
+from .corruption import BatchFetcher
+from .gather import JoinedChunks, Rows, empty_rows
+from .order import ChunkTable, RowRefs, SourceRows, num_rows
+from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
+from .token_store import TokenStore
+
+Packing = Literal["concat", "best_fit"]
+ChunkReader = Callable[[str, int, int], LoadedChunk]
+"""Returns the rows of a chunk by its source, era and number: decoded here, or by a server."""
+
+_SPARE_CHUNKS = 1  # beside those of a window
+
+
+class Prepared:
+    """Opens the eras of one split of a prepared folder, which may still be growing.
+
+    Args:
+        directory: the folder.
+        split: "train" or "validation".
+        seq_len: S.
+        packing: how documents become rows.
+        document_ids: whether they are wanted.
+        read_batch: reads record batches.
+        check_sizes: whether a missing or truncated shard is refused when its era is opened.
+        chunk_batches: record batches that are decoded together where rows are cut: few for rows
+            from all over, more for the order of a run.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        split: str = "train",
+        seq_len: int,
+        packing: Packing = "concat",
+        document_ids: bool = False,
+        read_batch: BatchReader | None = None,
+        check_sizes: bool = True,
+        chunk_batches: int = CHUNK_BATCHES,
+    ):
+        self.directory, self.split = Path(directory), split
+        self.seq_len, self.packing = seq_len, packing
+        self.manifest = read_manifest(directory)
+        has_mask = packing == "best_fit" or any(s.has_loss_mask for s in self.manifest.sources)
+        self.wanted = WantedOfTokens(counts=has_mask, documents=document_ids)
+        self._read_batch = read_batch or BatchFetcher()
+        self._check_sizes, self._chunk_batches = check_sizes, chunk_batches
+        self._stores: OrderedDict[tuple[str, int], TokenStore] = OrderedDict()
+        kept = 2 * len(self.manifest.sources) + 2
+        self.layout = functools.lru_cache(maxsize=kept)(self._open)
+        """(source, era) to its ChunkLayout; the latest are kept."""
+        self._plan_rows = functools.cache(self._rows_of_plan)
+
+    @property
+    def token_bytes(self) -> int:
+        """Returns how many bytes a token takes."""
+        return token_dtype(self.manifest.vocab_size).itemsize
+
+    def grow(self) -> bool:
+        """Reads what was added to the chain of manifests; False: nothing was."""
+        known, self.manifest = self.manifest, follow(self.directory, self.manifest)
+        return self.manifest is not known
+
+    def era(self, source: str, number: int) -> SealedEra:
+        """Returns an era that is sealed."""
+        return self.manifest.eras(source)[number]
+
+    def num_rows(self, source: str, era: int) -> int:
+        """Returns the number of rows of an era: from the manifest alone where they are cut."""
+        if self.packing == "concat":
+            return num_rows(self.era(source, era).num_tokens(self.split), self.seq_len)
+        return self._plan_rows(source, era)
+
+    def source_rows(self, source: str, *, max_epochs: int = 0) -> SourceRows:
+        """Returns the rows of a source's sealed eras."""
+        counts = tuple(self.num_rows(source, era) for era in range(len(self.manifest.eras(source))))
+        return SourceRows(counts, self.manifest.complete, max_epochs)
+
+    def chunks(self, source: str, era: int) -> ChunkTable:
+        """Returns how the rows of an era lie in chunks."""
+        return self.layout(source, era).plan.chunks
+
+    def read_chunk(self, source: str, era: int, chunk: int) -> LoadedChunk:
+        """Decodes the record batches of a chunk and returns its rows.
+
+        Raises:
+            ShardError: they cannot be read, and that is not to be passed over.
+        """
+        return self.layout(source, era).read(chunk)
+
+    def content_hash(self, source: str, num_eras: int) -> str:
+        """Returns a hash of the content of the first eras of a source: of all their shards."""
+        hashes = [self.content_of(source, era) for era in range(num_eras)]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def content_of(self, source: str, era: int) -> str:
+        """Returns a hash of the content of one era: of what its shards and indices hold."""
+        shards = self.era(source, era).of(self.split)
+        hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+        self.layout.cache_clear()
+
+    def _open(self, source: str, era: int) -> ChunkLayout:
+        store = TokenStore(
+            self.directory, source, era, self.split, self.manifest, check_sizes=self._check_sizes
+        )
+        self._stores[source, era] = store
+        while len(self._stores) > 2 * len(self.manifest.sources) + 2:
+            self._stores.popitem(last=False)[1].close()
+        if self.packing == "concat":
+            return ConcatLayout(
+                store,
+                self._read_batch,
+                seq_len=self.seq_len,
+                wanted=self.wanted,
+                chunk_batches=self._chunk_batches,
+            )
+        plan = self._plan(source, era, store)
+        return BestFitLayout(
+            store, self._read_batch, seq_len=self.seq_len, wanted=self.wanted, plan=plan
+        )
+
+    def _plan(self, source: str, era: int, store: TokenStore | None = None) -> BestFitPlan:
+        def document_ends():
+            opened = store or TokenStore(self.directory, source, era, self.split, self.manifest)
+            return map(opened.document_ends, range(opened.num_batches))
+
+        return open_plan(
+            self.directory,
+            PlanKey(source, era, self.seq_len, self.content_of(source, era)),
+            batch_tokens=self.manifest.batch_tokens,
+            batches=document_ends,
+        )
+
+    def _rows_of_plan(self, source: str, era: int) -> int:
+        return self._plan(source, era).plan.chunks.num_rows
+
+
+class RowReader:
+    """Gathers rows from decoded chunks, of which the latest of each source are kept.
+
+    Not for several threads at once.
+    """
+
+    def __init__(
+        self, prepared: Prepared, names: Sequence[str], read_chunk: ChunkReader | None = None
+    ):
+        """Reads from a prepared folder.
+
+        Args:
+            prepared: the folder.
+            names: the sources by the numbers that the order has for them.
+            read_chunk: where chunks come from; None: they are decoded here.
+        """
+        self._prepared, self._names = prepared, tuple(names)
+        self._read_chunk = read_chunk or prepared.read_chunk
+        self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
+        self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its era
+
+    def read(self, sources: np.ndarray, eras: np.ndarray, rows: np.ndarray) -> Rows:
+        """Reads rows, each named by source, era and row: int64 [n] each.
+
+        Raises:
+            ShardError: a record batch is not as it was written, and that is not to be passed over.
+        """
+        found: Rows | None = None
+        for source, era, here in group_pairs(sources, eras):
+            part = self._read_era(source, era, rows[here])
+            if len(here) == len(rows):
+                return part
+            if found is None:
+                found = self._empty(len(rows))
+            found.put(here, part)
+        return found or self._empty(len(rows))
+
+    def read_refs(self, refs: RowRefs) -> Rows:
+        """Reads the rows of an order."""
+        return self.read(refs.sources, refs.eras, refs.rows)
+
+    def _empty(self, count: int) -> Rows:
+        wanted = self._prepared.wanted
+        return empty_rows(
+            count,
+            self._prepared.seq_len,
+            loss_mask=wanted.counts,
+            document_ids=wanted.documents,
+        )
+
+    def _read_era(self, source: int, era: int, rows: np.ndarray) -> Rows:
+        table, wanted = self._prepared.chunks(self._names[source], era), self._prepared.wanted
+        chunks = table.chunks_of(rows)
+        return self._joined_chunks(source, era, chunks, table).read(
+            chunks,
+            rows - table.row_starts[chunks],
+            loss_mask=wanted.counts,
+            document_ids=wanted.documents,
+        )
+
+    def _joined_chunks(
+        self, source: int, era: int, chunks: np.ndarray, table: ChunkTable
+    ) -> JoinedChunks:
+        """Returns what joins rows of some chunks, and of those of the era that are kept beside."""
+        known = self._joined.get(source)
+        if known is not None and known[0] == era and known[1].has(chunks):
+            return known[1]
+        self._joined.pop(source, None)  # before it keeps more in memory than is asked for
+        keep = table.chunks_per_window + _SPARE_CHUNKS
+        # in the order in which they appear: what belongs to the window before is not read again
+        asked = {
+            chunk: self._load(source, era, chunk, keep=keep)
+            for chunk in dict.fromkeys(chunks.tolist())
+        }
+        kept = {chunk: one for (of, chunk), one in self._loaded[source].items() if of == era}
+        joined = JoinedChunks(
+            kept | asked,
+            num_chunks=len(table.row_starts) - 1,
+            width=self._prepared.seq_len + 1,
+            end_id=self._prepared.manifest.end_of_document_id,
+        )
+        if asked.keys() <= kept.keys():
+            self._joined[source] = era, joined
+        return joined
+
+    def _load(self, source: int, era: int, chunk: int, *, keep: int) -> LoadedChunk:
+        kept = self._loaded.setdefault(source, OrderedDict())
+        found = kept.get((era, chunk))
+        if found is None:
+            while len(kept) >= keep:
+                kept.popitem(last=False)
+            found = self._read_chunk(self._names[source], era, chunk)
+        kept[era, chunk] = found
+        kept.move_to_end((era, chunk))
+        return found
+
+
+def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields each pair of values that occurs, and the places where it does.
+
+    They come in order of appearance: where one era ends and the next begins, chunks of the first are
+    not needed again once the second's are read.
+    """
+    if not len(first):
+        return
+    if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
+        yield int(first[0]), int(second[0]), np.arange(len(first))
+        return
+    pairs, firsts = np.unique(np.stack([first, second]), axis=1, return_index=True)
+    for one, other in pairs.T[np.argsort(firsts)].tolist():
+        yield one, other, np.flatnonzero((first == one) & (second == other))
+
+
+def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the chunks that rows of an era lie in, and of each the places of its rows.
+
+    They come in order of appearance: what belongs to the window before is not read again.
+    """
+    chunks = table.chunks_of(rows)
+    found, firsts, counts = np.unique(chunks, return_index=True, return_counts=True)
+    places = np.argsort(chunks, kind="stable")
+    ends = np.cumsum(counts)
+    for number in np.argsort(firsts).tolist():
+        end = int(ends[number])
+        yield int(found[number]), places[end - int(counts[number]) : end]
+
+
+class SplitReader:
+    """Reads rows of the first era of every source, numbered source after source.
+
+    They are cut from the streams, S tokens apart, whatever a run's packing: with a little data they
+    are the whole split, and they are there as soon as a folder can be read at all. Use as a context
+    manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        split: str,
+        *,
+        seq_len: int,
+        document_ids: bool = False,
+        fetch: BatchFetcher | None = None,
+    ):
+        """Opens the folder.
+
+        Raises:
+            ShardError: it cannot be read.
+        """
+        self._prepared = Prepared(
+            directory,
+            split=split,
+            seq_len=seq_len,
+            document_ids=document_ids,
+            read_batch=fetch,
+            check_sizes=fetch is None or fetch.when_corrupt == "fail",
+            chunk_batches=1,
+        )
+        manifest = self._prepared.manifest
+        self.directory, self.seq_len = Path(directory), seq_len
+        names = [source.name for source in manifest.sources if manifest.eras(source.name)]
+        self._reader = RowReader(self._prepared, names)
+        self._ends = np.cumsum([self._prepared.num_rows(name, 0) for name in names], dtype=np.int64)
+        first_eras = [self._prepared.era(name, 0) for name in names]
+        self.num_tokens = sum(era.num_tokens(split) for era in first_eras)
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def streams(self) -> list[range]:
+        """Returns the rows of each source, which follow each other in its stream."""
+        ends = self._ends.tolist()
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Reads rows 0 <= n < num_rows.
+
+        Raises:
+            ShardError: a record batch is not as it was written.
+        """
+        sources = np.searchsorted(self._ends, rows, side="right")
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return self._reader.read(sources, np.zeros_like(rows), rows - starts[sources])
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        self._prepared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_names(manifest: DatasetManifest, weights: Mapping[str, float]) -> None:
+    """Checks that a run's sources are those of the folder.
+
+    Raises:
+        DataError: they are not.
+    """
+    known = {source.name for source in manifest.sources}
+    if set(weights) != known:
+        raise DataError(
+            f"the folder holds the sources {sorted(known)}, the configuration names "
+            f"{sorted(weights)}: give the configuration that it was prepared with"
+        )
+
+
+def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
+    """Returns the error about a stream that holds no row."""
+    return ShardError(
+        f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
+        "prepare more text for it (for validation: raise validation_fraction), or lower seq_len"
+    )

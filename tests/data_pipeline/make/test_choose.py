@@ -1,0 +1,139 @@
+"""Decisions about documents against a slow one; what came before decides, what comes later never."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.make.choose import Chooser, ExactIndex
+from moebius.data_pipeline.make.statistics import ScanStatistics
+from moebius.data_pipeline.make.tasks import (
+    _RECORD,
+    DUPLICATE,
+    FIRST_REASON,
+    TRAIN,
+    VALIDATION,
+    Scanned,
+)
+from moebius.data_pipeline.make.units import Unit
+from moebius.data_pipeline.sources.documents import InputSplit, Role
+
+HALF = 2**63
+HASHES = st.tuples(
+    st.sampled_from([0, 1, 5, HALF, HALF + 1, 2**64 - 1]), st.sampled_from([0, 1, 2**64 - 1])
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches=st.lists(st.lists(HASHES, max_size=20), max_size=8))
+def test_what_was_there_before_is_known(batches):
+    """First halves that are equal while the second ones differ are two documents."""
+    index, seen = ExactIndex(), set()
+    for batch in batches:
+        high, low = np.array(batch, dtype=np.uint64).reshape(-1, 2).T
+        found = index.add(high, low).tolist()
+        expected = []
+        for one in batch:
+            expected.append(one in seen)
+            seen.add(one)
+        assert found == expected
+    assert index.num_bytes == 16 * len(seen)
+
+
+def test_the_index_takes_logarithmically_many_runs():
+    rng = np.random.default_rng(0)
+    index = ExactIndex()
+    for _ in range(100):
+        index.add(*rng.integers(0, 2**64, (2, 500), dtype=np.uint64))
+    assert index.num_bytes == 16 * 50_000
+    assert max(map(len, index._parts)) <= 13
+    for runs in index._parts:
+        for high, _ in runs:
+            assert np.all(np.diff(high.astype(np.float64)) >= 0)
+
+
+def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:
+    split = InputSplit(source, number, "/a.txt", ".txt", 0, 9, 9, role, 9)
+    return Unit(source, number, (split,))
+
+
+def scanned(*documents: tuple[int, int], reasons: tuple[str, ...] = ()) -> Scanned:
+    """Documents of given hashes (first halves) and fates."""
+    records = [(high, high, 10, fate) for high, fate in documents]
+    return Scanned(
+        np.array(records, dtype=_RECORD),
+        reasons,
+        ScanStatistics(),
+        np.zeros((0, 0), dtype=np.uint64),
+        np.zeros(0, dtype=np.int64),
+    )
+
+
+def chooser(fraction: float = 0.5, *sources: str) -> Chooser:
+    named = tuple(SourceConfig(name=name, input=("x",)) for name in sources or ("text",))
+    return Chooser(DataConfig(sources=named, validation_fraction=fraction))
+
+
+def test_small_hashes_are_held_out_and_repeats_are_not_even_of_validation():
+    one = chooser()
+    fates = one.choose(unit(), scanned((HALF - 1, TRAIN), (HALF, TRAIN), (HALF - 1, TRAIN)))
+    assert fates.tolist() == [VALIDATION, TRAIN, DUPLICATE]
+    again = one.choose(unit(number=1), scanned((HALF, TRAIN), (3, TRAIN)))
+    assert again.tolist() == [DUPLICATE, VALIDATION]
+    counts = one.counts["text"]
+    assert dict(counts.chosen) == {"train": 1, "validation": 2}
+    assert dict(counts.dropped) == {"duplicate": 2}
+    assert counts.num_documents == 5
+
+
+def test_what_was_dropped_is_no_document_that_others_repeat():
+    one = chooser()
+    first = scanned((HALF, FIRST_REASON + 1), (HALF, FIRST_REASON), reasons=("empty", "too long"))
+    assert one.choose(unit(), first).tolist() == [FIRST_REASON + 1, FIRST_REASON]
+    assert one.choose(unit(number=1), scanned((HALF, TRAIN))).tolist() == [TRAIN]
+    assert dict(one.counts["text"].dropped) == {"empty": 1, "too long": 1}
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"), [(("validation", "train"), [[VALIDATION], [DUPLICATE]])]
+)
+def test_what_is_in_both_is_validated_on(roles, expected):
+    one = chooser()
+    found = [
+        one.choose(unit(number=number, role=role), scanned((HALF, TRAIN))).tolist()
+        for number, role in enumerate(roles)
+    ]
+    assert found == expected
+
+
+def test_a_train_file_with_a_validation_file_beside_it_holds_nothing_out():
+    assert chooser(0.99).choose(unit(role="train"), scanned((1, TRAIN))).tolist() == [TRAIN]
+    assert chooser(0.0).choose(unit(), scanned((0, TRAIN), (1, TRAIN))).tolist() == [TRAIN] * 2
+
+
+def test_small_data_holds_out_its_smallest_hash_once_it_has_two_documents():
+    one = chooser(1e-9, "a", "b")
+    assert one.choose(unit("a"), scanned((HALF, TRAIN))).tolist() == [TRAIN], "not its only one"
+    assert one.choose(unit("a", 1), scanned((HALF + 1, TRAIN))).tolist() == [VALIDATION]
+    second = one.choose(unit("b"), scanned((HALF + 9, TRAIN), (HALF + 7, TRAIN), (HALF + 8, TRAIN)))
+    assert second.tolist() == [TRAIN, VALIDATION, TRAIN], "each source its own"
+    assert one.choose(unit("b", 1), scanned((5000 + HALF, TRAIN))).tolist() == [TRAIN]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=6), min_size=1, max_size=6),
+    fraction=st.sampled_from([0.0, 1e-9, 0.3, 0.9]),
+)
+def test_what_comes_later_changes_nothing(batches, fraction):
+    def decide(some: list[list[int]]) -> list[list[int]]:
+        one = chooser(fraction)
+        return [
+            one.choose(unit(number=n), scanned(*((high, TRAIN) for high in batch))).tolist()
+            for n, batch in enumerate(some)
+        ]
+
+    whole = decide(batches)
+    for count in range(len(batches)):
+        assert decide(batches[:count]) == whole[:count]

@@ -1,0 +1,133 @@
+"""Eras are sealed in the order of the units as soon as they are full, and the chain says it all."""
+
+from pathlib import Path
+
+import pytest
+
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.make import commit
+from moebius.data_pipeline.make.choose import SourceCounts
+from moebius.data_pipeline.make.commit import Committer
+from moebius.data_pipeline.make.units import Unit
+from moebius.data_pipeline.manifest import (
+    QuarantinedSplit,
+    ShardEntry,
+    Split,
+    is_prepared,
+    read_manifest,
+    shard_name,
+)
+from moebius.data_pipeline.sources.documents import InputSplit
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import save_tokenizer
+
+
+def entry(source: str, number: int, tokens: int, split: Split = "train") -> ShardEntry:
+    return ShardEntry(
+        name=shard_name(source, split, number),
+        split=split,
+        source=source,
+        input="x",
+        num_documents=1,
+        num_tokens=tokens,
+        num_text_bytes=tokens,
+        num_batches=1,
+        num_bytes=100,
+        blake2b="0" * 64,
+        index_blake2b="1" * 64,
+    )
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Returns what makes a committer of a folder, and the eras it tells of."""
+    save_tokenizer(tmp_path, BytesTokenizer())
+    told: list[str] = []
+
+    def made(**num_units: int) -> tuple[Committer, Path, list[str]]:
+        config = DataConfig(
+            sources=tuple(SourceConfig(name=name, input=("x",)) for name in num_units),
+            tokenizer="bytes",
+            vocab_size=257,
+            era_tokens=1000,
+        )
+        committer = Committer(config, tmp_path, num_units=num_units, on_era=told.append)
+        return committer, tmp_path, told
+
+    return made
+
+
+def eras(folder: Path, source: str) -> list[list[int]]:
+    """The numbers of the train shards of each era."""
+    manifest = read_manifest(folder)
+    return [[shard.number for shard in era.of("train")] for era in manifest.eras(source)]
+
+
+def test_an_era_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
+    committer, folder, told = make(a=5, b=2)
+    committer.commit("a", [entry("a", 0, 600)])
+    assert not is_prepared(folder), "nothing can be read yet"
+    committer.commit("b", [entry("b", 0, 999), entry("b", 0, 10**6, "validation")])
+    assert not is_prepared(folder), "validation fills no era"
+    committer.commit("a", [entry("a", 1, 400)])
+    assert eras(folder, "a") == [[0, 1]]
+    committer.commit("a", [])  # nothing of it stays
+    committer.commit("a", [entry("a", 3, 5000)])
+    committer.commit("a", [entry("a", 4, 1)])
+    assert eras(folder, "a") == [[0, 1], [3], [4]]
+    assert eras(folder, "b") == []
+    committer.commit("b", [])
+    assert eras(folder, "b") == [[0]]
+    assert told == ["a", "a", "a", "b"]
+
+
+def test_a_source_that_ends_with_nothing_has_no_empty_era(make):
+    committer, folder, told = make(a=2)
+    committer.commit("a", [entry("a", 0, 1000)])
+    committer.commit("a", [])
+    assert eras(folder, "a") == [[0]]
+    assert told == ["a"]
+
+
+def test_an_era_has_so_many_shards_at_most(make, monkeypatch):
+    monkeypatch.setattr(commit, "MAX_ERA_SHARDS", 3)
+    committer, folder, _ = make(a=7)
+    for number in range(7):
+        committer.commit("a", [entry("a", number, 1)])
+    assert eras(folder, "a") == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_the_end_says_what_became_of_everything(make):
+    committer, folder, _ = make(a=1)
+    committer.commit("a", [entry("a", 0, 7), entry("a", 0, 3, "validation")])
+    counts = SourceCounts()
+    counts.dropped.update({"empty": 2, "duplicate": 1})
+    lost = QuarantinedSplit(source="a", input="y", error="z")
+    split = InputSplit("a", 0, "/x.txt", ".txt", 0, 9, 9, "both", 9)
+    committer.complete({"a": counts}, [lost], [Unit("a", 0, (split,))])
+    completion = read_manifest(folder).completion
+    assert completion is not None
+    assert completion.num_tokens == {"a": {"train": 7, "validation": 3}}
+    assert completion.num_documents == {"a": {"train": 1, "validation": 1}}
+    assert list(completion.dropped["a"].items()) == [("duplicate", 1), ("empty", 2)]
+    assert completion.quarantined == (lost,)
+    assert completion.inputs == {"/x.txt": 9}
+
+
+def test_an_end_before_every_unit_came_is_a_mistake_of_ours(make):
+    committer, _, _ = make(a=2)
+    committer.commit("a", [entry("a", 0, 7)])
+    with pytest.raises(AssertionError, match="a unit was not committed"):
+        committer.complete({}, [], [])
+
+
+def test_committing_again_finds_what_is_there_and_extends_it(make):
+    committer, folder, _ = make(a=2)
+    committer.commit("a", [entry("a", 0, 2000)])
+    first = read_manifest(folder)
+    again, _, told = make(a=2)
+    again.commit("a", [entry("a", 0, 2000)])
+    again.commit("a", [entry("a", 1, 1)])
+    assert read_manifest(folder).sealed[0] == first.sealed[0]
+    assert eras(folder, "a") == [[0], [1]]
+    assert told == ["a", "a", "a"]

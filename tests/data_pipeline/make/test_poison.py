@@ -1,0 +1,342 @@
+"""F19: what crashes is tried three times and left out, and nothing else changes; what no text is to
+blame for ends the preparation instead.
+"""
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from poison import language
+from small_corpus import sentences, write_jsonl
+
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.errors import InputError, PrepareError
+from moebius.data_pipeline.make import tasks
+from moebius.data_pipeline.make.failures import ATTEMPTS, Failures, OnPoison, account, reason
+from moebius.data_pipeline.make.pools import (
+    LocalPool,
+    SerialPool,
+    WorkerDiedError,
+    WorkerKilledError,
+)
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.make.unfinished import QUARANTINED
+from moebius.data_pipeline.manifest import manifest_name, read_manifest
+from moebius.data_pipeline.prepare_config import LanguageConfig
+from moebius.data_pipeline.read.loader import Loader
+
+BAD = 2  # the file with the poison
+
+
+@pytest.fixture(autouse=True)
+def _harm(monkeypatch):
+    """Lets poison do its harm where a document is normalised: in this process."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a test's machine does not lose power
+    normalised = tasks.normalised
+    monkeypatch.setattr(tasks, "normalised", lambda text: language(text) and normalised(text))
+
+
+def _corpus(
+    folder: Path, poison: str, *, tokenizer: str = "bytes", everywhere: bool = False
+) -> DataConfig:
+    """Five files, of which one has a poisonous document in its middle; some eras.
+
+    `everywhere`: it does its harm in other processes as well.
+    """
+    texts = [sentences(seed, 12) for seed in range(5)]
+    texts[BAD][6] = f"a POISON {poison} text"
+    paths = [write_jsonl(folder / f"{n}.jsonl", some) for n, some in enumerate(texts)]
+    return DataConfig(
+        input=tuple(map(str, paths)),
+        tokenizer=tokenizer,
+        vocab_size=257 if tokenizer == "bytes" else 300,
+        batch_tokens=300,
+        era_tokens=4000 if tokenizer == "bytes" else 1000,
+        validation_fraction=0.2,
+        seq_len=16,
+        language=LanguageConfig(function="poison:language", allow=("en",)) if everywhere else None,
+    )
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+class Counting(SerialPool):
+    """Counts how often each unit is scanned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scans: dict[int, int] = {}
+
+    def submit(self, function, item, /):
+        if function.__name__ == "scan_unit":
+            self.scans[item.unit.number] = self.scans.get(item.unit.number, 0) + 1
+        return super().submit(function, item)
+
+
+def _check_all_but_the_poison(config: DataConfig, folder: Path, elsewhere: Path) -> None:
+    """Compares with a preparation of the same files, the bad one empty: a tombstone."""
+    assert (folder / QUARANTINED / f"text-{BAD:05d}.txt").exists()
+    Path(config.input[BAD]).write_text("")
+    prepare(config, elsewhere)
+    found, expected = _files(folder), _files(elsewhere)
+    last = manifest_name(read_manifest(elsewhere).num_files - 1)
+    assert read_manifest(elsewhere).num_files > 4
+    ends = [json.loads(files.pop(last))["manifest"] for files in (found, expected)]
+    assert found == expected
+    for totals in ("num_documents", "num_tokens"):
+        assert ends[0][totals] == ends[1][totals]
+    assert _seen(config, folder) == _seen(config, elsewhere)
+
+
+def _seen(config: DataConfig, folder: Path) -> list[tuple[int, list]]:
+    data = config.model_copy(update={"directory": str(folder)})
+    with Loader(data, global_batch=8, micro_batch=8) as loader:
+        return [(batch.digest, batch.tokens.tolist()) for batch in islice(loader, 30)]
+
+
+# ---- what crashes
+
+
+@pytest.mark.parametrize(
+    ("poison", "said"),
+    [
+        ("VALUE", "ValueError: the detector is at its wits' end"),
+        ("PANIC", "PanicError: panicked at 3:4"),
+        ("BADGZIP", "OSError: not a gzipped file"),  # without a number it is a decoder's
+    ],
+)
+def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path, poison, said):
+    config = _corpus(tmp_path, poison)
+    pool, news = Counting(), []
+    manifest = prepare(config, tmp_path / "d", pool=pool, on_progress=lambda p: news.append(p.news))
+    assert manifest.completion is not None
+    (lost,) = manifest.completion.quarantined
+    assert (lost.source, lost.error) == ("text", said)
+    assert "2.jsonl" in lost.input
+    assert pool.scans == {0: 1, 1: 1, 2: ATTEMPTS, 3: 1, 4: 1}
+    assert [one for one in news if one] == [f"{lost.input} is left out: {said}"]
+    account = (tmp_path / "d" / QUARANTINED / "text-00002.txt").read_text()
+    assert "was left out in stage 'scan'" in account
+    assert (
+        "in _raise" in account or "sys.exit(5)" in account
+    )  # the traceback, to where it came from
+    _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", ["EXIT", "SEGMENTATION", "PANIC"])
+def test_a_crash_of_the_process_is_quarantined_after_three_tries(tmp_path, poison):
+    config = _corpus(tmp_path, poison, everywhere=True)
+    with LocalPool(2) as pool:
+        manifest = prepare(config, tmp_path / "d", pool=pool)
+    assert manifest.completion is not None
+    (lost,) = manifest.completion.quarantined
+    died = "it killed its process each time"
+    assert (
+        lost.error
+        == {
+            "EXIT": died,
+            "SEGMENTATION": died,
+            "PANIC": "PanicError: panicked at 3:4",
+        }[poison]
+    )
+    account = (tmp_path / "d" / QUARANTINED / "text-00002.txt").read_text()
+    assert {"EXIT": "exit code 3", "SEGMENTATION": "SIGSEGV", "PANIC": "in _raise"}[
+        poison
+    ] in account
+    _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
+
+
+def test_a_quarantined_unit_leaves_a_trained_tokenizer_and_every_pool_alike(tmp_path):
+    config = _corpus(tmp_path, "VALUE", tokenizer="bpe")
+
+    class Backwards(SerialPool):
+        capacity = 4
+
+        def wait(self):
+            self._waiting.rotate(1)
+            return super().wait()
+
+    prepare(config, tmp_path / "one")
+    prepare(config, tmp_path / "other", pool=Backwards())
+    assert _files(tmp_path / "one") == _files(tmp_path / "other")
+    completion = read_manifest(tmp_path / "one").completion
+    assert completion is not None
+    assert len(completion.quarantined) == 1
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def test_what_was_given_up_stays_given_up_after_an_interruption(tmp_path):
+    """The file is whole again by then: what was decided is repeated, and the bytes are the same."""
+    config = _corpus(tmp_path, "VALUE")
+    prepare(config, tmp_path / "through")
+
+    def stop(progress) -> None:
+        if progress.news:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", on_progress=stop)
+    bad = Path(config.input[BAD])
+    bad.write_text(bad.read_text().replace("POISON", "HARMLE"))
+    pool = Counting()
+    prepare(config, tmp_path / "d", pool=pool)
+    assert BAD not in pool.scans
+    assert _files(tmp_path / "d") == _files(tmp_path / "through")
+
+
+def test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was(tmp_path, monkeypatch):
+    """Its documents were counted, and stay the first of their kind; its shards are not there."""
+    config = _corpus(tmp_path, "nothing")
+
+    class Failing(SerialPool):
+        def submit(self, function, item, /):
+            if function.__name__ == "tokenise_unit" and item.unit.number == BAD:
+                return super().submit(_crash, item)
+            return super().submit(function, item)
+
+    manifest = prepare(config, tmp_path / "d", pool=Failing())
+    whole = prepare(config, tmp_path / "whole")
+    assert manifest.completion is not None
+    assert [one.error for one in manifest.completion.quarantined] == [
+        "it killed its process each time"
+    ]
+    expected = [shard for shard in whole.shards if shard.number != BAD]
+    assert list(manifest.shards) == expected
+    assert not list((tmp_path / "d").glob(f"*-{BAD:05d}.*"))
+
+
+def _crash(item: object) -> None:
+    raise WorkerDiedError("its process crashed (SIGSEGV)")
+
+
+def test_a_source_of_which_nothing_is_left_is_told(tmp_path):
+    config = _corpus(tmp_path, "VALUE").model_copy(update={"input": (str(tmp_path / "2.jsonl"),)})
+    with pytest.raises(PrepareError, match=r"nothing of source 'text' could be .*wits' end"):
+        prepare(config, tmp_path / "d")
+
+
+# ---- what no text is to blame for
+
+
+@pytest.mark.parametrize(
+    ("poison", "said", "advice"),
+    [
+        ("MEMORY", "MemoryError", "fewer workers"),
+        ("FULL", "No space left on device", "mend that"),
+    ],
+)
+def test_what_no_text_is_to_blame_for_ends_the_preparation(tmp_path, poison, said, advice):
+    config = _corpus(tmp_path, poison)
+    pool = Counting()
+    with pytest.raises(PrepareError) as caught:
+        prepare(config, tmp_path / "d", pool=pool)
+    message = str(caught.value)
+    assert message.count("2.jsonl") == 1
+    assert "failed 3 times in stage 'scan'" in message
+    assert said in message
+    assert advice in message
+    assert pool.scans[BAD] == ATTEMPTS
+    assert not (tmp_path / "d" / QUARANTINED).exists()
+    harmless = Path(config.input[BAD]).read_text().replace("POISON", "HARMLE")
+    Path(config.input[BAD]).write_text(harmless)  # of as many bytes: what was wrong is mended
+    prepare(config, tmp_path / "d")
+    prepare(config, tmp_path / "undisturbed")
+    assert _files(tmp_path / "d") == _files(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_is_no_failure(tmp_path):
+    config = _corpus(tmp_path, "CTRLC")
+    pool = Counting()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, tmp_path / "d", pool=pool)
+    assert pool.scans[BAD] == 1
+    assert not (tmp_path / "d" / QUARANTINED).exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_three_times_ends_the_preparation_by_default(tmp_path):
+    """What the system does to it when memory is out; a document may be the reason, or not."""
+    config = _corpus(tmp_path, "KILL", everywhere=True)
+    with LocalPool(2) as pool, pytest.raises(PrepareError, match=r"was killed .*fewer workers"):
+        prepare(config, tmp_path / "d", pool=pool)
+    with LocalPool(2) as pool:
+        prepare(config, tmp_path / "d", pool=pool, on_poison="quarantine")
+    _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
+
+
+# ---- the policies
+
+
+def _crashed() -> BaseException:
+    return WorkerDiedError("its process crashed (SIGSEGV)")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcomes"),
+    [
+        (_crashed(), {"auto": "given up", "fail": "ended", "quarantine": "given up"}),
+        (KeyError("x"), {"auto": "given up", "fail": "ended", "quarantine": "given up"}),
+        (WorkerKilledError("x"), {"auto": "ended", "fail": "ended", "quarantine": "given up"}),
+        (MemoryError(), {"auto": "ended", "fail": "ended", "quarantine": "given up"}),
+        (ImportError("x"), {"auto": "ended", "fail": "ended", "quarantine": "ended"}),
+        (OSError(5, "x"), {"auto": "ended", "fail": "ended", "quarantine": "ended"}),
+        (OSError("x"), {"auto": "given up", "fail": "ended", "quarantine": "given up"}),
+    ],
+)
+def test_what_each_policy_does_with_what_fails_three_times(error, outcomes):
+    policies: tuple[OnPoison, ...] = ("auto", "fail", "quarantine")
+    for policy in policies:
+        failures = Failures(policy)
+        assert [failures.try_again("one", error) for _ in range(ATTEMPTS)] == [True, True, False]
+        assert failures.try_again("another", error), "each task has its own tries"
+        if outcomes[policy] == "given up":
+            failures.check_is_poison("a.txt", "scan", error)
+            continue
+        with pytest.raises(PrepareError, match=r"a\.txt failed 3 times") as raised:
+            failures.check_is_poison("a.txt", "scan", error)
+        assert raised.value.__cause__ is error
+
+
+def test_what_the_user_can_mend_is_raised_at_once_or_given_up_at_once():
+    mistake = InputError("a.jsonl[0:9], record 3: no field 'text'")
+    for policy in ("auto", "fail"):
+        with pytest.raises(InputError, match="no field"):
+            Failures(policy).try_again("one", mistake)
+    failures = Failures("quarantine")
+    assert not failures.try_again("one", mistake)
+    failures.check_is_poison("a.jsonl", "scan", mistake)
+    with pytest.raises(PrepareError, match="no room"):
+        failures.try_again("one", PrepareError("no room"))  # which no text is the reason of
+
+
+def test_the_reason_names_no_process_and_the_account_names_all():
+    with pytest.raises(KeyError) as raised:
+        raise KeyError("x") from _crashed()
+    assert reason(raised.value) == "KeyError: 'x'"
+    assert "SIGSEGV" in account(raised.value)
+    assert "test_poison.py" in account(raised.value)
+    assert reason(_crashed()) == "it killed its process each time"
+
+
+@pytest.mark.parametrize("policy", ["auto", "fail", "quarantine"])
+def test_input_that_is_not_utf8_under_each_policy(tmp_path, policy):
+    config = _corpus(tmp_path, "nothing")
+    bad = Path(config.input[BAD])
+    bad.write_bytes(bad.read_bytes().replace(b"POISON", b"POIS\xffN"))
+    if policy != "quarantine":
+        with pytest.raises(InputError, match=r"2\.jsonl.*UTF-8"):
+            prepare(config, tmp_path / "d", on_poison=policy)
+        return
+    manifest = prepare(config, tmp_path / "d", on_poison=policy)
+    assert manifest.completion is not None
+    assert np.all(["UTF-8" in one.error for one in manifest.completion.quarantined])
+    _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")

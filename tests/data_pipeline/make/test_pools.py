@@ -1,0 +1,192 @@
+"""Pools tell what became of every task, and leave no process behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from poison import language
+
+from moebius.data_pipeline.errors import DataError, InputError
+from moebius.data_pipeline.make.pools import (
+    LocalPool,
+    SerialPool,
+    TaskFailedError,
+    WorkerDiedError,
+    WorkerKilledError,
+)
+
+
+def _double(item: int) -> int:
+    return 2 * item
+
+
+def _fail(item: str) -> None:
+    raise InputError(item)
+
+
+def _die(item: int) -> None:
+    os.kill(os.getpid(), item)
+
+
+def _process(item: float) -> int:
+    time.sleep(item)
+    return os.getpid()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _await_end(process: int, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while _is_alive(process):
+        assert time.monotonic() < deadline, f"process {process} is still there"
+        time.sleep(0.02)
+
+
+def test_expected_tasks_find_their_processes_started():
+    before = set(multiprocessing.active_children())
+    with LocalPool(2) as pool:
+        pool.expect(1)
+        pool.expect(9)
+        started = {one.pid for one in set(multiprocessing.active_children()) - before}
+        assert len(started) == 2
+        pool.submit(_process, 0.0)
+        assert pool.wait()[1] in started
+
+
+def test_a_serial_pool_returns_results_and_exceptions_in_order():
+    pool = SerialPool()
+    first, second = pool.submit(_double, 3), pool.submit(_fail, "bad file")
+    assert pool.wait() == (first, 6)
+    number, error = pool.wait()
+    assert number == second
+    assert isinstance(error, InputError)
+    assert str(error) == "bad file"
+
+
+def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
+    with LocalPool(2) as pool:
+        numbers = {pool.submit(_die, signal.SIGKILL): "dies", pool.submit(_fail, "x"): "fails"}
+        found = dict(pool.wait() for _ in range(2))
+        numbers |= {pool.submit(_double, 4): "works", pool.submit(_process, 0): "works elsewhere"}
+        found |= dict(pool.wait() for _ in range(2))
+    outcomes = {numbers[number]: outcome for number, outcome in found.items()}
+    assert isinstance(outcomes["dies"], WorkerDiedError)
+    assert isinstance(outcomes["fails"], InputError)
+    assert outcomes["works"] == 8
+    assert outcomes["works elsewhere"] != os.getpid()
+    _await_end(outcomes["works elsewhere"])
+
+
+def test_how_a_process_ended_is_told_and_no_exception_takes_it_down():
+    """One that was killed is not taken for one that crashed; what does not unpickle is told in words."""
+    with LocalPool(3) as pool:
+        numbers = {pool.submit(language, f"POISON {word}"): word for word in _ENDS}
+        found = dict(pool.wait() for _ in numbers)
+    outcomes = {numbers[number]: outcome for number, outcome in found.items()}
+    for word, (kind, said) in _ENDS.items():
+        assert type(outcomes[word]) is kind
+        assert said in str(outcomes[word])
+
+
+_ENDS = {
+    "KILL": (WorkerKilledError, "was killed (SIGKILL)"),
+    "EXIT": (WorkerDiedError, "exit code 3"),
+    "HOMEMADE": (TaskFailedError, "HomemadeError: homemade 3 4"),
+}
+
+
+def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
+    with LocalPool(1) as pool:
+        pool.submit(_process, 0)
+        _, process = pool.wait()
+        os.kill(process, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while not pool._idle[0].executor._broken:  # it has noticed, and takes no more
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        number = pool.submit(_double, 5)
+        assert pool.wait() == (number, 10)
+
+
+def test_what_would_end_this_process_ends_the_task_only():
+    pool = SerialPool()
+    for word, said in (("SYSTEMEXIT", "SystemExit: 5"), ("PANIC", "PanicError: panicked at 3:4")):
+        pool.submit(language, f"POISON {word}")
+        _, error = pool.wait()
+        assert isinstance(error, TaskFailedError)
+        assert str(error) == said
+
+
+def test_leaving_a_pool_ends_a_task_that_is_at_work():
+    with LocalPool(1) as pool:
+        pool.submit(_process, 0)
+        _, process = pool.wait()
+        pool.submit(_process, 600)
+        assert _is_alive(process)
+    _await_end(process)
+
+
+def test_a_pool_of_nobody_is_refused():
+    with pytest.raises(DataError, match="a pool of 0 workers: at least 1"):
+        LocalPool(0)
+
+
+_PROGRAM = """
+import os, time
+from moebius.data_pipeline.make.pools import LocalPool
+
+def work(seconds):
+    print(os.getpid(), flush=True)
+    time.sleep(seconds)
+"""
+
+
+def test_workers_end_with_a_process_that_was_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        _PROGRAM
+        + """
+if __name__ == "__main__":
+    with LocalPool(1) as pool:
+        pool.submit(work, 600)
+        pool.wait()
+"""
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        worker = int(program.stdout.readline())
+        assert _is_alive(worker)
+        program.kill()
+        _await_end(worker)
+
+
+def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
+    """Its workers cannot start; that is no fault of the tasks."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        _PROGRAM
+        + """
+with LocalPool(1) as pool:
+    pool.submit(work, 0)
+    pool.wait()
+"""
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "PrepareError: a worker process could not be started" in ended.stderr
+    assert '`if __name__ == "__main__":`' in ended.stderr

@@ -1,0 +1,623 @@
+"""The same bytes for any number of workers, any order of completion and after any interruption; one
+clear error each.
+"""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_corpus import sentences, write_jsonl
+from token_stream import TokenStream
+
+from moebius.data_pipeline.atomic import TEMPORARY
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
+from moebius.data_pipeline.growth import UNFINISHED
+from moebius.data_pipeline.make.pools import SerialPool
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.make.progress import PrepareProgress
+from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
+from moebius.data_pipeline.read.token_store import TokenStore
+from moebius.data_pipeline.sources import embedded
+from moebius.data_pipeline.tokenizers.fast import proof_of
+from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def _texts(folder: Path, split: str) -> list[str]:
+    """All documents of a split, decoded, in order."""
+    tokenizer = load_tokenizer(folder)
+    store = TokenStream(folder, split)
+    rows = [
+        row
+        for batch in range(store.num_batches)
+        for row in store.read_documents(batch)["tokens"].to_pylist()
+    ]
+    assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
+    return [tokenizer.decode(row) for row in rows]
+
+
+def _expected(corpus) -> list[str]:
+    texts = [
+        json.loads(line)["text"].strip()
+        for path in corpus
+        for line in path.read_text().splitlines()
+    ]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+# ---- what is prepared
+
+
+def test_every_document_is_there_once_in_order_and_exact(prepared, corpus):
+    train, validation = _texts(prepared, "train"), _texts(prepared, "validation")
+    assert [text for text in _expected(corpus) if text not in set(validation)] == train
+    assert [text for text in _expected(corpus) if text in set(validation)] == validation
+    assert not set(train) & set(validation)
+    assert 10 < len(validation) < 40
+
+
+def test_the_manifest_counts(prepared, corpus):
+    manifest = read_manifest(prepared)
+    assert manifest.dropped == {"duplicate": 1, "empty": 1}
+    assert manifest.num_documents("train") + manifest.num_documents("validation") == 3 * 40 - 2
+    assert manifest.num_text_bytes("train") == sum(
+        len(text.encode()) for text in _texts(prepared, "train")
+    )
+    assert manifest.num_tokens("train") == TokenStream(prepared, "train").num_tokens
+    assert manifest.inputs == {str(path): path.stat().st_size for path in corpus}
+    assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
+    assert 257 < manifest.vocab_size <= 400
+
+
+def test_only_the_result_is_left(prepared):
+    names = {path.name for path in prepared.iterdir()}
+    shards = {
+        f"text.{side}-0000{n}.{kind}.arrow"
+        for side in ("train", "validation")
+        for n in range(3)
+        for kind in ("tok", "idx")
+    }
+    assert names == shards | {manifest_name(n) for n in range(3)} | {"tokenizer.json"}
+
+
+def test_the_second_time_nothing_is_done(prepared, config):
+    before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
+
+    class NothingToRun(SerialPool):
+        def submit(self, function, item, /):
+            raise AssertionError("prepared data was prepared again")
+
+    assert prepare(config, prepared, pool=NothingToRun()) == read_manifest(prepared)
+    moved_elsewhere = config.model_copy(
+        update={"seq_len": 99, "seed": 8, "directory": str(prepared)}
+    )
+    assert prepare(moved_elsewhere, prepared, pool=NothingToRun()) == read_manifest(prepared)
+    assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
+
+
+def test_bytes_tokenizer(config, corpus, tmp_path):
+    raw = DataConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
+    manifest = prepare(raw, tmp_path / "d")
+    assert manifest.vocab_size == 257
+    assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(
+        _expected(corpus)
+    )
+    assert manifest.num_tokens("train") == manifest.num_text_bytes(
+        "train"
+    ) + manifest.num_documents("train")
+
+
+def test_text_is_normalised_before_it_is_compared(tmp_path):
+    path = write_jsonl(
+        tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
+    )
+    config = DataConfig(
+        input=(str(path),), tokenizer="bytes", validation_fraction=0.0, encoding_faults="drop"
+    )
+    manifest = prepare(config, tmp_path / "d")
+    assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
+    assert manifest.dropped == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
+
+
+def test_validation_input_wins_over_train(tmp_path):
+    train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
+    validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
+    config = DataConfig(
+        input=(str(train),),
+        validation_input=(str(validation),),
+        validation_fraction=0.99,
+        tokenizer="bytes",
+    )
+    prepare(config, tmp_path / "d")
+    assert _texts(tmp_path / "d", "train") == [
+        "a",
+        "c",
+    ]  # the fraction is for input without validation_input
+    assert _texts(tmp_path / "d", "validation") == ["b", "d"]
+
+
+def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
+    texts = sentences(5, 200)
+    sides = []
+    for name, some in (("all", texts), ("half", texts[::2])):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", some)
+        prepare(
+            DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3),
+            tmp_path / name,
+        )
+        sides.append(set(_texts(tmp_path / name, "validation")))
+    assert sides[1] == sides[0] & set(texts[::2])
+    assert 35 < len(sides[0]) < 85
+
+
+def test_a_few_documents_still_give_one_to_validation(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
+    prepare(
+        DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9), tmp_path / "d"
+    )
+    assert len(_texts(tmp_path / "d", "validation")) == 1
+    assert len(_texts(tmp_path / "d", "train")) == 2
+
+
+def test_the_tokenizer_sees_train_text_only(tmp_path):
+    train = write_jsonl(tmp_path / "t.jsonl", sentences(1, 20))
+    validation = write_jsonl(
+        tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)]
+    )
+    config = DataConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
+    prepare(config, tmp_path / "d")
+    assert "mistak" not in (tmp_path / "d" / "tokenizer.json").read_text()
+    assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
+
+
+def test_the_tokenizer_is_trained_on_a_sample_of_the_asked_size(config, tmp_path):
+    sizes = []
+
+    def spying(function, item):
+        if function.__name__ == "train_task":
+            samples = item.directory.rglob("*.sample.jsonl")
+            lines = [line for path in samples for line in path.read_text().splitlines()]
+            sizes.append(sum(len(json.loads(line).encode()) for line in lines))
+
+    pool = Meddling(spying)
+    prepare(config.model_copy(update={"tokenizer_sample_bytes": 5000}), tmp_path / "d", pool=pool)
+    assert 5000 <= sizes[0] < 5000 + 3 * 1500  # a document more of each of three files at most
+
+
+def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_path):
+    prepare(config.model_copy(update={"split_bytes": 4000}), tmp_path / "d")
+    assert len(read_manifest(tmp_path / "d").of("train")) > 3
+    train, validation = (_texts(tmp_path / "d", split) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(_expected(corpus))
+    # the first part has two documents, so it must give one, whatever the others have
+    moved = set(validation) - set(_texts(prepared, "validation"))
+    assert len(moved) == 1
+    assert train == [text for text in _texts(prepared, "train") if text not in moved]
+
+
+# ---- pools and progress
+
+
+class Meddling(SerialPool):
+    """Runs tasks one after another, and does something before each of them."""
+
+    def __init__(self, meddle: Callable[[Any, Any], object]):
+        super().__init__()
+        self._meddle = meddle
+
+    def submit(self, function, item, /):
+        def meddled(item):
+            self._meddle(function, item)
+            return function(item)
+
+        return super().submit(meddled, item)
+
+
+class Last(SerialPool):
+    """Is another machine's view: function and items travel as pickles, the last one ends first."""
+
+    capacity = 5
+
+    def submit(self, function, item, /):
+        message = pickle.dumps((function, item))
+        assert len(message) < 6000
+        return super().submit(*pickle.loads(message))
+
+    def wait(self):
+        self._waiting.reverse()
+        number, result = super().wait()
+        self._waiting.reverse()
+        return number, pickle.loads(pickle.dumps(result))
+
+
+class Shuffled(SerialPool):
+    capacity = 7
+
+    def wait(self):
+        random.shuffle(self._waiting)
+        return super().wait()
+
+
+class Threads:
+    """Runs four tasks at once, each of them in `copies` threads at once."""
+
+    def __init__(self, *, copies: int):
+        self.capacity, self._copies, self._submitted = 4, copies, 0
+        self.description = "threads"
+        self._tasks, self._runs = ThreadPoolExecutor(4), ThreadPoolExecutor(4 * copies)
+        self._out: dict[Future[Any], int] = {}
+
+    def expect(self, num_tasks):
+        pass
+
+    def submit(self, function, item, /):
+        self._submitted += 1
+        self._out[self._tasks.submit(self._run, function, item)] = self._submitted
+        return self._submitted
+
+    def _run(self, function, item):
+        runs = [self._runs.submit(function, item) for _ in range(self._copies)]
+        results = [run.result() for run in runs]
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    def wait(self):
+        done, _ = wait(self._out, return_when=FIRST_COMPLETED)
+        future = done.pop()
+        return self._out.pop(future), future.result()
+
+
+def _each_twice(function, item):
+    """A cluster that believes a worker dead and runs its task again elsewhere."""
+    function(item)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [Last(), Shuffled(), Meddling(_each_twice), Threads(copies=1), Threads(copies=2)],
+    ids=["last first", "shuffled", "each twice", "threads", "each twice at once"],
+)
+def test_any_pool_gives_the_same_bytes(config, prepared, tmp_path, pool):
+    assert prepare(config, tmp_path / "d", pool=pool) == read_manifest(prepared)
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_workers_are_handed_the_proof_of_the_tokenizer(config, prepared, tmp_path, shuffle):
+    """Whether it was trained or given: each worker would show the same, for 0.1 to 1 s."""
+    for name in ("bpe", str(prepared)):
+        proofs: dict[str, set[str]] = {}
+
+        def note(function, item, proofs=proofs):
+            task = getattr(item, "task", item)
+            proofs.setdefault(function.__name__, set()).add(getattr(task, "proof", ""))
+
+        of_tokenizer = config.model_copy(update={"tokenizer": name, "shuffle_documents": shuffle})
+        prepare(of_tokenizer, tmp_path / Path(name).name, pool=Meddling(note))
+        shown = proof_of((tmp_path / Path(name).name / TOKENIZER_FILE).read_text())
+        stages = ("spill_unit", "gather_bucket") if shuffle else ("tokenise_unit",)
+        assert {stage: proofs[stage] for stage in stages} == {stage: {shown} for stage in stages}
+
+
+def test_progress_is_told(config, tmp_path):
+    events: list[PrepareProgress] = []
+    manifest = prepare(config, tmp_path / "d", on_progress=events.append)
+    assert list(dict.fromkeys(event.stage for event in events)) == [
+        *("reading", "training the tokenizer", "tokenising")
+    ]
+    assert [event.done for event in events] == sorted(event.done for event in events)
+    assert {event.total for event in events} == {3}
+    last = events[-1]
+    assert last.done == 3
+    assert last.tokens == manifest.num_tokens("train") + manifest.num_tokens("validation")
+    assert last.tokens_per_s is not None
+    assert last.tokens_per_s > 0
+    assert last.eta_s == 0
+    assert [event.eta_s is None for event in events if event.done == 0][:5] == [True] * 5
+    (source,) = last.sources
+    assert (source.name, source.eras, source.quarantined) == ("text", 1, 0)
+    assert source.num_bytes == source.total_bytes == sum(manifest.inputs.values())
+
+
+# ---- interruptions
+
+
+class _StoppedError(Exception):
+    pass
+
+
+class StoppingAfter(SerialPool):
+    """Stops the coordinator when so many tasks are done."""
+
+    def __init__(self, num_tasks: int):
+        super().__init__()
+        self._left = num_tasks
+
+    def wait(self):
+        if self._left == 0:
+            raise _StoppedError
+        self._left -= 1
+        return super().wait()
+
+
+def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> None:
+    found = _files(folder)
+    assert not [name for name in found if TEMPORARY in name]
+    for name, content in found.items():
+        if not name.startswith(UNFINISHED):
+            assert content == reference[name]
+    if is_prepared(folder):
+        for era in read_manifest(folder).eras("text"):
+            TokenStore(folder, "text", era.number, "train").read(0)
+    else:
+        with pytest.raises(ShardError, match="holds no prepared data"):
+            TokenStream(folder, "train")
+
+
+@pytest.mark.parametrize("num_tasks", range(10))
+def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
+    reference = _files(prepared)
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", pool=StoppingAfter(num_tasks))
+    _check_nothing_is_half_valid(tmp_path / "d", reference)
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == reference
+
+
+def test_failing_at_some_writes(config, prepared, tmp_path, monkeypatch):
+    _fail_at_writes(config, prepared, tmp_path, monkeypatch, "fsync", range(2, 200, 11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["replace", "fsync", "link"])
+def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
+    _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, range(200))
+
+
+def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
+    """The disk fills at the first write, at the second, ... until there was room for all."""
+    reference, tried, survived = _files(prepared), 0, 0
+    for tried, survived in enumerate(at):
+        folder = tmp_path / str(survived)
+        real, left = getattr(os, call), [survived]
+
+        def failing(*arguments, real=real, left=left):
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left[0] -= 1
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                prepare(config, folder)
+            except PrepareError as error:
+                refusal = str(error)
+            else:
+                break
+        assert "free some space" in refusal
+        _check_nothing_is_half_valid(folder, reference)
+        if tried % 5 == 0:
+            prepare(config, folder)
+            assert _files(folder) == reference
+    assert tried >= (3 if call != "link" else 2)
+    assert survived < max(at), "there was never room for all"
+
+
+@pytest.mark.parametrize("num_writes", [5, 12, 17])
+def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
+    """kill -9 leaves debris, which the next run clears away."""
+    program = f"""
+import os
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.prepare import prepare
+left, replace = [{num_writes}], os.replace
+def dying(source, target):
+    left[0] -= 1
+    if not left[0]:
+        os._exit(9)
+    replace(source, target)
+os.replace = dying
+prepare(DataConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_path / "d")!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == 9
+    assert any(TEMPORARY in name for name in _files(tmp_path / "d"))
+    assert not is_prepared(tmp_path / "d")
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", pool=StoppingAfter(9))  # two of three splits are tokenised
+    good, bad = (
+        tmp_path / "d" / "text.train-00000.tok.arrow",
+        tmp_path / "d" / "text.train-00001.tok.arrow",
+    )
+    bad.write_bytes(bad.read_bytes()[:-1] + b"?")
+    good_before, bad_before = good.stat().st_ino, bad.stat().st_ino
+    prepare(config, tmp_path / "d")
+    assert good.stat().st_ino == good_before
+    assert bad.stat().st_ino != bad_before
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "d")
+    (tmp_path / "d" / UNFINISHED).mkdir()
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == _files(prepared)
+    assert not (tmp_path / "d" / UNFINISHED).exists()
+
+
+# ---- what is refused
+
+
+def test_a_folder_of_another_spec(config, prepared):
+    other = config.model_copy(update={"vocab_size": 500, "text_field": "body"})
+    with pytest.raises(
+        PrepareError,
+        match=r"text.text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500",
+    ):
+        prepare(other, prepared)
+
+
+def test_an_unfinished_folder_of_another_spec(config, tmp_path):
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", pool=StoppingAfter(1))
+    with pytest.raises(
+        PrepareError,
+        match=r"unfinished preparation of something else \(vocab_size: there 400, asked",
+    ):
+        prepare(config.model_copy(update={"vocab_size": 500}), tmp_path / "d")
+
+
+def test_a_folder_with_something_else_in_it(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(PrepareError, match="is not empty and holds no prepared data"):
+        prepare(config, tmp_path)
+    assert _files(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def _growing_input(tmp_path) -> tuple[Path, DataConfig]:
+    path = write_jsonl(tmp_path / "a.jsonl", sentences(0, 20))
+    return path, DataConfig(input=(str(path),), tokenizer="bytes")
+
+
+def test_input_that_grew_after_it_was_prepared(tmp_path):
+    path, config = _growing_input(tmp_path)
+    prepare(config, tmp_path / "d")
+    write_jsonl(path, sentences(0, 21))
+    with pytest.raises(
+        PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"
+    ):
+        prepare(config, tmp_path / "d")
+    path.unlink()  # gone is not changed: shards may be carried to a machine without the text
+    prepare(config, tmp_path / "d")
+
+
+def test_input_that_grew_while_it_was_interrupted(tmp_path):
+    path, config = _growing_input(tmp_path)
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", pool=StoppingAfter(1))
+    write_jsonl(path, sentences(0, 21))
+    with pytest.raises(PrepareError, match="its input files have changed since"):
+        prepare(config, tmp_path / "d")
+
+
+@pytest.mark.parametrize("change", ["another text of the same size", "fewer lines"])
+def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
+    path, config = _growing_input(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    if change == "fewer lines":  # one record less in as many bytes
+        lines[-1] = " " * (len(lines[-1].encode()) - 1) + "\n"
+    else:
+        lines[3] = lines[3].replace("(0-3)", "(9-3)")
+
+    def meddle(function, item):
+        if function.__name__ == "tokenise_unit":
+            path.write_text("".join(lines))
+
+    with pytest.raises(
+        InputError, match=r"a.jsonl\[0:\d+\] has changed while it was being prepared"
+    ):
+        prepare(config, tmp_path / "d", pool=Meddling(meddle))
+    assert not list((tmp_path / "d").glob("*.arrow*"))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": " "}\n'])
+def test_an_empty_corpus(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(
+        InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"
+    ):
+        prepare(DataConfig(input=(str(path),)), tmp_path / "d")
+
+
+def test_validation_that_is_all_of_train(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    with pytest.raises(
+        InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"
+    ):
+        prepare(DataConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
+
+
+def test_bad_input_is_found_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        prepare(DataConfig(input=(str(tmp_path / "no.jsonl"),)), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_file_in_the_way_of_the_folder(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrepareError, match="a file is in the way; choose another folder"):
+        prepare(config, tmp_path / "file" / "d")
+
+
+def test_no_permission(config, tmp_path, monkeypatch):
+    def denied(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)  # root may write anywhere, so chmod would not do
+    with pytest.raises(
+        PrepareError,
+        match=r"cannot write .*d \(Permission denied\): give yourself write permission",
+    ):
+        prepare(config, tmp_path / "d")
+
+
+def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
+    """Which of many equal documents stays must not depend on who is faster."""
+    rng = random.Random(0)
+    pool = sentences(1, 30)
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
+    config = DataConfig(
+        input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2
+    )
+
+    folders = [tmp_path / str(n) for n in range(3)]
+    manifests = [prepare(config, folder, pool=Shuffled()) for folder in folders]
+    assert manifests[0] == manifests[1] == manifests[2]
+    assert _files(folders[0]) == _files(folders[1]) == _files(folders[2])
+    assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents(
+        "train"
+    ) - manifests[0].num_documents("validation")
+
+
+def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):
+    """Whatever pool is given; with any other input the pool has the work."""
+
+    class Refusing(SerialPool):
+        def expect(self, num_tasks: int) -> None:
+            raise RuntimeError("asked")
+
+    words = "this is a sentence of the corpus. " * 20
+    monkeypatch.setattr(embedded, "embedded_part", lambda part: iter([(part, f"{part} {words}")]))
+    config = DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0)
+    manifest = prepare(config, tmp_path / "own", pool=Refusing())
+    assert sum(shard.num_documents for shard in manifest.shards) == 4
+    (tmp_path / "text.txt").write_text(words)
+    both = config.model_copy(update={"input": ("embedded", str(tmp_path / "text.txt"))})
+    with pytest.raises(RuntimeError, match="asked"):
+        prepare(both, tmp_path / "both", pool=Refusing())

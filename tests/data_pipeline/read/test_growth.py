@@ -1,0 +1,206 @@
+"""F20, F13, F17 and F23 with the real preparation: training while the text is tokenised is training
+after, whatever dies meanwhile.
+"""
+
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_corpus import sentences, write_jsonl
+
+from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.growth import UNFINISHED, give_up, given_up, go_on
+from moebius.data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import is_prepared, read_manifest
+from moebius.data_pipeline.read.loader import Loader
+
+S = 16
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> DataConfig:
+    """Two sources of four files each, in many eras; one is read more often than the other."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(8):
+        write_jsonl(folder / f"{'ab'[number % 2]}-{number}.jsonl", sentences(number, 12))
+    return DataConfig(
+        sources=tuple(
+            SourceConfig(name=name, input=(f"{folder}/{name}-*.jsonl",), weight=weight)
+            for name, weight in (("a", 2.0), ("b", 1.0))
+        ),
+        tokenizer="bytes",
+        vocab_size=257,
+        batch_tokens=500,
+        era_tokens=4000,
+        validation_fraction=0.1,
+        seq_len=S,
+        seed=5,
+    )
+
+
+Step = tuple[list[list[int]], int]
+
+
+def _steps(config: DataConfig, folder: Path, count: int, num_ranks: int = 1) -> list[Step]:
+    """Tokens and digest of each of the first steps, over all ranks."""
+    data = config.model_copy(update={"directory": str(folder)})
+    loaders = [
+        Loader(
+            data,
+            global_batch=BATCH,
+            micro_batch=1,
+            rank=rank,
+            num_ranks=num_ranks,
+            prefetch=1 + rank,
+            poll_s=0.01,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        return [_joined([next(loader) for loader in loaders]) for _ in range(count)]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def _joined(batches) -> Step:
+    tokens = np.concatenate([batch.tokens.reshape(-1, S + 1) for batch in batches])
+    return tokens.tolist(), sum(batch.digest for batch in batches) % 2**31
+
+
+@pytest.fixture(scope="module")
+def after(config, tmp_path_factory) -> list[Step]:
+    """What is seen by who begins once all is prepared: more than the first epochs."""
+    folder = tmp_path_factory.mktemp("after") / "d"
+    manifest = prepare(config, folder)
+    assert all(len(manifest.eras(name)) >= 3 for name in "ab")
+    rows = sum(era.num_tokens("train") for era in manifest.sealed) // S
+    return _steps(config, folder, 3 * rows // 2 // BATCH)
+
+
+@contextmanager
+def _prepared_meanwhile(config: DataConfig, folder: Path, pool: TaskPool) -> Iterator[None]:
+    """Prepares in a thread; returns once there is something to read."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            prepare(config, folder, pool=pool)
+        except BaseException as error:  # noqa: BLE001 (told below)
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while not is_prepared(folder):
+            assert not failed
+            time.sleep(0.002)
+        yield
+    finally:
+        thread.join()
+    assert not failed
+
+
+class Gated(SerialPool):
+    """Lets the tokenising go on only as far as somebody reads along."""
+
+    def __init__(self, may_go_on: threading.Semaphore):
+        super().__init__()
+        self._may_go_on = may_go_on
+        self._num_made = 0
+
+    def wait(self):
+        if self._waiting[0][1].__name__ == "tokenise_unit":
+            self._num_made += 1
+            if self._num_made > 4:
+                assert self._may_go_on.acquire(timeout=30)
+        return super().wait()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
+    """Not one era is there before the loader has to wait for it."""
+    may_go_on, seen_growing = threading.Semaphore(0), []
+    data = config.model_copy(update={"directory": str(tmp_path / "d")})
+
+    with _prepared_meanwhile(config, tmp_path / "d", Gated(may_go_on)):
+        loaders = [
+            Loader(
+                data,
+                global_batch=BATCH,
+                micro_batch=3,
+                rank=rank,
+                num_ranks=num_ranks,
+                prefetch=2,
+                poll_s=0.001,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            found = []
+            while len(found) < len(after):
+                if not all(loader.wait_until_ready(0.02) for loader in loaders):
+                    seen_growing.append(read_manifest(tmp_path / "d").num_files)
+                    may_go_on.release()
+                    continue
+                found.append(_joined([next(loader) for loader in loaders]))
+        finally:
+            for _ in range(20):
+                may_go_on.release()
+            for loader in loaders:
+                loader.close()
+    assert found == after
+    assert len(set(seen_growing)) >= 3, "it never had to wait"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_training_while_workers_are_killed_is_training_after(config, after, tmp_path, seed):
+    rng = random.Random(seed)
+    with LocalPool(2) as pool:
+        done = threading.Event()
+
+        def kill_workers() -> None:
+            for _ in range(2):  # fewer than the tries that one unit has
+                time.sleep(0.2 + rng.random())
+                alive = [worker.process for _, worker in list(pool._out.values())]
+                if alive and not done.is_set():
+                    process = rng.choice(alive)
+                    if process.pid is not None and process.is_alive():
+                        os.kill(process.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_workers)
+        killer.start()
+        with _prepared_meanwhile(config, tmp_path / "d", pool):
+            assert _steps(config, tmp_path / "d", len(after), num_ranks=2) == after
+        done.set()
+        killer.join()
+    assert read_manifest(tmp_path / "d").complete
+
+
+def test_a_folder_is_given_up_until_it_is_prepared_again(tmp_path, monkeypatch):
+    """A look that fails for a moment is no such word: a run would end for it."""
+    assert given_up(tmp_path) is None
+    give_up(tmp_path, "the disk is full")
+    assert given_up(tmp_path) == "the disk is full"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", _stale)
+        assert given_up(tmp_path) is None
+    (tmp_path / UNFINISHED / "given-up.json").write_text("[]")
+    assert given_up(tmp_path) == "the file that says why cannot be read"
+    go_on(tmp_path)
+    assert given_up(tmp_path) is None
+
+
+def _stale(path: Path) -> bytes:
+    raise OSError(errno.ESTALE, "Stale file handle")

@@ -1,0 +1,663 @@
+"""Batches against a slow reading of the same shards; the same samples for any layout, restart or
+growth of the folder.
+"""
+
+import itertools
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from made_folder import MadeFolder, documents
+
+from moebius.data_pipeline.data_config import DataConfig, Stage
+from moebius.data_pipeline.errors import DataError, PreparationFailedError, ShardError
+from moebius.data_pipeline.growth import give_up
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.read import loader as loader_module
+from moebius.data_pipeline.read import samples as samples_module
+from moebius.data_pipeline.read import token_store
+from moebius.data_pipeline.read.corruption import BatchFetcher
+from moebius.data_pipeline.read.loader import Batch, Loader, validation_batches
+from moebius.data_pipeline.read.samples import OrderedSamples
+from moebius.data_pipeline.read.token_store import TokenStore
+
+S = 16
+GLOBAL_BATCH = 8
+STAGES = (Stage(at_tokens=300 * S, weights={"a": 1.0, "c": 3.0}),)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> MadeFolder:
+    """Three sources; three eras of the first, one has prompts."""
+    folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b", "c"), frozenset({"c"}))
+    for era in range(3):
+        folder.seal("a", documents(era, 25), documents(10 + era, 5), shards=2)
+    folder.seal("b", documents(3, 40), documents(13, 12))
+    folder.seal("c", documents(4, 50, prompts=True), documents(14, 20, prompts=True))
+    return folder.complete()
+
+
+@pytest.fixture
+def small(prepared: Path, config: DataConfig) -> DataConfig:
+    """The one source of the room's small corpus."""
+    return config.model_copy(update={"directory": str(prepared), "seed": 3})
+
+
+def steps_of(
+    data: DataConfig, count: int, *, num_ranks: int = 1, micro_batch: int = 1, **options: Any
+) -> list[list[Batch]]:
+    """`count` steps, each with the batches of all ranks."""
+    loaders = [
+        Loader(
+            data,
+            **(dict[str, Any](global_batch=GLOBAL_BATCH, micro_batch=micro_batch) | options),
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        return [[next(loader) for loader in loaders] for _ in range(count)]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def flat(step: list[Batch], name: str = "tokens") -> list:
+    """The global batch in order: ranks one after the other, each with its micro-batches one after
+    the other.
+    """
+    parts = [getattr(batch, name) for batch in step]
+    return np.concatenate([part.reshape(-1, part.shape[2]) for part in parts]).tolist()
+
+
+def digest(step: list[Batch]) -> int:
+    return sum(batch.digest for batch in step) % 2**31
+
+
+def seen(steps: list[list[Batch]]) -> list:
+    return [(flat(step), digest(step), step[0].first_sample) for step in steps]
+
+
+def opened(data: DataConfig, **options: Any) -> Loader:
+    return Loader(data, **(dict[str, Any](global_batch=4, micro_batch=1) | options))
+
+
+def test_samples_are_the_rows_of_the_streams_in_the_given_order(made, monkeypatch):
+    data = made.config(weights={"a": 2.0}, stages=STAGES, document_attention=True)
+    refs = OrderedSamples(data, BatchFetcher()).order.refs_at(0, 40 * GLOBAL_BATCH)
+    found = steps_of(data, 40)
+    tokens, masks, ids = (
+        [row for step in found for row in flat(step, name)]
+        for name in ("tokens", "loss_mask", "document_ids")
+    )
+    columns = (refs.sources, refs.eras, refs.rows)
+    assert set(refs.sources.tolist()) == {0, 1, 2}
+    for place, (source, era, row) in enumerate(zip(*map(np.ndarray.tolist, columns), strict=True)):
+        name = made.sources[source]
+        span = slice(S * row, S * row + S + 1)
+        assert tokens[place] == made.stream(name, era)[span]
+        assert masks[place] == made.learned(name, era)[span][1:]
+        owner = made.document_of(name, era)[span]
+        assert ids[place] == [number - owner[0] for number in owner]
+    for at_once in (1, 20):
+        monkeypatch.setattr(samples_module, "_ORDER_SAMPLES", at_once)
+        assert seen(steps_of(data, 40)) == seen(found)
+
+
+def test_an_epoch_has_every_row_once(small, prepared):
+    tables = [
+        pa.ipc.open_file(str(prepared / entry.name)).read_all()
+        for entry in read_manifest(prepared).of("train")
+    ]
+    stream = [t for table in tables for tokens in table["tokens"].to_pylist() for t in tokens]
+    num_rows = (len(stream) - 1) // S
+    found = steps_of(small, num_rows // GLOBAL_BATCH + 2)
+    epoch = [sample for step in found for sample in flat(step)][:num_rows]
+    assert sorted(epoch) == sorted(stream[S * n : S * n + S + 1] for n in range(num_rows))
+
+
+def test_the_shape_and_the_type(small, made):
+    ((batch,),) = steps_of(small, 1, micro_batch=2)
+    assert batch.tokens.shape == (4, 2, S + 1)
+    assert batch.tokens.dtype == np.int64
+    assert batch.first_sample == 0
+    assert batch.equal_shapes
+    assert batch.loss_mask is None
+    assert batch.document_ids is None
+    ((full,),) = steps_of(made.config(document_attention=True), 1, micro_batch=2)
+    assert full.loss_mask is not None
+    assert full.document_ids is not None
+    assert (full.loss_mask.shape, full.loss_mask.dtype) == ((4, 2, S), bool)
+    assert (full.document_ids.shape, full.document_ids.dtype) == ((4, 2, S + 1), np.int32)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12])
+def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
+    data = made.config(weights={"b": 0.3}, stages=STAGES, packing=packing)
+    alone = steps_of(data, 12, global_batch=24)
+    together = steps_of(data, 12, global_batch=24, num_ranks=num_ranks)
+    assert seen(together) == seen(alone)
+    assert {batch.first_sample for batch in together[3]} == {3 * 24}
+    assert [flat(step, "loss_mask") for step in together] == [
+        flat(step, "loss_mask") for step in alone
+    ]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_resuming_at_every_step_is_continuing(made, packing):
+    """Over the end of an epoch, of eras and of a stage; with another number of ranks each time."""
+    stages = (Stage(at_tokens=200 * S, weights={"a": 2.0, "b": 3.0, "c": 1.0}),)
+    data = made.config(weights={"a": 2.0}, stages=stages, packing=packing)
+    whole = seen(steps_of(data, 38))
+    for start in range(36):
+        resumed = steps_of(
+            data,
+            2,
+            num_ranks=(1, 2, 4)[start % 3],
+            start_sample=start * GLOBAL_BATCH,
+            prefetch=1,
+        )
+        assert seen(resumed) == whole[start : start + 2]
+
+
+def test_another_batch_goes_on_with_the_very_next_sample(made):
+    data = made.config()
+    every = [row for step in steps_of(data, 30) for row in flat(step)]
+    ramp, sample = [], 0
+    for global_batch in (2, 6, 10, 14):
+        step = steps_of(data, 1, global_batch=global_batch, start_sample=sample)[0]
+        ramp += flat(step)
+        sample += global_batch
+    assert ramp == every[:sample]
+
+
+def test_the_digest_tells_samples_apart(small):
+    digests = [digest(step) for step in steps_of(small, 20)]
+    assert len(set(digests)) == 20
+    other = small.model_copy(update={"seed": 4})
+    assert digests != [digest(step) for step in steps_of(other, 20)]
+    first, second = steps_of(small, 1)[0][0], steps_of(small, 1, start_sample=1)[0][0]
+    # shifted by one sample: seven of eight rows in common
+    assert flat([first])[1:] == flat([second])[:-1]
+    assert first.digest != second.digest
+
+
+def test_the_digest_sees_the_tokens(tmp_path):
+    digests = set()
+    for number in range(3):
+        folder = MadeFolder(tmp_path / str(number))
+        folder.seal("text", documents(0, 30)[: 30 - number]).complete()
+        digests.add(steps_of(folder.config(), 1)[0][0].digest)
+    assert len(digests) == 3
+
+
+# ---- a folder that grows
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_training_while_it_grows_is_training_after(tmp_path, packing):
+    """The order of what is sealed does not depend on what is not; then the epochs begin."""
+    eras = [documents(seed, 40) for seed in range(4)]
+    after = MadeFolder(tmp_path / "after", ("a", "b"))
+    for era in eras[:3]:
+        after.seal("a", era)
+    after.seal("b", eras[3]).complete()
+    expected = seen(steps_of(after.config(packing=packing), 90))
+
+    growing = MadeFolder(tmp_path / "growing", ("a", "b"))
+    growing.seal("a", eras[0])
+
+    def make_the_rest() -> None:
+        for source, era in (("b", eras[3]), ("a", eras[1]), ("a", eras[2])):
+            time.sleep(0.15)
+            growing.seal(source, era)
+        time.sleep(0.15)
+        growing.complete()
+
+    maker = threading.Thread(target=make_the_rest)
+    maker.start()
+    try:
+        config = growing.config(packing=packing)
+        assert seen(steps_of(config, 90, num_ranks=2, poll_s=0.02)) == expected
+    finally:
+        maker.join()
+
+
+def test_every_source_learns_that_a_folder_is_complete(tmp_path):
+    """Also where no era came with it: a source that asks later would wait for one for ever."""
+    folder = MadeFolder(tmp_path / "d", ("a", "b"))
+    folder.seal("a", documents(0, 20)).seal("b", documents(1, 60))
+    config = folder.config(packing="best_fit")
+    samples = OrderedSamples(config, BatchFetcher())
+    assert not samples.prepare(0, 8)
+    assert samples.prepare(0, 2000) == "era 1 of source 'a' is not sealed yet"
+    folder.complete()
+    assert not samples.prepare(0, 2000)
+
+
+def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
+    folder = MadeFolder(tmp_path / "d").seal("text", documents(0, 20))
+    rows = (len(folder.stream("text", 0)) - 1) // S
+    told = []
+    options: dict[str, Any] = {"global_batch": 8, "poll_s": 0.01, "prefetch": 100, "num_ranks": 4}
+    loaders = [
+        opened(folder.config(), rank=rank, on_wait=lambda *what: told.append(what), **options)
+        for rank in range(4)
+    ]
+    try:
+        for loader in loaders:
+            for _ in range(rows // 8):
+                next(loader)
+            assert not loader.wait_until_ready(0.1)
+            assert loader.wait_reason == "era 1 of source 'text' is not sealed yet"
+        later = threading.Timer(0.3, lambda: folder.seal("text", documents(1, 20)))
+        later.start()
+        with caplog.at_level(logging.WARNING):
+            batches = [next(loader) for loader in loaders]
+        later.join()
+        assert {batch.first_sample for batch in batches} == {rows // 8 * 8}
+        assert loaders[0].wait_s > 0.1
+        assert told
+        assert told[0][1] == "era 1 of source 'text' is not sealed yet"
+        assert "waiting for data since" in caplog.text
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_a_source_that_may_not_be_repeated_ends_all_ranks_at_the_same_step(made):
+    data = made.config(max_epochs={"b": 1}, weights={"b": 5.0})
+    rows = (len(made.stream("b", 0)) - 1) // S
+    errors = []
+    for rank in range(4):
+        with opened(data, global_batch=8, rank=rank, num_ranks=4) as loader:
+            steps: list[Batch] = []
+            with pytest.raises(DataError) as caught:
+                steps.extend(loader)
+            errors.append((len(steps), str(caught.value)))
+    assert len(set(errors)) == 1
+    assert 0 <= rows - errors[0][0] * 8 * 5 / 7 < 12
+    assert f"source 'b' has {rows} rows and max_epochs=1: they are used up before" in errors[0][1]
+    with opened(data) as loader:
+        loader.check_enough(rows)
+        with pytest.raises(DataError, match=r"used up before sample 5000"):
+            loader.check_enough(5000)
+
+
+def test_two_epochs_may_be_all(made):
+    data = made.config(max_epochs={"a": 2, "b": 2, "c": 2})
+    with opened(data, global_batch=1) as loader:
+        found = [next(loader).tokens[0, 0].tolist() for _ in range(200)]
+    assert len(found) == 200
+
+
+# ---- positions
+
+
+def test_the_position_does_not_depend_on_where_the_data_is_or_on_the_layout(made, tmp_path):
+    moved = shutil.copytree(made.folder, tmp_path / "moved")
+    data = made.config()
+    with opened(data) as loader, opened(data, num_ranks=2, rank=1, start_sample=9) as other:
+        assert other.position(500) == loader.position(500)
+        with opened(data.model_copy(update={"directory": str(moved)})) as elsewhere:
+            elsewhere.check_position(loader.position(500))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"seed": 4}, r"seed: saved 3, now 4"),
+        ({"seq_len": 17}, r"seq_len: saved 16, now 17"),
+        ({"packing": "best_fit"}, r"packing: saved 'concat', now 'best_fit 1'"),
+        ({"stages": STAGES}, r"stages: saved \[\], now \[\{'at_tokens': 4800"),
+        ({"weights": {"a": 2.0}}, r"weights\.a: saved 1\.0, now 2\.0"),
+        ({"max_epochs": {"b": 7}}, r"max_epochs\.b: saved 0, now 7"),
+    ],
+)
+def test_a_position_of_another_order_is_refused_with_the_difference(made, change, difference):
+    with opened(made.config()) as saving, opened(made.config(**change)) as loader:
+        position = saving.position(100)
+        with pytest.raises(
+            DataError, match=rf"\(.*{difference}.*\).*accept that with data.override_position=true"
+        ):
+            loader.check_position(position)
+        assert len(loader.differences(position)) == 1
+        assert not saving.differences(position)
+
+
+def test_a_position_knows_only_the_eras_it_has_reached(tmp_path):
+    eras = [documents(seed, 30) for seed in range(4)]
+    first = MadeFolder(tmp_path / "first").seal("text", eras[0]).seal("text", eras[1])
+    other = MadeFolder(tmp_path / "other").seal("text", eras[0]).seal("text", eras[2]).complete()
+    in_era_0 = (len(first.stream("text", 0)) - 1) // S
+    in_both = in_era_0 + (len(first.stream("text", 1)) - 1) // S
+    with opened(first.config()) as saving, opened(other.config()) as loader:
+        loader.check_position(saving.position(in_era_0))  # what comes after has not been read
+        with pytest.raises(DataError, match=r"eras.text.sha256: saved"):
+            loader.check_position(saving.position(in_era_0 + 1))
+        later = saving.position(in_both)
+    grown = first.seal("text", eras[3]).complete()
+    with opened(grown.config()) as loader:
+        loader.check_position(later)  # more was added: the same beginning
+        again = loader.position(10 * in_both)  # the second epoch knows where the first one ended
+    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0]).seal("text", eras[1]).complete()
+    with (
+        opened(fewer.config()) as loader,
+        pytest.raises(DataError, match=r"eras.text.number: saved 3, now 2"),
+    ):
+        loader.check_position(again)
+
+
+def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_read(tmp_path):
+    """Deleted and prepared again under a run: it may have sealed less than was read before."""
+    eras = [documents(seed, 30) for seed in range(3)]
+    before = MadeFolder(tmp_path / "before").seal("text", eras[0]).seal("text", eras[1])
+    in_both = sum((len(before.stream("text", era)) - 1) // S for era in range(2))
+    start = in_both // 8 * 8
+    with opened(before.config()) as saving:
+        position = saving.position(start)
+    again = MadeFolder(tmp_path / "again").seal("text", eras[0])
+    with opened(again.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
+        assert not loader.wait_until_ready(0.1)
+        assert loader.wait_reason == (
+            "era 1 of source 'text', which the checkpoint has read, is not sealed yet"
+        )
+        again.seal("text", eras[1]).seal("text", eras[2]).complete()
+        there = next(loader)
+    with opened(again.config(), start_sample=start) as loader:
+        assert next(loader).digest == there.digest
+
+    other = MadeFolder(tmp_path / "other").seal("text", eras[0])
+    with opened(other.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
+        other.seal("text", eras[2])
+        with pytest.raises(DataError, match=r"another order of data \(eras.text.sha256: saved"):
+            next(loader)
+    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0])
+    give_up(fewer.folder, "the disk is full")
+    with pytest.raises(PreparationFailedError, match=r"era 1 of source 'text' .*disk is full"):
+        opened(fewer.config(), start_sample=start, continues=position)
+    fewer.complete()
+    with pytest.raises(DataError, match=r"eras.text.number: saved 2, now 1"):
+        opened(fewer.config(), start_sample=start, continues=position)
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"global_batch": 6, "micro_batch": 4},
+            "global_batch=6 is not a multiple of num_ranks=1 x micro_batch=4 = 4",
+        ),
+        ({"num_ranks": 3}, "global_batch=4 is not a multiple of num_ranks=3"),
+        ({"rank": 2, "num_ranks": 2}, "rank=2 < num_ranks=2"),
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"start_sample": -1}, "start_sample=-1"),
+        ({"prefetch": 0}, "prefetch=0"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(small, options, message):
+    with pytest.raises(DataError, match=message):
+        opened(small, **options)
+    assert not _loader_threads()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seq_len": 10**6},
+            r"source 'text' of .* has \d+ tokens, fewer than the 1000001 of one row",
+        ),
+        ({"directory": "/nowhere"}, "holds no prepared data; run `moebius prepare`"),
+    ],
+)
+def test_data_that_cannot_be_loaded_is_refused(small, change, message):
+    with pytest.raises(DataError, match=message):
+        opened(small.model_copy(update=change))
+    assert not _loader_threads()
+
+
+def test_sources_that_the_folder_does_not_have_are_refused(small, made):
+    wrong = small.model_copy(update={"directory": str(made.folder)})
+    with pytest.raises(DataError, match=r"sources \['a', 'b', 'c'\], the configuration .*'text'"):
+        opened(wrong)
+
+
+def _loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def test_closing_ends_the_thread_whether_it_waits_or_not(small):
+    loader = opened(small, prefetch=1)
+    next(loader)
+    loader.close()
+    loader.close()
+    assert not _loader_threads()
+    with pytest.raises(ValueError, match="this loader was closed"):
+        next(loader)
+
+
+def test_going_back_gives_the_same_batches_once_more(small):
+    """What was kept is given out again; what was not is read anew."""
+    with opened(small, prefetch=1) as loader:
+        loader.keep_from(0)
+        first = [next(loader) for _ in range(6)]
+        for sample in (8, 24, 0):
+            assert loader.rewind(sample)
+            again = [next(loader) for _ in range(6 - sample // 4)]
+            assert (
+                seen([[batch] for batch in again])
+                == seen([[batch] for batch in first])[sample // 4 :]
+            )
+        loader.keep_from(16)
+        assert not loader.rewind(12)
+        loader.seek(12)
+        assert loader.wait_until_ready(60.0)
+        assert seen([[next(loader)] for _ in range(3)]) == seen([[batch] for batch in first])[3:]
+    assert not _loader_threads()
+
+
+def test_waiting_is_measured(small, monkeypatch):
+    read = TokenStore.read_tokens
+    monkeypatch.setattr(
+        TokenStore,
+        "read_tokens",
+        lambda store, *of: time.sleep(0.02) or read(store, *of),
+    )
+    with opened(small) as loader:
+        next(loader)
+        assert loader.wait_s >= 0.015
+
+
+def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog):
+    """Nothing dies; whoever asks is told what is being read."""
+    monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
+    blocked = threading.Event()
+    read = TokenStore.read_tokens
+    monkeypatch.setattr(
+        TokenStore, "read_tokens", lambda store, *of: blocked.wait(30) and read(store, *of)
+    )
+    told = []
+    with opened(small, on_wait=lambda *what: told.append(what)) as loader:
+        threading.Timer(0.5, blocked.set).start()
+        with caplog.at_level(logging.WARNING):
+            batch = next(loader)
+    assert batch.tokens.shape == (4, 1, S + 1)
+    assert [round(seconds, 1) for seconds, _ in told][:3] == [0.1, 0.1, 0.2]  # ever more rarely
+    assert (
+        all(reason == "reading record batch 0 of era 0 of source 'text'" for _, reason in told)
+        or "reading record batch" in told[0][1]
+    )
+
+
+def test_a_thread_that_is_stuck_is_left_behind(small, monkeypatch, caplog):
+    monkeypatch.setattr(loader_module, "_CLOSE_S", 0.1)
+    stuck = threading.Event()
+    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, *of: stuck.wait(30))
+    loader = opened(small)
+    assert not loader.wait_until_ready(0.05)
+    loader.close()
+    assert "is still reading record batch" in caplog.text
+    stuck.set()
+    loader._thread.join()
+
+
+def test_an_error_of_the_thread_is_raised_by_next_every_time(small, prepared, tmp_path):
+    folder = Path(shutil.copytree(prepared, tmp_path / "d"))
+    store = TokenStore(folder, "text", 0, "train")
+    path = folder / store.entries[0].name
+    damaged = bytearray(path.read_bytes())
+    damaged[int(store._index["offset"][3]) + 64] ^= 16
+    path.write_bytes(damaged)
+    data = small.model_copy(update={"directory": str(folder)})
+    with opened(data, global_batch=1) as loader:
+        with pytest.raises(ShardError, match=r"text.train-00000.tok.arrow, record batch 3 .*CRC32"):
+            list(itertools.islice(loader, 10_000))
+        assert loader.ready()
+        with pytest.raises(ShardError, match="record batch 3"):
+            next(loader)
+    assert not _loader_threads()
+
+
+def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
+    """Not after: a decoder that is fed damaged bytes may do anything."""
+
+    def decoded(*arguments):
+        raise AssertionError("decoded before the CRC was compared")
+
+    monkeypatch.setattr(token_store, "crc32", lambda message: 0)
+    monkeypatch.setattr(token_store, "decode_buffers", decoded)
+    with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
+        next(loader)
+
+
+# ---- validation
+
+
+def _stream(folder: Path, split: str) -> np.ndarray:
+    """All tokens of a split, read by Arrow through the files' own footers."""
+    tables = [
+        pa.ipc.open_file(str(folder / entry.name)).read_all()
+        for entry in read_manifest(folder).of(split)
+    ]
+    return np.array(
+        [token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens]
+    )
+
+
+def _row(stream: np.ndarray, row: int) -> list[int]:
+    return stream[S * row : S * row + S + 1].tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(
+    prepared, num_ranks, batch_size
+):
+    stream = _stream(prepared, "validation")
+    num_rows = (len(stream) - 1) // S
+    options = {"seq_len": S, "batch_size": batch_size, "num_ranks": num_ranks}
+    per_rank = [
+        list(validation_batches(prepared, rank=rank, **options)) for rank in range(num_ranks)
+    ]
+    assert {len(batches) for batches in per_rank} == {-(-num_rows // (num_ranks * batch_size))}
+    assert {batch.tokens.shape for batches in per_rank for batch in batches} == {
+        (batch_size, S + 1)
+    }
+    rows = [
+        row.tolist()
+        for batches in per_rank
+        for batch in batches
+        for row in batch.tokens[batch.valid]
+    ]
+    assert sorted(rows) == sorted(_row(stream, row) for row in range(num_rows))
+    padding = [
+        row.tolist()
+        for batches in per_rank
+        for batch in batches
+        for row in batch.tokens[~batch.valid]
+    ]
+    assert all(row == _row(stream, num_rows - 1) for row in padding)
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 10**6])
+def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
+    stream = _stream(prepared, "validation")
+    num_rows = (len(stream) - 1) // S
+    batches = validation_batches(
+        prepared, seq_len=S, batch_size=3, rank=0, num_ranks=1, max_rows=max_rows
+    )
+    rows = [row.tolist() for batch in batches for row in batch.tokens[batch.valid]]
+    count = min(max_rows, num_rows)
+    assert rows == [_row(stream, n * num_rows // count) for n in range(count)]
+
+
+def _groups(
+    folder: Path, group: int, num_ranks: int, batch_size: int, **given: Any
+) -> list[tuple[list, list[bool]]]:
+    """Members and their validity of every group that has a valid member, in the order of the pass."""
+    options: dict[str, Any] = {
+        "seq_len": S,
+        "batch_size": batch_size,
+        "num_ranks": num_ranks,
+        "sequences_per_group": group,
+    } | given
+    per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
+    found = []
+    for batches in zip(*per_rank, strict=True):
+        for batch in batches:
+            for first in range(0, batch_size, group):
+                members = slice(first, first + group)
+                found.append((batch.tokens[members].tolist(), batch.valid[members].tolist()))
+    return [(rows, valid) for rows, valid in found if any(valid)]
+
+
+@pytest.mark.parametrize("max_rows", [None, 13, 3])
+def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layout(
+    prepared, max_rows
+):
+    stream = _stream(prepared, "validation")
+    num_rows = (len(stream) - 1) // S
+    count = min(max_rows or num_rows, num_rows)
+    num_groups = -(-count // 8)
+    assert num_rows % 8  # the last group is not full
+    expected = []
+    for j in range(num_groups):
+        places = [j + member * num_groups for member in range(8)]
+        rows = [_row(stream, place % count * num_rows // count) for place in places]
+        expected.append((rows, [place < count for place in places]))
+    assert sum(sum(valid) for _, valid in expected) == count
+    for num_ranks, batch_size in ((1, 8), (1, 24), (2, 16), (3, 8)):
+        assert _groups(prepared, 8, num_ranks, batch_size, max_rows=max_rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"rank": 1}, "rank=1 < num_ranks=1"),
+        ({"max_rows": 0}, "max_rows=0"),
+        (
+            {"batch_size": 6, "sequences_per_group": 4},
+            "batch_size=6 must be a multiple of sequences_per_group=4",
+        ),
+        ({"seq_len": 10**6}, "raise validation_fraction"),
+    ],
+)
+def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message):
+    with pytest.raises(DataError, match=message):
+        validation_batches(
+            prepared, **({"seq_len": S, "batch_size": 2, "rank": 0, "num_ranks": 1} | options)
+        )

@@ -1,0 +1,197 @@
+"""Mixtures: exact proportions, against a dealing that anyone believes, whatever is asked for when."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.read.mixture import SMALLEST_BLOCK, Mixture, WeightStage
+
+NAMES = ("a", "b", "c", "d", "e", "f", "g")
+
+
+def make(*stages: tuple[int, dict[str, float]], seed: int = 0, names=None) -> Mixture:
+    names = names or tuple(dict.fromkeys(name for _, weights in stages for name in weights))
+    return Mixture(names, [WeightStage(row, weights) for row, weights in stages], seed=seed)
+
+
+WEIGHTS = st.lists(
+    st.one_of(
+        st.integers(1, 12).map(float),
+        st.integers(1, 1000).map(lambda n: n / 1000),
+        st.floats(1e-5, 1.0),
+    ),
+    min_size=1,
+    max_size=len(NAMES),
+).map(lambda weights: dict(zip(NAMES, weights, strict=False)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=WEIGHTS, seed=st.integers(0, 99), first_block=st.integers(0, 10**7))
+def test_no_source_is_wrong_by_a_row_at_the_end_of_any_block(weights, seed, first_block):
+    mixture = make((0, weights), seed=seed)
+    shares = np.array([float(share) for share in mixture.shares(0).values()])
+    row, length = mixture.block_at(first_block * SMALLEST_BLOCK)
+    sources, indices = mixture.rows_at(row, 3 * length)
+    assert len(sources) == 3 * length
+    for source, share in enumerate(shares):
+        had = indices[sources == source]
+        assert np.array_equal(had, np.arange(len(had)) + (had[0] if len(had) else 0))
+        if len(had):
+            assert abs(had[0] - row * share) <= 1 + 1e-6
+        for block in range(1, 4):
+            count = (sources[: block * length] == source).sum()
+            assert abs(count - block * length * share) < 2 + 1e-6  # both ends may be off
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=WEIGHTS)
+def test_quotas_hold_from_the_first_row_on(weights):
+    mixture = make((0, weights))
+    _, length = mixture.block_at(0)
+    sources, _ = mixture.rows_at(0, 60 * length)
+    for source, share in enumerate(mixture.shares(0).values()):
+        counts = np.cumsum(sources.reshape(60, length) == source, axis=None)[length - 1 :: length]
+        for block, count in enumerate(counts.tolist(), start=1):
+            exact = share * block * length
+            assert exact - 1 < count < exact + 1
+
+
+def test_a_whole_cycle_of_rounded_weights_keeps_every_quota():
+    mixture = make((0, {"a": 2**0.5, "b": 1.0, "c": 0.001}))
+    assert mixture.rounded
+    sources, _ = mixture.rows_at(0, 2**20)
+    for source, share in enumerate(mixture.shares(0).values()):
+        counts = np.cumsum(sources == source)[SMALLEST_BLOCK - 1 :: SMALLEST_BLOCK]
+        exact = np.arange(1, len(counts) + 1) * SMALLEST_BLOCK * float(share)
+        assert np.abs(counts - exact).max() < 1
+        assert counts[-1] == share * 2**20
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares", "rounded", "length"),
+    [
+        ({"a": 0.7, "b": 0.2, "c": 0.1}, ("7/10", "1/5", "1/10"), False, 260),
+        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, ("1/3", "1/3", "1/3"), False, 258),
+        ({"a": 30, "b": 10}, ("3/4", "1/4"), False, 256),
+        ({"a": 0.9999, "b": 0.0001}, ("9999/10000", "1/10000"), False, 400),
+        ({"a": 0.999999, "b": 0.000001}, ("999999/1000000", "1/1000000"), False, 320),
+        ({"a": 1e9, "b": 1e-9}, (f"{2**20 - 1}/{2**20}", f"1/{2**20}"), True, 256),
+        ({"a": 1.0, "b": 0.0}, ("1", "0"), False, 256),
+    ],
+)
+def test_weights_that_are_decimals_are_exact(weights, shares, rounded, length):
+    mixture = make((0, weights))
+    assert tuple(mixture.shares(0).values()) == tuple(map(Fraction, shares))
+    assert mixture.rounded == rounded
+    assert mixture.block_at(10**9)[1] == length
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    weights=WEIGHTS,
+    start=st.integers(0, 10**12),
+    count=st.integers(0, 900),
+    cut=st.floats(0, 1),
+)
+def test_any_way_of_asking_gives_the_same_rows(weights, start, count, cut):
+    mixture = make((0, weights), (5000, {"a": 1.0, "b": 3.0}), names=NAMES)
+    whole = np.stack(mixture.rows_at(start, count))
+    middle = int(count * cut)
+    first = np.stack(mixture.rows_at(start, middle))
+    second = np.stack(mixture.rows_at(start + middle, count - middle))
+    assert np.array_equal(whole, np.concatenate([first, second], axis=1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=WEIGHTS, second=WEIGHTS, third=WEIGHTS, rows=st.tuples(*[st.integers(1, 4000)] * 2))
+def test_stages_begin_where_a_block_ends_and_every_source_goes_on(weights, second, third, rows):
+    stages = [(0, weights), (rows[0], second), (rows[0] + rows[1], third)]
+    mixture = make(*stages, names=NAMES)
+    total = mixture.starts[2] + 5000
+    sources, indices = mixture.rows_at(0, total)
+    for source in range(len(NAMES)):
+        had = indices[sources == source]
+        assert np.array_equal(had, np.arange(len(had)))  # none twice and none left out
+    for number, (wanted, weights_now) in enumerate(stages):
+        start = mixture.starts[number]
+        end = mixture.starts[number + 1] if number < 2 else total
+        assert 0 <= start - wanted < 4096 + 4096
+        assert {NAMES[s] for s in np.unique(sources[start:end])} <= set(weights_now)
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=WEIGHTS, second=WEIGHTS, row=st.integers(0, 10**9))
+def test_row_of_is_the_inverse(weights, second, row):
+    mixture = make((0, weights), (3000, second), names=NAMES)
+    sources, indices = mixture.rows_at(row, 1)
+    assert mixture.row_of(int(sources[0]), int(indices[0])) == row
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=WEIGHTS, second=WEIGHTS, row=st.integers(0, 7000))
+def test_rows_before_counts_what_was_dealt(weights, second, row):
+    mixture = make((0, weights), (3000, second), names=NAMES)
+    counted = np.bincount(mixture.rows_at(0, row)[0], minlength=len(NAMES))
+    assert np.array_equal(mixture.rows_before(row), counted)
+
+
+def test_a_source_that_gets_no_more_rows_says_so():
+    mixture = make((0, {"a": 1.0, "b": 1.0}), (1000, {"a": 1.0}), names=("a", "b"))
+    assert mixture.starts == (0, 1024)
+    assert mixture.row_of(1, 511) is not None
+    assert mixture.row_of(1, 512) is None
+    assert mixture.row_of(0, 10**9) == 10**9 + 512
+
+
+def test_no_place_of_a_batch_belongs_to_one_source():
+    sources, _ = make((0, {"a": 0.5, "b": 0.5})).rows_at(0, 400 * 16)
+    share_of_a = (sources.reshape(400, 16) == 0).mean(axis=0)
+    assert np.abs(share_of_a - 0.5).max() < 0.12
+
+
+def test_seeds_order_the_blocks_differently_and_change_no_count():
+    one = make((0, {"a": 0.5, "b": 0.5}), seed=1).rows_at(0, 2560)[0]
+    two = make((0, {"a": 0.5, "b": 0.5}), seed=2).rows_at(0, 2560)[0]
+    assert 0.4 < (one == two).mean() < 0.6
+    assert one.sum() == two.sum() == 1280
+
+
+def test_one_source_is_counted_on():
+    sources, indices = make((0, {"a": 3.0})).rows_at(10**15, 3)
+    assert sources.tolist() == [0, 0, 0]
+    assert indices.tolist() == [10**15, 10**15 + 1, 10**15 + 2]
+
+
+def test_the_mixture_of_order_version_2_is_this_one():
+    """Runs are resumed by it. If this fails on purpose, raise ORDER_VERSION."""
+    mixture = make((0, {"a": 0.5, "b": 0.3, "c": 0.2}), (10**6, {"c": 1.0, "a": 2.0}), seed=7)
+    assert mixture.starts == (0, 1_000_220)
+    sources, indices = mixture.rows_at(1_000_214, 8)
+    assert sources.tolist() == [1, 0, 0, 0, 0, 2, 0, 2]
+    assert (indices - 200_000).tolist() == [
+        *(100_065, 300_106, 300_107, 300_108, 300_109, 43, 300_110, 44)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([(0, {"a": -1.0, "b": 1.0})], r"weights \{'a': -1.0.*at least 0"),
+        ([(0, {"a": float("nan")})], "must be a number"),
+        ([(0, {"a": 0.0})], "one of them above 0"),
+        ([(5, {"a": 1.0})], "the first must start at 0"),
+        ([(0, {"a": 1.0}), (9, {"a": 1.0}), (9, {"a": 1.0})], r"rows \[0, 9, 9\]"),
+        (
+            [(0, {"a": 1.0, "x": 1.0})],
+            r"weighs \['x'\], which are none of the sources \['a', 'b'\]",
+        ),
+        ([], "the first must start at 0"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(stages, message):
+    with pytest.raises(DataError, match=message):
+        make(*stages, names=("a", "b"))

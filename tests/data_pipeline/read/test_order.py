@@ -1,0 +1,231 @@
+"""The order is a bijection per epoch, depends on nothing but (seed, g), stays near the chunks it
+reads, and does not change when eras are added.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebius.data_pipeline.read.mixture import Mixture, WeightStage
+from moebius.data_pipeline.read.order import (
+    ChunkTable,
+    EndOfSourceError,
+    EraOrder,
+    RowRefs,
+    SampleOrder,
+    SourceRows,
+    num_rows,
+)
+
+
+def chunk_table(sizes, per_window=3) -> ChunkTable:
+    return ChunkTable(np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64))]), per_window)
+
+
+CHUNKS = st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=CHUNKS, per_window=st.integers(1, 9), key=st.integers(0, 2**64 - 1))
+def test_an_era_gives_every_row_once_and_tells_where(sizes, per_window, key):
+    order = EraOrder(chunk_table(sizes, per_window), key)
+    rows = order.rows_at(np.arange(sum(sizes)))
+    assert np.array_equal(np.sort(rows), np.arange(sum(sizes)))
+    for position in {0, len(rows) // 2, len(rows) - 1}:
+        assert order.position_of(int(rows[position])) == position
+
+
+def test_a_window_of_positions_touches_a_window_of_chunks():
+    order = EraOrder(chunk_table([100] * 64, per_window=8), 1)
+    for window in range(8):
+        positions = np.arange(window * 800, window * 800 + 800)
+        assert set(order.windows_of(positions).tolist()) == {window}
+        chunks = np.unique(order.rows_at(positions) // 100)
+        assert np.array_equal(chunks, np.sort(order.chunks_of_window(window)))
+        assert chunks.max() - chunks.min() > 2 * 8  # and those lie all over the era
+
+
+def test_rows_of_a_window_are_well_mixed():
+    rows = EraOrder(chunk_table([16] * 32, per_window=32), 1).rows_at(np.arange(512))
+    assert abs(np.corrcoef(np.arange(len(rows)), rows)[0, 1]) < 0.15
+    assert np.mean(np.abs(np.diff(rows)) == 1) < 0.02
+
+
+# ---- several sources, eras and epochs
+
+
+ERA_SIZES = {"a": [[20, 31, 7], [40, 3]], "b": [[9] * 5], "c": [[1], [60], [0], [25, 25]]}
+
+
+def make(
+    weights=None, stages=(), sizes=None, *, complete=True, max_epochs=0, seed=3
+) -> SampleOrder:
+    sizes = sizes or ERA_SIZES
+    weights = weights or dict.fromkeys(sizes, 1.0)
+    mixture = Mixture(tuple(sizes), [WeightStage(0, weights), *stages], seed=seed)
+    return SampleOrder(
+        mixture,
+        source_rows(sizes, complete=complete, max_epochs=max_epochs),
+        lambda source, era: chunk_table(sizes[source][era]),
+        seed=seed,
+    )
+
+
+def source_rows(sizes, *, complete=True, max_epochs=0) -> dict[str, SourceRows]:
+    return {
+        name: SourceRows(tuple(map(sum, eras)), complete, max_epochs)
+        for name, eras in sizes.items()
+    }
+
+
+def as_list(refs: RowRefs) -> list[tuple[int, ...]]:
+    columns = (refs.sources, refs.epochs, refs.eras, refs.rows)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+SIZES = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=4).map(
+    lambda sources: dict(zip("abcd", sources, strict=False))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 2**40), weight=st.floats(0.1, 5))
+def test_no_row_comes_twice_in_an_epoch_and_none_is_left_out(sizes, seed, weight):
+    order = make(dict.fromkeys(sizes, 1.0) | {"a": weight}, sizes=sizes, seed=seed)
+    refs = order.refs_at(0, 6000)
+    for number, name in enumerate(sizes):
+        every = {
+            (era, row) for era, size in enumerate(map(sum, sizes[name])) for row in range(size)
+        }
+        mine = refs[refs.sources == number]
+        assert np.all(np.diff(mine.epochs) >= 0)
+        for epoch in np.unique(mine.epochs).tolist():
+            had = mine[mine.epochs == epoch]
+            pairs = list(zip(had.eras.tolist(), had.rows.tolist(), strict=True))
+            assert len(set(pairs)) == len(pairs)
+            if epoch < mine.epochs[-1]:
+                assert set(pairs) == every
+
+
+@settings(max_examples=80, deadline=None)
+@given(start=st.integers(0, 10**6), count=st.integers(0, 400), cut=st.floats(0, 1))
+def test_random_access_equals_reading_on(start, count, cut):
+    order = make(stages=[WeightStage(2000, {"a": 1.0, "c": 3.0})])
+    whole = as_list(order.refs_at(start, count))
+    middle = int(count * cut)
+    other = make(stages=[WeightStage(2000, {"a": 1.0, "c": 3.0})])
+    second = as_list(other.refs_at(start + middle, count - middle))
+    first = as_list(other.refs_at(start, middle))
+    assert whole == first + second
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_any_number_of_ranks_has_the_same_global_order(num_ranks):
+    """A rank takes the contiguous slice of each step: put together they are the order itself."""
+    step = 48
+    local = step // num_ranks
+    ranks = [make() for _ in range(num_ranks)]
+    together = [
+        as_list(ranks[rank].refs_at(first + rank * local, local))
+        for first in range(0, 10 * step, step)
+        for rank in range(num_ranks)
+    ]
+    assert list(itertools.chain(*together)) == as_list(make().refs_at(0, 10 * step))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, sample=st.integers(0, 5000))
+def test_when_a_row_comes_is_the_inverse(sizes, sample):
+    order = make(sizes=sizes)
+    source, epoch, era, row = as_list(order.refs_at(sample, 1))[0]
+    assert order.sample_of(list(sizes)[source], epoch, era, row) == sample
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, known=st.integers(1, 4))
+def test_eras_that_come_later_change_nothing_before_them(sizes, known):
+    whole = make(sizes=sizes)
+    partly = {name: eras[:known] for name, eras in sizes.items()}
+    growing = make(sizes=partly, complete=False)
+    growing._chunks_of = lambda source, era: chunk_table(sizes[source][era])
+    sample = 0
+    while sample < 300:
+        missing = _missing(growing, sample, 7)
+        if missing is None:
+            assert as_list(growing.refs_at(sample, 7)) == as_list(whole.refs_at(sample, 7))
+            sample += 7
+            continue
+        assert missing.growing
+        assert missing.num_known <= missing.index
+        complete = all(len(partly[name]) == len(sizes[name]) for name in sizes)
+        partly = {name: sizes[name][: len(partly[name]) + 1] for name in sizes}
+        growing.extend(source_rows(partly, complete=complete))
+
+
+def _missing(order: SampleOrder, start: int, count: int) -> EndOfSourceError | None:
+    try:
+        order.check(start, count)
+    except EndOfSourceError as error:
+        return error
+    return None
+
+
+def test_seeds_sources_eras_and_epochs_shuffle_differently():
+    sizes = {"a": [[20] * 10, [20] * 10], "b": [[20] * 10]}
+    rows = []
+    for seed in (0, 1):
+        refs = make(sizes=sizes, seed=seed).refs_at(0, 2000)
+        for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)]:
+            rows.append(
+                refs.rows[
+                    (refs.sources == key[0]) & (refs.epochs == key[1]) & (refs.eras == key[2])
+                ]
+            )
+    assert {len(one) for one in rows} == {200}
+    for i, one in enumerate(rows):
+        for other in rows[:i]:
+            assert (one == other).mean() < 0.08
+
+
+def test_later_epochs_have_their_own_order_of_eras():
+    sizes = {"a": [[4]] * 12}
+    refs = make(sizes=sizes).refs_at(0, 48 * 3)
+    orders = [list(dict.fromkeys(refs[refs.epochs == e].eras.tolist())) for e in range(3)]
+    assert orders[0] == list(range(12))
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == orders[0] for order in orders)
+
+
+def test_the_end_of_a_source_is_known_in_advance():
+    order = make(sizes={"a": [[10], [5]]}, max_epochs=2)
+    order.check(0, 30)
+    assert len(order.refs_at(0, 30)) == 30
+    with pytest.raises(EndOfSourceError) as caught:
+        order.check(0, 31)
+    error = caught.value
+    assert (error.source, error.index, error.num_known, error.growing) == ("a", 30, 30, False)
+    assert order.sample_of("a", 1, 0, 3) is not None
+    assert order.sample_of("a", 2, 0, 3) is None
+    with pytest.raises(EndOfSourceError):
+        make(sizes={"a": [[0]]}).check(0, 1)
+
+
+def test_the_order_of_version_2_is_this_one():
+    """Runs are resumed by it. If this fails on purpose, raise ORDER_VERSION."""
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2}
+    order = make(weights, [WeightStage(900, {"a": 1.0, "c": 2.0})], seed=7)
+    assert order.mixture.starts == (0, 1040)
+    assert as_list(order.refs_at(1036, 8)) == [
+        *((1, 6, 0, 5), (0, 5, 1, 18), (0, 5, 1, 4), (0, 5, 1, 29)),
+        *((2, 1, 1, 32), (2, 1, 1, 41), (2, 1, 1, 42), (2, 1, 1, 19)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)]
+)
+def test_rows_share_their_border_token(tokens, seq_len, rows):
+    assert num_rows(tokens, seq_len) == rows

@@ -1,0 +1,257 @@
+"""Rows of both packings, with loss masks and document ids, against a slow reading of the documents."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_folder import END, Document, MadeFolder, documents
+
+from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.read import packing
+from moebius.data_pipeline.read import rows as reader_module
+from moebius.data_pipeline.read.chunks import LoadedChunk
+from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader, check_names
+from moebius.data_pipeline.read.token_store import TokenStore
+
+S = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> MadeFolder:
+    """Two sources, one with prompts; two eras of the first, one of them of three shards."""
+    made = MadeFolder(
+        tmp_path_factory.mktemp("made"), ("plain", "asked"), frozenset({"asked"}), batch_tokens=90
+    )
+    made.seal("plain", documents(0, 90), documents(5, 12), shards=3)
+    made.seal("asked", documents(1, 70, prompts=True), documents(6, 9, prompts=True))
+    made.seal("plain", [*documents(2, 40), Document((*range(200), END))], documents(7, 3))
+    return made.complete()
+
+
+ERAS = [("plain", 0), ("plain", 1), ("asked", 0)]
+
+
+def _reader(made: MadeFolder, **options: Any) -> tuple[Prepared, RowReader]:
+    prepared = Prepared(made.folder, seq_len=S, **options)
+    return prepared, RowReader(prepared, made.sources)
+
+
+def _read(made: MadeFolder, source: str, era: int, **options: Any) -> list[Any]:
+    """All rows of an era, in random order, put back into their own."""
+    prepared, reader = _reader(made, **options)
+    count = prepared.num_rows(source, era)
+    assert count == prepared.chunks(source, era).num_rows
+    order = np.random.default_rng(0).permutation(count)
+    number = made.sources.index(source)
+    found = reader.read(np.full(count, number), np.full(count, era), order)
+    back = np.argsort(order)
+    parts = (found.tokens, found.loss_mask, found.document_ids)
+    return [None if part is None else part[back] for part in parts]
+
+
+@pytest.mark.parametrize("chunk_batches", [1, 2, 8])
+@pytest.mark.parametrize(("source", "era"), ERAS)
+def test_rows_that_are_cut_are_the_stream(folder, source, era, chunk_batches):
+    tokens, mask, ids = _read(folder, source, era, document_ids=True, chunk_batches=chunk_batches)
+    stream, learned = folder.stream(source, era), folder.learned(source, era)
+    owner = folder.document_of(source, era)
+    assert tokens.dtype == np.int64
+    assert ids.dtype == np.int32
+    assert len(tokens) == (len(stream) - 1) // S
+    for row in range(len(tokens)):
+        span = slice(S * row, S * row + S + 1)
+        assert tokens[row].tolist() == stream[span]
+        assert mask[row].tolist() == learned[span][1:]
+        assert ids[row].tolist() == [number - owner[S * row] for number in owner[span]]
+
+
+def test_what_is_not_asked_for_is_not_there(folder, tmp_path):
+    tokens, mask, ids = _read(folder, "plain", 0)
+    assert tokens is not None
+    assert mask is not None  # the other source has one, and a step counts its targets together
+    assert mask.all()
+    assert ids is None
+    plain = MadeFolder(tmp_path / "plain").seal("text", documents(0, 30)).complete()
+    assert _read(plain, "text", 0)[1:] == [None, None]
+
+
+@pytest.mark.parametrize("documents_per_chunk", [7, 1000])
+@pytest.mark.parametrize(("source", "era"), ERAS)
+def test_rows_of_fitted_documents_hold_them_whole(
+    folder, tmp_path, monkeypatch, source, era, documents_per_chunk
+):
+    monkeypatch.setattr(packing, "_PLAN_DOCUMENTS", documents_per_chunk)
+    monkeypatch.setattr(packing, "_PLAN_ROWS", 1)
+    made = _copied(folder, tmp_path)
+    tokens, mask, ids = _read(made, source, era, packing="best_fit", document_ids=True)
+    pieces = []
+    for row in range(len(tokens)):
+        padding = tokens[row][ids[row] < 0]
+        assert set(padding.tolist()) <= {END}
+        assert not mask[row][ids[row][1:] < 0].any()
+        for number in dict.fromkeys(ids[row][ids[row] >= 0].tolist()):
+            here = np.flatnonzero(ids[row] == number)
+            assert np.array_equal(here, np.arange(here[0], here[-1] + 1))
+            counted = [bool(mask[row][place - 1]) if place else None for place in here.tolist()]
+            pieces.append((tokens[row][here].tolist(), counted))
+    expected = [piece for one in folder.documents[source][era] for piece in _pieces(one)]
+    assert len(pieces) == len(expected)
+    remaining = list(pieces)
+    for wanted, counted in expected:
+        match = next(one for one in remaining if one[0] == wanted and _agree(one[1], counted))
+        remaining.remove(match)
+
+
+def _pieces(document: Document):
+    """A document as it is cut: tokens of each piece, and whether each counts as a target."""
+    start = 0
+    while True:
+        tokens = document.tokens[start : start + S + 1]
+        counted = [place >= document.prompt for place in range(start, start + len(tokens))]
+        if start:
+            counted[0] = False  # was the last target of the piece before
+        yield list(tokens), counted
+        start += S
+        if len(document.tokens) - start < 2:
+            return
+
+
+def _agree(found: list[bool | None], wanted: list[bool]) -> bool:
+    """The first token of a row is nobody's target."""
+    return all(one is None or one == other for one, other in zip(found, wanted, strict=True))
+
+
+def _copied(made: MadeFolder, to: Path) -> MadeFolder:
+    copy = MadeFolder.__new__(MadeFolder)
+    copy.__dict__.update(made.__dict__, folder=Path(shutil.copytree(made.folder, to / "copy")))
+    return copy
+
+
+def test_a_plan_is_made_once_for_all(folder, tmp_path, monkeypatch):
+    made = _copied(folder, tmp_path)
+    first = _read(made, "plain", 0, packing="best_fit")
+    reads = []
+    ends = TokenStore.document_ends
+    monkeypatch.setattr(
+        TokenStore, "document_ends", lambda store, batch: reads.append(batch) or ends(store, batch)
+    )
+    again = _read(made, "plain", 0, packing="best_fit")
+    assert np.array_equal(first[0], again[0])
+    assert not reads
+
+
+def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
+    reads = []
+    read = TokenStore._read_buffers
+    monkeypatch.setattr(
+        TokenStore,
+        "_read_buffers",
+        lambda store, batch, *of: reads.append(batch) or read(store, batch, *of),
+    )
+    prepared, reader = _reader(folder, chunk_batches=4)
+    table = prepared.chunks("plain", 0)
+    count = table.num_rows
+    for order in np.array_split(np.random.default_rng(1).permutation(count), 9):
+        reader.read(np.zeros(len(order), int), np.zeros(len(order), int), order)
+    batches = TokenStore(folder.folder, "plain", 0, "train").num_batches
+    chunks = len(table.row_starts) - 1
+    assert chunks > 3
+    assert batches <= len(reads) <= batches + chunks - 1  # a head may be decoded beside its chunk
+    assert len(set(reads)) == batches
+
+
+def test_where_an_era_ends_no_chunk_is_decoded_again(folder, monkeypatch):
+    """A later era may have the smaller number, where an epoch begins."""
+    prepared = Prepared(folder.folder, seq_len=S, chunk_batches=4)
+    tables = [prepared.chunks("plain", era) for era in (0, 1)]
+    chunks = [len(table.row_starts) - 1 for table in tables]
+    assert max(chunks) > min(chunks) > 1
+    # as many are kept as the larger era has
+    monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
+    reads: list[tuple[int, int]] = []
+
+    def read(source: str, era: int, chunk: int) -> LoadedChunk:
+        reads.append((era, chunk))
+        return prepared.read_chunk(source, era, chunk)
+
+    reader = RowReader(prepared, folder.sources, read)
+    rng = np.random.default_rng(1)
+    eras_rows = [(era, rng.permutation(prepared.num_rows("plain", era))) for era in (1, 0, 1)]
+    eras = np.concatenate([np.full(len(rows), era) for era, rows in eras_rows])
+    rows = np.concatenate([rows for _, rows in eras_rows])
+    for first in range(0, len(rows), 40):
+        part = rows[first : first + 40]
+        reader.read(np.zeros(len(part), dtype=int), eras[first : first + 40], part)
+    assert len(reads) == chunks[1] + chunks[0] + chunks[1]
+
+
+def test_rows_of_more_chunks_than_are_kept_are_the_same(folder, monkeypatch):
+    expected = _read(folder, "plain", 0, chunk_batches=1)[0]
+    prepared, reader = _reader(folder, chunk_batches=1)
+    per_window = prepared.chunks("plain", 0).chunks_per_window
+    monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", 2 - per_window)
+    count = prepared.num_rows("plain", 0)
+    zeros = np.zeros(count, dtype=int)
+    assert np.array_equal(reader.read(zeros, zeros, np.arange(count)).tokens, expected)
+    assert len(reader._loaded[0]) == 2
+
+
+# ---- validation and text of first eras
+
+
+def test_a_split_is_the_first_eras_of_all_sources(folder):
+    for split, kept in (("validation", folder.validation), ("train", folder.documents)):
+        with SplitReader(folder.folder, split, seq_len=S, document_ids=True) as reader:
+            expected = []
+            for source in ("plain", "asked"):
+                stream = [token for one in kept[source][0] for token in one.tokens]
+                expected += [
+                    stream[S * row : S * row + S + 1] for row in range((len(stream) - 1) // S)
+                ]
+            assert reader.num_rows == len(expected)
+            rows = reader.read(np.arange(len(expected))[::-1])
+            assert rows.tokens[::-1].tolist() == expected
+            assert rows.loss_mask is not None
+            assert rows.document_ids is not None
+            assert reader.num_tokens == sum(
+                len(one.tokens) for source in kept for one in kept[source][0]
+            )
+
+
+def test_a_folder_that_grows_can_be_validated_on_from_its_first_eras_on(tmp_path):
+    made = MadeFolder(tmp_path / "d", ("a", "b"))
+    with SplitReader(made.folder, "validation", seq_len=S) as reader:
+        assert reader.num_rows == 0
+    made.seal("a", documents(0, 20), documents(1, 20))
+    with SplitReader(made.folder, "validation", seq_len=S) as reader:
+        rows = reader.num_rows
+        assert rows > 5
+    made.seal("a", documents(2, 20), documents(3, 20))
+    with SplitReader(made.folder, "validation", seq_len=S) as reader:
+        assert reader.num_rows == rows
+
+
+# ---- faults
+
+
+def test_a_plan_that_does_not_fit_its_era_is_told(folder, tmp_path, monkeypatch):
+    made = _copied(folder, tmp_path)
+    _read(made, "plain", 0, packing="best_fit")
+    read = packing.BestFitPlan.read
+
+    def shifted(plan, chunk):
+        pieces = read(plan, chunk)
+        return packing.ChunkPieces(pieces.starts + 10**6, pieces.lengths, pieces.row_starts)
+
+    monkeypatch.setattr(packing.BestFitPlan, "read", shifted)
+    with pytest.raises(ShardError, match=r"does not fit its era: delete the plan's two files"):
+        _read(made, "plain", 0, packing="best_fit")
+
+
+def test_other_sources_than_the_folders_are_refused(folder):
+    manifest = Prepared(folder.folder, seq_len=S).manifest
+    check_names(manifest, {"asked": 1.0, "plain": 2.0})
+    with pytest.raises(DataError, match=r"holds the sources \['asked', 'plain'\], .* \['text'\]"):
+        check_names(manifest, {"text": 1.0})

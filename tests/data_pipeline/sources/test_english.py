@@ -1,0 +1,78 @@
+"""The embedded corpus: enough prose, no code, always the same."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from moebius.data_pipeline.sources.english import (
+    NUM_PARTS,
+    embedded_documents,
+    embedded_part,
+    prose,
+)
+
+_FINGERPRINT = (
+    "import hashlib, moebius.data_pipeline.sources.english as c;"
+    "print(hashlib.sha256('|'.join(c.embedded_documents()).encode()).hexdigest())"
+)
+
+
+@pytest.mark.slow
+def test_there_is_enough_of_it_in_documents_of_a_page():
+    documents = embedded_documents()
+    assert sum(map(len, documents)) > 1_000_000
+    assert len(documents) > 500
+    assert len(set(documents)) == len(documents)
+    assert min(map(len, documents)) >= 120
+
+
+@pytest.mark.slow
+def test_every_process_reads_the_same():
+    other = subprocess.run(
+        [sys.executable, "-c", _FINGERPRINT], capture_output=True, text=True, check=True
+    )
+    assert (
+        other.stdout.strip() == hashlib.sha256("|".join(embedded_documents()).encode()).hexdigest()
+    )
+
+
+@pytest.mark.slow
+def test_parts_hold_every_document_once():
+    rows = [pair for part in range(NUM_PARTS) for pair in embedded_part(part)]
+    assert dict(rows) == dict(enumerate(embedded_documents()))
+    assert len(rows) == len(embedded_documents())
+
+
+@pytest.mark.slow
+def test_no_doctests_and_no_grammars():
+    text = "\n".join(embedded_documents())
+    assert ">>>" not in text
+    assert "::=" not in text
+
+
+def test_prose_keeps_sentences_and_drops_the_rest():
+    docstring = """Return the sum of a list
+    of numbers.
+
+    >>> total([1, 2])
+    3
+
+    Usage
+    =====
+
+    * The first item of a list, wrapped
+      over two lines.
+    * See :class:`Sum <sums.Sum>` for ``more`` of these.
+
+    name      type      meaning
+    a         int       the first number here.
+
+    x = {1: 2}; y = f(x); print(x, y)
+    """
+    assert prose(docstring) == [
+        "Return the sum of a list of numbers.",
+        "The first item of a list, wrapped over two lines.",
+        "See Sum for more of these.",
+    ]
