@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import moebius.model.execution.precision as precision
 import moebius.train.loop as loop
 from moebius.data_pipeline.read.loader import Batch
-from moebius.model.attention.attention.attention import DenseAttention, SwitchHead
+from moebius.model.attention.attention import DenseAttention, SwitchHead
 from moebius.model.experts import ExpertMLPs
 from moebius.model.layers import DenseMLP, LayerNorm
 from moebius.model.moe import SparseLayer

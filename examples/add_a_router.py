@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moebius.data_pipeline.sources.english import embedded_documents
 from moebius.model.balance import RunningSum, sum_per_sequence
-from moebius.model.config.model_config.attention_config import DenseAttentionConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import DenseAttentionConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import gather_unique, save_decision
 from moebius.model.initialise import Initializer, initialise, parameter
 from moebius.model.layers import router_logits

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY

@@ -11,16 +11,16 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.model.config.model_config.attention_config import (
+from moebius.model.config.attention_config import (
     DenseAttentionConfig,
     MoMHAConfig,
     SwitchHeadConfig,
 )
-from moebius.model.config.model_config.feed_forward_config import (
+from moebius.model.config.feed_forward_config import (
     DenseFeedForwardConfig,
     ExpertsConfig,
 )
-from moebius.model.config.model_config.model_config import (
+from moebius.model.config.model_config import (
     HaltingConfig,
     InitialisationConfig,
     ModelConfig,

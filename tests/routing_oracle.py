@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import Initializers, initialise
 from moebius.model.moe import SparseFeedForward
 

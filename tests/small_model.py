@@ -1,8 +1,8 @@
 """MoEUTs that step in milliseconds: experts in the feed-forward and in attention, repeated."""
 
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 
 MODEL = ModelConfig(

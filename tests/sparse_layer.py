@@ -7,9 +7,9 @@ import torch
 from parts import layers
 from torch import Tensor
 
-from moebius.model.config.model_config.attention_config import DenseAttentionConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import DenseAttentionConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 

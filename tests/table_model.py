@@ -8,7 +8,7 @@ holds the table.
 import torch
 from torch import Tensor
 
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import Transformer
 
 

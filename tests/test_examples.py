@@ -20,7 +20,7 @@ from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.model.balance import RunningSum
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
 from moebius.model.initialise import initialise
 from moebius.model.routers.table import ROUTERS

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.data_pipeline.data_config import DataConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import Precision
 from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.optim import OptimConfig

@@ -32,7 +32,7 @@ from moebius.kernels.triton import norm as norms
 from moebius.kernels.triton.router import route_top_k
 from moebius.kernels.triton.router_gradients import route_top_k_backward
 from moebius.kernels.triton.routing import sort_routes
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routing import Routes, head_to_token_routes, token_routes, token_to_head_routes
 from moebius.planning.dense_kernels import attention_kernels, residual_and_norm_kernels
 from moebius.planning.hardware import Hardware, hardware_of_gpu

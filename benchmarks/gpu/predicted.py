@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.kernels.problem import GPU_SETTINGS, SKEW, Setting
 from benchmarks.report import ROOT
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters
 from moebius.planning.cost_model import OPTIMIZER_PASSES_BYTES
 from moebius.planning.expert_kernels import ExpertCall, route_sorting

@@ -43,7 +43,7 @@ from moebius.data_pipeline.make.prepare import prepare  # noqa: E402
 from moebius.data_pipeline.read.loader import validation_batches  # noqa: E402
 from moebius.evaluation.compare.plan import PlannedRun  # noqa: E402
 from moebius.evaluation.compare.runner import RunState  # noqa: E402
-from moebius.model.config.model_config.model_config import ModelConfig  # noqa: E402
+from moebius.model.config.model_config import ModelConfig  # noqa: E402
 from moebius.model.cost import forward_flops  # noqa: E402
 from moebius.model.initialise import initialise  # noqa: E402
 from moebius.model.transformer import Transformer  # noqa: E402

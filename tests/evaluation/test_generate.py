@@ -7,8 +7,8 @@ import torch
 
 from moebius.evaluation.generate import generate
 from moebius.evaluation.report import Measurement, write_text
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.evaluate import Evaluation

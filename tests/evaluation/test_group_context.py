@@ -24,7 +24,7 @@ from moebius.evaluation.group_context import (
     score,
 )
 from moebius.evaluation.report import write_text
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config.run_config import Config, TrainConfig

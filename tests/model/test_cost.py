@@ -8,12 +8,12 @@ import torch
 from pairwise import slow_but
 from parts import layers
 
-from moebius.model.config.model_config.attention_config import (
+from moebius.model.config.attention_config import (
     DenseAttentionConfig,
     SwitchHeadConfig,
 )
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import (
     ExpertLayer,
     count_parameters,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parts import layers
 from torch import Tensor
 
-from moebius.model.attention.attention.cache import LayerCache
+from moebius.model.attention.cache import LayerCache
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
 from moebius.model.execution.precision import forward_in

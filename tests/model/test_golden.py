@@ -7,7 +7,7 @@ from golden import VARIANTS, Golden, load_golden, training_config
 from parts import layers
 
 from moebius.kernels.backend import resolve_backend
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
 RELEASE = ["moeut_tiny_g2", "moeut_tiny_noshare", "moeut_tiny_dense_att"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_table, rotate
 from moebius.model.transformer import Transformer
 

@@ -15,7 +15,7 @@ from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
 from pairwise import slow_but
 from torch import Tensor
 
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.router import RouterConfig
 from moebius.model.transformer import ModelOutput, Transformer
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moebius.model.config.model_config.attention_config import ATTENTION
-from moebius.model.config.model_config.model_config import ModelConfig
-from moebius.model.config.model_config.sections import merge, set_value
+from moebius.model.config.attention_config import ATTENTION
+from moebius.model.config.model_config import ModelConfig
+from moebius.model.config.sections import merge, set_value
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pairwise import slow_but
 from parts import layers
 from pydantic import ValidationError
 
-from moebius.model.config.model_config.attention_config import RotaryConfig, SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import RotaryConfig, SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import cast_weights, forward_in
 from moebius.model.initialise import draw, initialise
 from moebius.model.layers import rotary_table

@@ -17,7 +17,7 @@ from moebius.cli.planning.plan_request import make_scenario
 from moebius.kernels import norm, rotary
 from moebius.model import layers as model_layers
 from moebius.model import residual
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import forward_flops
 from moebius.model.execution.precision import enters_a_product, forward_in
 from moebius.model.routers import router

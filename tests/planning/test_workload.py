@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from moebius.distributed.layout import Layout
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.simulation import shapes as module

@@ -12,9 +12,9 @@ from world import RankFailed, run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint import writing
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config.run_config.run_config import (
     CheckpointConfig,

@@ -16,9 +16,9 @@ from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.serve.job import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle
 from moebius.distributed.process.process import Process
-from moebius.model.config.model_config.attention_config import DenseAttentionConfig
-from moebius.model.config.model_config.feed_forward_config import DenseFeedForwardConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import DenseAttentionConfig
+from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train import rank_data as data_server
 from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig

@@ -16,9 +16,9 @@ from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig

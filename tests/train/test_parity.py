@@ -20,7 +20,7 @@ from moebius.distributed.checkpoint.format import latest, list_checkpoints
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config.run_config import (

@@ -23,9 +23,9 @@ from world import run_ranks
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config.attention_config import DenseAttentionConfig
-from moebius.model.config.model_config.feed_forward_config import DenseFeedForwardConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import DenseAttentionConfig
+from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run

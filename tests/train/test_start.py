@@ -12,9 +12,9 @@ from moebius.distributed.process import agreement
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import start_process
 from moebius.kernels.backend import KernelConfig
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main

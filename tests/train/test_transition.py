@@ -17,7 +17,7 @@ from moebius.distributed.checkpoint.format import latest
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config.run_config import (

@@ -33,7 +33,7 @@ from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import expert_maps_of, move_experts
 from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.cosine import CosineConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.optim import OptimConfig, make_optimizer

@@ -26,9 +26,9 @@ from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import banks_of, expert_maps_of, expert_shard, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
 from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.moe import SparseLayer
 from moebius.model.routers.sigmoid import SigmoidConfig

@@ -12,9 +12,9 @@ from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slo
 from torch import Tensor
 
 from moebius.model.balance import RunningSum, add_sums
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise, normal
 from moebius.model.routers.deepseek import DeepSeekConfig, DeepSeekRouter

@@ -14,9 +14,9 @@ from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebius.model.config.model_config.attention_config import DenseAttentionConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig, ScaledInitialisationConfig
+from moebius.model.config.attention_config import DenseAttentionConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig, ScaledInitialisationConfig
 from moebius.model.initialise import draw, initialise, normal
 from moebius.model.layers import activate
 from moebius.model.routers.mixture import TokenMixingConfig, TokenMixingRouter

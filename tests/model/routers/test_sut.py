@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moebius.distributed.parallelize import expert_names
 from moebius.model.balance import RunningSum
-from moebius.model.config.model_config.attention_config import MoMHAConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import InitialisationConfig, ModelConfig
+from moebius.model.config.attention_config import MoMHAConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import InitialisationConfig, ModelConfig
 from moebius.model.execution.precision import cast_weights, forward_in
 from moebius.model.initialise import draw, initialise
 from moebius.model.routers.sut import SutConfig, SutRouter

@@ -14,9 +14,9 @@ from routing_oracle import Gates, all_served, assert_same, make_layer, rows, ser
 from torch import Tensor
 
 from moebius.model.balance import RunningSum, choice_sums, normalised_coefficient
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise, normal, truncated_normal
 from moebius.model.routers.capacity import expert_capacity, has_place, row_capacity
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter

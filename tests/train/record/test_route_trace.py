@@ -17,9 +17,9 @@ from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Loader
-from moebius.model.config.model_config.attention_config import SwitchHeadConfig
-from moebius.model.config.model_config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
+from moebius.model.config.feed_forward_config import ExpertsConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import Recompute
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes

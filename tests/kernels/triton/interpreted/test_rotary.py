@@ -12,7 +12,7 @@ from torch import Tensor
 from moebius.kernels import rotary as operators
 from moebius.kernels.rotary import rotate_pair, rotate_reference
 from moebius.kernels.triton import rotary as kernels
-from moebius.model.config.model_config.model_config import ModelConfig
+from moebius.model.config.model_config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_table, rotary_table_of, rotate_scaled
 from moebius.model.transformer import Transformer
 
