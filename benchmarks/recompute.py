@@ -28,7 +28,7 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.loss import MicroBatchLoss, micro_batch_loss
 from moebius.train.recipes.smoke import RECIPES
 

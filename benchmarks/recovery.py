@@ -70,7 +70,7 @@ from moebius.cluster.nodes.provider import processes
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.report.json_lines import JsonLinesTail
 from moebius.data_pipeline.manifest import is_prepared
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import smoke
 
 T = TypeVar("T")

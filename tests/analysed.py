@@ -16,7 +16,7 @@ from moebius.evaluation.analysis.updates import tap_residual
 from moebius.evaluation.restore import Restored
 from moebius.model.documents import mark_documents
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, TrainConfig
+from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.record.route_tap import tap
 from moebius.train.record.routed_call import RoutedCall
 

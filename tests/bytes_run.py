@@ -9,7 +9,7 @@ from small_model import TINY
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.run_config.run_config import Config, TrainConfig
+from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
 
 

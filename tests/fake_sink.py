@@ -8,9 +8,9 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moebius.train.config.run_config.metrics_config import MetricsConfig
-from moebius.train.metrics.step_metrics.background import CAPACITY, BackgroundSink
-from moebius.train.metrics.step_metrics.records import Record, RunFacts
+from moebius.train.config.metrics_config import MetricsConfig
+from moebius.train.metrics.background import CAPACITY, BackgroundSink
+from moebius.train.metrics.records import Record, RunFacts
 
 
 class FakeSink:

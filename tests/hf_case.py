@@ -14,7 +14,7 @@ from moebius.distributed.checkpoint.from_tensors import write_checkpoint
 from moebius.distributed.parallelize import expert_names
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, JobConfig, TrainConfig
+from moebius.train.config.run_config import Config, JobConfig, TrainConfig
 
 VOCABULARY, STEP = 257, 7
 TOKENS = torch.arange(4 * 20).view(4, 20) * 37 % 256

@@ -27,7 +27,7 @@ from moebius.distributed.parallelize import build_model, expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.optim import OptimConfig

@@ -10,7 +10,7 @@ from pairwise import slow_but
 from test_family import data, run_config
 from world import run_ranks
 
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 
 __all__ = ["data"]  # the fixture

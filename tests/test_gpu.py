@@ -21,7 +21,7 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,

@@ -15,7 +15,7 @@ from moebius.cluster.job import Journal, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
-from moebius.train.config.run_config.run_config import Config, resolve
+from moebius.train.config.run_config import Config, resolve
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data

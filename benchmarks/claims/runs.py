@@ -35,7 +35,7 @@ from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Router
 from moebius.model.routing import Routing
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 
 
 @dataclass(frozen=True)

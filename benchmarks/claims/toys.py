@@ -20,7 +20,7 @@ from typing import Any
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import Precision
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.optim import OptimConfig
 
 VOCABULARY, WIDTH, SEQ_LEN, BATCH, PEAK_RATE = 512, 96, 64, 32, 1e-3

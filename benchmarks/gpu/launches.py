@@ -29,7 +29,7 @@ from moebius.planning.hardware import HARDWARE
 from moebius.planning.kernel import Shape
 from moebius.planning.kernel_times import step_kernels, why_unknown
 from moebius.planning.rank_kernels import kernel_launches
-from moebius.train.config.run_config.run_config import Config, resolve
+from moebius.train.config.run_config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
 
 HARDWARE_NAME = "h200"

@@ -20,7 +20,7 @@ from small_model import TINY
 from moebius.cluster.job import GENERATION, JOURNAL, Launch, begin_submission, write_atomically
 from moebius.cluster.nodes.provider import processes
 from moebius.distributed.checkpoint.format import list_checkpoints
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
 from tests.chaos.job_under_fire import weights_hash
 

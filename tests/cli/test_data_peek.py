@@ -7,7 +7,7 @@ import pytest
 from small_corpus import shards_of_words
 
 from moebius.cli.main import main
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 

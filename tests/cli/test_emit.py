@@ -7,7 +7,7 @@ import pytest
 
 from moebius.cli.configurations import resolve_config
 from moebius.cli.main import main
-from moebius.train.config.run_config.run_config import ConfigError, resolve
+from moebius.train.config.run_config import ConfigError, resolve
 from moebius.train.recipes.smoke import RECIPES
 
 

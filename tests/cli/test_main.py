@@ -19,7 +19,7 @@ from moebius.cli.completion import _SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
 from moebius.evaluation import report
-from moebius.train.config.run_config.run_config import resolve
+from moebius.train.config.run_config import resolve
 from moebius.train.recipes.smoke import RECIPES
 
 # What takes time or memory to import, and answers no question about a run folder.

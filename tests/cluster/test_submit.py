@@ -18,8 +18,8 @@ from moebius.cluster.places import ray_session
 from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
-from moebius.train.config.run_config.metrics_config import MetricsConfig
-from moebius.train.config.run_config.run_config import Config, build
+from moebius.train.config.metrics_config import MetricsConfig
+from moebius.train.config.run_config import Config, build
 
 
 def config_of(tmp_path: Path, **job) -> Config:

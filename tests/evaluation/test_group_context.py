@@ -27,7 +27,7 @@ from moebius.evaluation.report import write_text
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, TrainConfig
+from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 

@@ -13,7 +13,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import _stretches, measure_sliding
 from moebius.evaluation.report import measure
 from moebius.evaluation.restore import restore
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 
 S = 64  # of the run
 

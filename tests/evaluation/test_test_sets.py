@@ -12,7 +12,7 @@ from moebius.data_pipeline.data_config import DataConfig, TestSet
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     ConfigError,

@@ -35,7 +35,7 @@ from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
 from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import ConfigError
+from moebius.train.config.run_config import ConfigError
 
 pytestmark = pytest.mark.timeout(900)  # of the first slow test, for which transformers is started
 READER = Path(__file__).parents[1] / "hf_reader.py"

@@ -23,7 +23,7 @@ from moebius.export.published import import_published, our_name, read_tensors, t
 from moebius.export.safetensors import export, load_export
 from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, ConfigError
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.optim import make_optimizer
 from moebius.train.state import allocate_moments, model_tensors, state_tensors
 

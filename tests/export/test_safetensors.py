@@ -34,7 +34,7 @@ from moebius.export.safetensors import Precision, export, load_export, parse_siz
 from moebius.model.execution.precision import enters_a_product, forward_in
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, ConfigError, TrainConfig
+from moebius.train.config.run_config import Config, ConfigError, TrainConfig
 from moebius.train.state import TrainingProgress, model_tensors
 
 VOCABULARY, STEP = 257, 7

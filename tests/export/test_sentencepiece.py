@@ -15,7 +15,7 @@ from moebius.cli.main import main
 from moebius.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from moebius.export.hf.sentencepiece_json import SAMPLE, convert
 from moebius.export.hf.tokenizer import tokenizer_files
-from moebius.train.config.run_config.run_config import ConfigError
+from moebius.train.config.run_config import ConfigError
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `sentencepiece`")
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.gpu.traced.device import reason_against, run_module
 from moebius.model.moe import SparseLayer
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.family import FAMILY
 
 RANKS = 4

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moebius.cluster.nodes.provider.processes import bind_to_parent
+from moebius.cluster.nodes.processes import bind_to_parent
 
 INIT = Path(__file__).with_name("first_process.py")
 PRIVATE = "own"  # below the folder: a file system of its own in each machine

@@ -36,7 +36,7 @@ from moebius.simulation.calls import (
     text_tokens,
 )
 from moebius.simulation.threads import run_threads
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     TrainConfig,

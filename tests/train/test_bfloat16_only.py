@@ -22,7 +22,7 @@ from moebius.evaluation.restore import restore
 from moebius.export.safetensors import export
 from moebius.model.layers import LayerNorm, router_logits
 from moebius.simulation.calls import RequestedRanks, make_cluster
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     ConfigError,

@@ -20,7 +20,7 @@ from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.process.process import start_process
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config import Config, MeshConfig, TrainConfig
 from moebius.train.cuda_graph import MicroBatchGraph, reason_against
 from moebius.train.loop import step
 from moebius.train.loss import MicroBatchLoss

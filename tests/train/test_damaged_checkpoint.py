@@ -16,14 +16,14 @@ from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,
     TrainConfig,
 )
 from moebius.train.loop import train
-from moebius.train.metrics.step_metrics.log import MetricsLog
+from moebius.train.metrics.log import MetricsLog
 
 MODEL = ModelConfig(
     vocab_size=257,

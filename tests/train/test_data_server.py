@@ -21,7 +21,7 @@ from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train import rank_data as data_server
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 from moebius.train.rank_data import open_data_server
 from moebius.train.recipes.smoke import smoke

@@ -16,7 +16,7 @@ from world import run_ranks
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read.token_store import TokenBatch, TokenStore
 from moebius.train import data_wait
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     ConfigError,

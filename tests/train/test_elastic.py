@@ -26,7 +26,7 @@ from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
-from moebius.train.config.run_config.run_config import MeshConfig
+from moebius.train.config.run_config import MeshConfig
 from moebius.train.optim import OptimConfig, make_optimizer
 from moebius.train.state import allocate_moments, state_tensors
 

@@ -20,7 +20,7 @@ from moebius.distributed.process.process import start_process
 from moebius.evaluation.generate import generate
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.exact_match import ExactMatch, score_items
 from moebius.train.loop import train
 from moebius.train.recipes.algorithmic import input_of

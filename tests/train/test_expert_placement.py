@@ -24,9 +24,9 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import rebalance_experts, step, train
-from moebius.train.metrics.step_metrics.log import MetricsLog
+from moebius.train.metrics.log import MetricsLog
 from moebius.train.optim import OptimConfig
 from moebius.train.run import assemble, open_loader
 from moebius.train.state import allocate_moments, state_tensors

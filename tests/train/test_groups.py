@@ -15,7 +15,7 @@ from world import run_ranks
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.run_config.run_config import Config, TrainConfig
+from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step
 from moebius.train.optim import OptimConfig

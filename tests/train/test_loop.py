@@ -21,7 +21,7 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import step, train
 from moebius.train.run import assemble, open_loader
 

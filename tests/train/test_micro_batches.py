@@ -24,7 +24,7 @@ from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in
 from moebius.train import evaluate as evaluation
-from moebius.train.config.run_config.run_config import Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch

@@ -23,7 +23,7 @@ from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,

@@ -16,7 +16,7 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 
 MODEL = ModelConfig(

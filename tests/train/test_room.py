@@ -23,7 +23,7 @@ from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import sends
 from moebius.model.execution.recompute import Recompute
 from moebius.train import loop
-from moebius.train.config.run_config.run_config import Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step
 from moebius.train.run import assemble
 

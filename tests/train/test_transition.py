@@ -20,7 +20,7 @@ from moebius.evaluation.restore import restore
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,

@@ -42,7 +42,7 @@ from moebius.kernels import backend, permute, router, sends
 from moebius.kernels.triton import guard, tiles
 from moebius.train import evaluate
 from moebius.train import run as train_run
-from moebius.train.config.run_config.run_config import Config
+from moebius.train.config.run_config import Config
 from moebius.train.loop import Run, step
 from moebius.train.run import assemble
 

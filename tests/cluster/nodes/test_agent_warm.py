@@ -29,11 +29,11 @@ from small_model import TINY
 
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
+from moebius.cluster.nodes.agent import AgentReport, Attempt, Node
 from moebius.cluster.nodes.provider import processes
-from moebius.cluster.nodes.provider.agent import AgentReport, Attempt, Node
-from moebius.cluster.nodes.provider.template_process import OrderedAgent, _sweep
+from moebius.cluster.nodes.template_process import OrderedAgent, _sweep
 from moebius.distributed.layout import MeshConfig
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     JobConfig,

@@ -16,10 +16,9 @@ from jobs import assert_nothing_left, fake_launch, run_here, wait_for
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from moebius.cluster.job import State, begin_submission, read_status
-from moebius.cluster.nodes.provider import rendezvous
-from moebius.cluster.nodes.provider.agent import Attempt, Node, interface_of
-from moebius.cluster.nodes.provider.provider import Capacity
-from moebius.cluster.nodes.provider.rendezvous import (
+from moebius.cluster.nodes.agent import Attempt, Node, interface_of
+from moebius.cluster.nodes.provider import Capacity, rendezvous
+from moebius.cluster.nodes.rendezvous import (
     Meeting,
     NodeRendezvous,
     NotAuthentic,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moebius.cluster.job import Launch, RootCause, State
-from moebius.cluster.nodes.provider.agent import AgentReport, RankFailure
+from moebius.cluster.nodes.agent import AgentReport, RankFailure
 from moebius.cluster.recovery.in_place import Circumstances, RoundDirector, why_not_in_place
 from moebius.cluster.recovery.round_of_node import RoundsNode
 from moebius.cluster.supervise.budgets import Budgets

@@ -29,8 +29,7 @@ from moebius.cluster.job import (
     begin_submission,
     request_stop,
 )
-from moebius.cluster.nodes.provider import processes
-from moebius.cluster.nodes.provider.provider import Capacity, NodesUnavailable
+from moebius.cluster.nodes.provider import Capacity, NodesUnavailable, processes
 from moebius.cluster.places.ray_session import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -48,7 +47,7 @@ def end_of(run_dir: Path) -> JobStatus:
     """The job's status at its end, once Ray has nothing of it any more."""
     from ray.util import list_named_actors
 
-    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+    from moebius.cluster.nodes.ray_nodes import actor_name
 
     status = wait_for_end(run_dir)
     name = actor_name(str(run_dir))
@@ -208,7 +207,7 @@ def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, clust
 def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     import ray
 
-    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+    from moebius.cluster.nodes.ray_nodes import actor_name
 
     run_dir = begin(
         fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", supervisor_timeout_s=1.0)
@@ -239,7 +238,7 @@ def test_nodes_that_were_placed_ahead_are_the_supervisor_s(tmp_path):
 
 @pytest.mark.slow
 def test_nodes_that_were_placed_ahead_of_nobody_end_themselves(tmp_path):
-    from moebius.cluster.nodes.provider.ray_nodes import actor_name
+    from moebius.cluster.nodes.ray_nodes import actor_name
     from moebius.cluster.supervise.actor import place_ahead
 
     place_ahead(fake_launch(tmp_path, num_nodes=2, supervisor_timeout_s=1.0))
@@ -251,7 +250,7 @@ def test_nodes_that_were_placed_ahead_of_nobody_end_themselves(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_reserved_ahead_and_never_comes_is_given_back_for_fewer(tmp_path, monkeypatch):
-    from moebius.cluster.nodes.provider.ray_nodes import RayNodeProvider
+    from moebius.cluster.nodes.ray_nodes import RayNodeProvider
     from moebius.cluster.supervise.actor import place_ahead
 
     with monkeypatch.context() as patch:  # the third node is lost at once
@@ -362,7 +361,7 @@ def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
     """All CPUs of both nodes, and no agent is up there yet."""
     from ray._private.state import available_resources_per_node
 
-    from moebius.cluster.nodes.provider.ray_nodes import RayNodeProvider
+    from moebius.cluster.nodes.ray_nodes import RayNodeProvider
 
     provider = RayNodeProvider(fake_launch(tmp_path, num_nodes=2, ranks_per_node=4), 1)
     wait_for(lambda: provider.capacity().free == 2, what="an idle cluster")
@@ -378,7 +377,7 @@ def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
 
 
 def test_nodes_must_run_the_same_software():
-    from moebius.cluster.nodes.provider.ray_nodes import check_versions
+    from moebius.cluster.nodes.ray_nodes import check_versions
 
     same = {"moebius": "1", "torch": "2.13.0", "python": "3.11"}
     check_versions([{"host": "a", "versions": same}, {"host": "b", "versions": dict(same)}])

@@ -21,8 +21,8 @@ from moebius.cluster.job import (
     read_status,
     request_stop,
 )
-from moebius.cluster.nodes.provider.agent import AgentReport, Attempt, RankFailure
-from moebius.cluster.nodes.provider.provider import Capacity
+from moebius.cluster.nodes.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.report.live import View, follow, render
 from moebius.cluster.report.live.evidence import Evidence

@@ -21,9 +21,9 @@ from moebius.cluster.job import (
     request_stop,
     stop_requested,
 )
-from moebius.cluster.nodes.provider.agent import AgentReport, Attempt, RankFailure
-from moebius.cluster.nodes.provider.node_check import NodeCheck
-from moebius.cluster.nodes.provider.provider import Capacity, NodeLost, NodesUnavailable
+from moebius.cluster.nodes.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.nodes.node_check import NodeCheck
+from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
 from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
 from moebius.cluster.recovery.term import Term
 from moebius.cluster.report.live.evidence import Evidence

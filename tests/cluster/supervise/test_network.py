@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moebius.cluster.job import Launch, RootCause
-from moebius.cluster.nodes.provider.provider import NodeLost
+from moebius.cluster.nodes.provider import NodeLost
 from moebius.cluster.recovery.doors import Door, knock
 from moebius.cluster.supervise.budgets import Budgets
 from moebius.cluster.supervise.network import blame_network, find_cuts, spell_cuts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moebius.cluster.job import Launch
-from moebius.cluster.nodes.provider.provider import Capacity, NodesUnavailable, ThisMachine
+from moebius.cluster.nodes.provider import Capacity, NodesUnavailable, ThisMachine
 from moebius.cluster.supervise import placing
 from moebius.cluster.supervise.placing import Placing
 from moebius.cluster.supervise.scale import ScaleRequest, scale_requested

@@ -15,13 +15,13 @@ from moebius.cluster.job import (
     begin_submission,
     read_status,
 )
-from moebius.cluster.nodes.provider.agent import AgentReport, Node
-from moebius.cluster.nodes.provider.provider import Capacity, ThisMachine
+from moebius.cluster.nodes.agent import AgentReport, Node
+from moebius.cluster.nodes.provider import Capacity, ThisMachine
 from moebius.cluster.report.live.heartbeats import RankState
 from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
-from moebius.train.config.run_config.run_config import build
+from moebius.train.config.run_config import build
 
 
 def begun(run_dir: Path, **job) -> Path:
@@ -142,7 +142,7 @@ def resumed(monkeypatch):
         submitted.append((config.job.num_nodes, scale))
         return read_status(run_dir)
 
-    monkeypatch.setattr("moebius.cluster.submit.submit", submit)
+    monkeypatch.setattr("moebius.cluster.submit", submit)
     return submitted
 
 

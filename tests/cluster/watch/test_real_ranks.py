@@ -22,13 +22,13 @@ from made_folder import MadeFolder, documents
 from small_model import TINY
 
 from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission
-from moebius.cluster.nodes.provider.provider import ThisMachine
+from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.report.live import watcher
 from moebius.cluster.report.live.heartbeats import WatchedRanks, folder_of
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.train.config.run_config.job_config import JobConfig
-from moebius.train.config.run_config.limits import PhaseLimits
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.job_config import JobConfig
+from moebius.train.config.limits import PhaseLimits
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
 
 pytestmark = [

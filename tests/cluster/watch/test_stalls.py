@@ -7,7 +7,7 @@ import pytest
 from moebius.cluster.report.live.evidence import Evidence
 from moebius.cluster.report.live.heartbeats import GONE, RankState
 from moebius.cluster.report.live.stalls import find_behind, is_stalled, limit_of
-from moebius.train.config.run_config.limits import PhaseLimits
+from moebius.train.config.limits import PhaseLimits
 
 DEFAULTS = PhaseLimits().model_dump()
 

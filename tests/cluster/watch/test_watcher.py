@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from jobs import wait_for
 
-from moebius.cluster.nodes.provider.provider import NodeLost
+from moebius.cluster.nodes.provider import NodeLost
 from moebius.cluster.report.live import watcher
 from moebius.cluster.report.live.evidence import Evidence
 from moebius.cluster.report.live.heartbeats import RankState
 from moebius.cluster.report.live.watcher import RankWatcher, read_limits
-from moebius.train.config.run_config.limits import PhaseLimits
+from moebius.train.config.limits import PhaseLimits
 from moebius.train.record.heartbeat import WINDOW
 
 LIMITS = {"step_s": 5.0, "data_wait_s": None}

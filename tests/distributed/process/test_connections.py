@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from world import run_ranks
 
-from moebius.cluster.nodes.provider.processes import IS_LINUX
+from moebius.cluster.nodes.processes import IS_LINUX
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.connections import break_off

@@ -9,7 +9,7 @@ from moebius.evaluation.compare.file import CompareError
 from moebius.evaluation.compare.plan import refuse_stale
 from moebius.evaluation.compare.sizes import matched_size
 from moebius.model.cost import forward_flops
-from moebius.train.config.run_config.run_config import ConfigError
+from moebius.train.config.run_config import ConfigError
 from moebius.train.record.run_folder import open_run
 
 SCALED = 'scaled = "model.feed_forward.num_experts"'

@@ -5,8 +5,8 @@ import pytest
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.distributed.process.process import DeviceError
 from moebius.train import __main__ as program
-from moebius.train.config.run_config.errors import EXIT_MISTAKE, no_restart_mends
-from moebius.train.config.run_config.run_config import ConfigError
+from moebius.train.config.errors import EXIT_MISTAKE, no_restart_mends
+from moebius.train.config.run_config import ConfigError
 
 
 def raised_from(error: Exception, origin: Exception) -> Exception:

@@ -3,8 +3,8 @@
 import pytest
 
 from moebius.distributed.layout import plan_layout
-from moebius.train.config.run_config.resize import layouts_for, mesh_for, with_mesh_of
-from moebius.train.config.run_config.run_config import Config, build
+from moebius.train.config.resize import layouts_for, mesh_for, with_mesh_of
+from moebius.train.config.run_config import Config, build
 
 
 def config(**mesh) -> Config:

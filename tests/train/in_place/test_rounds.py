@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from moebius.distributed.process.diagnosis import CollectiveError
-from moebius.train.config.run_config.run_config import ConfigError
+from moebius.train.config.run_config import ConfigError
 from moebius.train.in_place import rounds as rounds_module
 from moebius.train.in_place.orders import RoundOrder, read_readiness, write_order
 from moebius.train.in_place.rounds import Rounds, open_rounds, tells_of_a_lost_rank

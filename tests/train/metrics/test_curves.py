@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moebius.train.metrics.step_metrics.curves import METRICS, points_of
-from moebius.train.metrics.step_metrics.records import Record, flat_values
+from moebius.train.metrics.curves import METRICS, points_of
+from moebius.train.metrics.records import Record, flat_values
 
 LINE = Record(
     "train",

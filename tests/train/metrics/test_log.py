@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fake_sink import FakeSink, in_background
 
-from moebius.train.metrics.step_metrics.log import MetricsLog
+from moebius.train.metrics.log import MetricsLog
 
 
 def test_each_line_goes_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

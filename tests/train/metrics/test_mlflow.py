@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_sink import facts_of, line_of_loads
 
-from moebius.train.metrics.step_metrics.records import Record
+from moebius.train.metrics.records import Record
 from moebius.train.sinks.mlflow import MLflow
 
 pytestmark = pytest.mark.slow  # MLflow's import takes seconds

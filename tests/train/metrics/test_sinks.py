@@ -11,10 +11,10 @@ from small_corpus import data_of_words
 from small_model import TINY
 from world import RankFailed, run_ranks
 
-from moebius.train.config.run_config.metrics_config import MetricsConfig
-from moebius.train.config.run_config.run_config import Config, ConfigError, TrainConfig, resolve
+from moebius.train.config.metrics_config import MetricsConfig
+from moebius.train.config.run_config import Config, ConfigError, TrainConfig, resolve
 from moebius.train.loop import train
-from moebius.train.metrics.step_metrics.sinks import check_sinks, open_metrics, why_not_open
+from moebius.train.metrics.sinks import check_sinks, open_metrics, why_not_open
 from moebius.train.recipes.smoke import RECIPES
 
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.summary.writer import event_file_writer
 
-from moebius.train.metrics.step_metrics.records import Record
+from moebius.train.metrics.records import Record
 from moebius.train.sinks.heat_map import draw_load
 from moebius.train.sinks.tensorboard import TensorBoard
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_sink import facts_of, line_of_loads
 
-from moebius.train.metrics.step_metrics.records import Record
+from moebius.train.metrics.records import Record
 from moebius.train.sinks.wandb import WandB
 
 

@@ -9,8 +9,8 @@ from small_corpus import data_of_words
 from small_model import TINY
 from world import run_ranks
 
-from moebius.train.config.run_config.metrics_config import MetricsConfig
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.metrics_config import MetricsConfig
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,

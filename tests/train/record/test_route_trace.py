@@ -23,7 +23,7 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import Recompute
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes
-from moebius.train.config.run_config.run_config import (
+from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
     MeshConfig,

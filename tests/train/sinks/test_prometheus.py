@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_sink import facts_of, line_of_loads
 
-from moebius.train.metrics.step_metrics.records import Record
+from moebius.train.metrics.records import Record
 from moebius.train.sinks.prometheus import Prometheus, gauge_name
 
 pytest.importorskip("prometheus_client")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moebius.distributed.checkpoint.checkpoint_config import CheckpointConfig
-from moebius.train.config.run_config.run_config import Config, ConfigError, build
-from moebius.train.config.run_config.spike_config import SpikeConfig
+from moebius.train.config.run_config import Config, ConfigError, build
+from moebius.train.config.spike_config import SpikeConfig
 from moebius.train.spikes.detector import SpikeDetector
 
 

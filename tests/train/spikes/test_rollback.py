@@ -19,8 +19,8 @@ from moebius.data_pipeline.read.skipped_samples import LeftOut
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.train import loop
-from moebius.train.config.run_config.run_config import CheckpointConfig, Config, TrainConfig
-from moebius.train.config.run_config.spike_config import SpikeConfig
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.spike_config import SpikeConfig
 from moebius.train.optim import learning_rate_at
 from moebius.train.run import assemble, open_loader
 from moebius.train.spikes.record import FILE, read_rollbacks
