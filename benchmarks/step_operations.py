@@ -46,7 +46,7 @@ from benchmarks.expert_parallel import Way, build_run
 from benchmarks.report import ROOT, save
 from moebius.distributed.dispatch.table import LOCAL
 from moebius.distributed.process.process import Process, start_process
-from moebius.kernels.brgemm import backend as brgemm
+from moebius.kernels.cpu import brgemm
 from moebius.train.loop import step
 
 WARM_UP = 2  # steps: moments are there, workspaces have grown
@@ -71,11 +71,11 @@ PARTS = {
     "kernels/permute.py:sort_by_expert": "sorting of routes",
     "kernels/permute.py:inverse_order": "sorting of routes",
     "kernels/gradients.py": "sums of banks' gradients",
-    "kernels/router.py": "routers",
-    "kernels/cpu_top_k.py": "routers",
-    "kernels/softmax_sums.py": "balance and loads",
+    "kernels/fused/router.py": "routers",
+    "kernels/cpu/top_k.py": "routers",
+    "kernels/fused/softmax_sums.py": "balance and loads",
     "kernels/sends.py": "dispatch",
-    "kernels/cpu_sends.py": "dispatch",
+    "kernels/cpu/sends.py": "dispatch",
     "model/attention/attention.py": "attention",
     "model/attention/base.py": "attention",
     "model/balance.py": "balance and loads",
@@ -83,8 +83,8 @@ PARTS = {
     "model/layers.py": "norms, matrices, rotation",
     "model/layers.py:router_logits": "routers",
     "model/moe.py": "residual, layer",
-    "kernels/norm.py": "residual, layer",
-    "kernels/rotary.py": "norms, matrices, rotation",
+    "kernels/fused/norm.py": "residual, layer",
+    "kernels/fused/rotary.py": "norms, matrices, rotation",
     "model/execution/recompute.py": "routers",
     "model/residual.py": "residual, layer",
     "model/routers": "routers",

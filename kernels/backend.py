@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from .brgemm import build as brgemm_library
+from .cpu import library as brgemm_library
 from .interface import DefersWeightGradients
 from .libraries import megablocks_available as megablocks_library
 from .triton import available as triton_library

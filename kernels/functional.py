@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import ops, reference
 from .backend import reads_unused, resolve_backend
+from .calls import MLPBank, RouteList, check_counts
 from .gradients import shared_weights
-from .operands import MLPBank, RouteList, check_counts
 
 
 def routed_mlp(

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
+from .calls import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
 ROW_SLACK = 64  # rows that a backend's saved rows have past the end
 

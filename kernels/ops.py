@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import WRITING_BACKENDS, defers, implementation
+from .calls import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 from .gradients import GradientSum, gradient_sum
 from .interface import ROW_SLACK
-from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
 # Arguments of an op are flat: `SortedRoutes(*…)` and `MLPBank(*…)` put them together again.
 _BANK = "Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, str activation"

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu_routes
-from .operands import Sorting
+from .calls import Sorting
+from .cpu import routes as cpu_routes
 from .triton.available import reason_against
 
 

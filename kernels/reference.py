@@ -10,7 +10,7 @@ Legend: U source rows, N routes, E experts, D input width, O output width.
 from torch import Tensor
 
 from .activations import activate
-from .operands import MLPBank, RouteList
+from .calls import MLPBank, RouteList
 
 
 def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:

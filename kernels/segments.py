@@ -40,11 +40,11 @@ import torch
 from torch import Tensor
 
 from .activations import hidden_and_pullback, hidden_in_place
+from .calls import MLPBank, MLPGradients, SortedRoutes
+from .cpu.onednn import float32_is_onednn
+from .cpu.workspace import workspace
 from .interface import ROW_SLACK
-from .onednn import float32_is_onednn
-from .operands import MLPBank, MLPGradients, SortedRoutes
 from .permute import add_rows
-from .workspace import workspace
 
 _ALIGNMENT_BYTES = 16
 _CHUNK = 512  # rows: what is gathered stays in the second-level cache

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import cpu_sends
 from .addresses import (
     INTEGERS,
     ROUTES,
@@ -34,6 +33,7 @@ from .addresses import (
     RowPairs,
     SendCounts,
 )
+from .cpu import sends as cpu_sends
 from .permute import inverse_order, sort_by_expert
 from .triton.available import reason_against
 

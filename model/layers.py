@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..kernels.activations import activate, columns_of
-from ..kernels.rotary import rotate_pair, rotate_reference, runs_fused
+from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
 from .initialise import Initializer, ones, parameter, zeros
 
 
@@ -161,7 +161,7 @@ def rotate_scaled(
     """Scales and rotates queries and keys.
 
     Where `backend`, that of the expert layers, is Triton's on a GPU, one kernel does it for both,
-    and rounds once (kernels/rotary.py); elsewhere plain operations do.
+    and rounds once (kernels/fused/rotary.py); elsewhere plain operations do.
     """
     if runs_fused(backend, q_BHSC, table[0]):
         return rotate_pair(q_BHSC, k_BHSC, *table, scale=scale)

@@ -1,7 +1,7 @@
 """The residual stream between two maps of a layer: add, norm, and what each reader is handed.
 
 By plain operations every matrix casts its own input. Where Triton's kernels run, the addition, the
-norm after it and the casts are one pass over the rows (kernels/norm.py), which then hands
+norm after it and the casts are one pass over the rows (kernels/fused/norm.py), which then hands
 every reader rows in the precision of its products. The numbers are the same but for float32
 rounding and one sum: where a shared expert and routed ones read the same copy in bfloat16, their
 two gradients are added in bfloat16, at most 2⁻⁹ of the sum. All others are added in float32.
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.norm import Copied, add_norm, runs_fused
+from ..kernels.fused.norm import Copied, add_norm, runs_fused
 from .layers import LayerNorm
 
 # residual: what the map's outputs are added to; routers read the norm in its own precision;

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.operands import Sorting
+from ..kernels.calls import Sorting
 from ..kernels.permute import sort_routes
 from .documents import DocumentRows, with_neighbours
 from .execution.recompute import save_decision

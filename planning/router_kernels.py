@@ -12,7 +12,7 @@ padding.
 from collections.abc import Iterator
 from math import ceil
 
-from ..kernels.router import MOST_EXPERTS
+from ..kernels.fused.router import MOST_EXPERTS
 from ..kernels.triton import tiles
 from .expert_kernels import route_sorting
 from .hardware import Hardware

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moebius.kernels.brgemm import build as brgemm_library
+from moebius.kernels.cpu import library as brgemm_library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take

@@ -83,13 +83,13 @@ MUTANTS = (
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "a closed ReLU lets gradients through in C++", "kernels/brgemm/brgemm.cpp",
+        "a closed ReLU lets gradients through in C++", "kernels/cpu/brgemm.cpp",
         "relu && h <= 0 ? 0 : gz", "gz",
         ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-brgemm-float32]",),
     ),
     Mutant(
         "the last of an odd number of columns is forgotten in "
-        "bfloat16", "kernels/brgemm/brgemm.cpp",
+        "bfloat16", "kernels/cpu/brgemm.cpp",
         "even = up(k, pair)", "even = k / pair * pair",
         ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-brgemm-bfloat16]",),
     ),
@@ -142,7 +142,7 @@ MUTANTS = (
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup takes source rows for target rows", "kernels/cpu_sends.cpp",
+        "dedup takes source rows for target rows", "kernels/cpu/sends.cpp",
         "out[2] = static_cast<Word>(number_VT[v * T + target_N[n]]);",
         "out[2] = static_cast<Word>(number_VU[v * U + source_N[n]]);",
         (EVERY_KIND,),
@@ -153,7 +153,7 @@ MUTANTS = (
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup sends every row to every rank", "kernels/cpu_sends.cpp",
+        "dedup sends every row to every rank", "kernels/cpu/sends.cpp",
         "std::fill(number_VU, number_VU + V * U, -1);",
         "std::fill(number_VU, number_VU + V * U, 0);",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "a recomputed router's kernel chooses anew", "model/execution/recompute.py",
         "return choose(saved.save(lambda: None))", "return choose(None)",
-        ("tests/kernels/test_router.py::test_a_second_run_takes_the_first_ones_experts[selective]",),
+        ("tests/kernels/fused/test_router.py::test_a_second_run_takes_the_first_ones_experts[selective]",),
     ),
     Mutant(
         "experts that move leave their moments behind", "distributed/placement/move.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moebius.kernels import norm
+from moebius.kernels.fused import norm
 from moebius.model import residual
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moebius.kernels import reference
 from moebius.kernels.activations import columns_of
-from moebius.kernels.operands import MLPBank, MLPGradients, SortedRoutes
+from moebius.kernels.calls import MLPBank, MLPGradients, SortedRoutes
 from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton.routing import sort_routes
 from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..kernels.backend import reason_against
 from ..kernels.functional import routed_linear, routed_mlp
-from ..kernels.norm import NormedRows, add_norm, add_norm_reference
-from ..kernels.rotary import rotate_pair, rotate_reference
-from ..kernels.router import route_top_k
+from ..kernels.fused.norm import NormedRows, add_norm, add_norm_reference
+from ..kernels.fused.rotary import rotate_pair, rotate_reference
+from ..kernels.fused.router import route_top_k
 from ..model.layers import rotary_table
 from ..model.routing import Routes, token_routes
 

@@ -30,8 +30,8 @@ from ..distributed.parallelize import build_model, connect
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
-from ..kernels import onednn
 from ..kernels.backend import build_backend, resolve_backend
+from ..kernels.cpu import onednn
 from ..model.execution.compiled import compile_dense_parts
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer

@@ -25,9 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from moebius.kernels.activations import columns_of
-from moebius.kernels.norm import WIDEST
-from moebius.kernels.operands import MLPBank, MLPCall, MLPGradients, SortedRoutes
-from moebius.kernels.router import MOST_EXPERTS
+from moebius.kernels.calls import MLPBank, MLPCall, MLPGradients, SortedRoutes
+from moebius.kernels.fused.norm import WIDEST
+from moebius.kernels.fused.router import MOST_EXPERTS
 from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton import norm as norms
 from moebius.kernels.triton import router, router_gradients

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.gpu.predicted import SEQ_LEN, layer_kernels
 from benchmarks.kernels.problem import GPU_SETTINGS, SKEW, Setting, draw_choices
 from benchmarks.report import RESULTS, save
-from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, SortedRoutes
+from moebius.kernels.calls import LinearCall, MLPBank, MLPCall, SortedRoutes
 from moebius.kernels.triton import backend
 from moebius.kernels.triton import norm as norms
 from moebius.kernels.triton.router import route_top_k

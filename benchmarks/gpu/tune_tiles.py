@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.report import RESULTS, environment, save
 from moebius.kernels.activations import columns_of
-from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, SortedRoutes
+from moebius.kernels.calls import LinearCall, MLPBank, MLPCall, SortedRoutes
 from moebius.kernels.permute import sort_routes
 from moebius.kernels.triton import backend as triton_routed
 from moebius.kernels.triton import tiles as triton_tiles

@@ -57,8 +57,8 @@ from benchmarks.memory import saved_bytes
 from benchmarks.report import RESULTS, environment, save
 from moebius.distributed.process.host_memory import keep_freed_memory
 from moebius.evaluation.compare.peak_memory import peak_bytes
-from moebius.kernels import workspace
-from moebius.kernels.onednn import EXACT, relative_error
+from moebius.kernels.cpu import workspace
+from moebius.kernels.cpu.onednn import EXACT, relative_error
 
 TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
 FEWEST = 2  # rounds

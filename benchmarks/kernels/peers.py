@@ -9,7 +9,7 @@ one kind of record.
 
 On CPUs float32 products of torch run in every mode that is numerically exact on this machine:
 through MKL, torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"`
-and which computes in full float32 on a CPU without bfloat16 tiles (`kernels/onednn.py` measures
+and which computes in full float32 on a CPU without bfloat16 tiles (`kernels/cpu/onednn.py` measures
 it). The setting is the process's.
 
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen, N routes.
@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.problem import Bank, Choice, run_layer
-from moebius.kernels import onednn
 from moebius.kernels.backend import BACKENDS
+from moebius.kernels.cpu import onednn
 
 Role = Literal["ceiling", "dense", "peer", "ours"]
 Mode = Literal["default", "oneDNN"]

@@ -33,7 +33,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.operands import check_counts
+from ...kernels.calls import check_counts
 from ...kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
 from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched, DispatchedChunk, PendingRows

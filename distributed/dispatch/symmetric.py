@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels.addresses import ROUTES, ROWS, TARGETS
-from ...kernels.operands import check_counts
+from ...kernels.calls import check_counts
 from ...kernels.permute import gather_rows, sum_rows
 from ...model.execution.recompute import save_combine, save_decision, save_dispatch, skip_combine
 from ...model.moe import Dispatched, PendingRows

@@ -6,7 +6,7 @@ import sys
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-from ...kernels.cpp_library import CppLibrary
+from ...kernels.cpu.build import CppLibrary
 
 _NUMBER = POINTER(c_uint32)
 # Argument types of the C functions, in the order of exchange.cpp; tensors are addresses.

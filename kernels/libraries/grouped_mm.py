@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..calls import MLPBank, MLPGradients, SortedRoutes
+from ..cpu.workspace import workspace
 from ..interface import ROW_SLACK
-from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
-from ..workspace import workspace
 from . import grouped_products
 
 _ALIGNMENT_BYTES = 16

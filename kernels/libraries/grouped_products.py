@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..activations import hidden_and_pullback, hidden_in_place
-from ..operands import MLPBank, MLPGradients, SortedRoutes
+from ..calls import MLPBank, MLPGradients, SortedRoutes
 
 
 class Operators(Protocol):

@@ -20,8 +20,8 @@ Legend: U source rows, T targets, N routes, E experts, D input width, O output w
 import torch
 from torch import Tensor
 
+from ..calls import MLPBank, MLPGradients, SortedRoutes
 from ..interface import ROW_SLACK
-from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
 from . import grouped_products
 from .megablocks_available import load_library

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..activations import GATES
+from ..calls import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 from ..interface import ROW_SLACK
-from ..operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 from .grouped_gemm import (
     fused_mlp,
     gathered_activation,

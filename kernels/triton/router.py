@@ -211,7 +211,7 @@ def route(
         at = logits + row[:, None] * E + cols[None, :]
         tl.store(at, total, mask=(row < num_left)[:, None] & (cols < E)[None, :])
     # What other warps of this program wrote is read now. On NVIDIA's chips bar.sync orders it; AMD's
-    # barrier waits for no store, so the kernel is not taken there (kernels/router.py).
+    # barrier waits for no store, so the kernel is not taken there (kernels/fused/router.py).
     tl.debug_barrier()
     # A head of a row is a line of A logits. Of a chunk each lane of a warp has one, and a warp has
     # whole lines: nothing is exchanged between warps.

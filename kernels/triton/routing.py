@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ..operands import SortedRoutes
+from ..calls import SortedRoutes
 from .guard import launch, tl, triton
 
 # routes per program of the sort: the comparison of all with all in a block stays in registers

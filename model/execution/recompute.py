@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels import cpu_top_k
+from ...kernels.cpu import top_k as cpu_top_k
 
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")

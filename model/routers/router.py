@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from ...kernels.router import Gate, can_route, route_top_k
+from ...kernels.fused.router import Gate, can_route, route_top_k
 from ..balance import RunningSum, balance_value, choice_sums, document_sums
 from ..execution.recompute import save_choice
 from ..initialise import Initializer

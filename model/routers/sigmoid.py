@@ -74,7 +74,7 @@ class SigmoidRouter(ChoiceRouter):
 
         Float32 whatever the products' dtype: a choice must not flip with it. The choice is made on
         the logits, which do not saturate as their sigmoids do. One kernel where there is one
-        (kernels/router.py), but in training with `expert_dropout`, whose draws it does not know.
+        (kernels/fused/router.py), but in training with `expert_dropout`, whose draws it does not know.
         """
         if not self._drops:
             found = self.route_in_one(x_TD, self.weight, gate="sigmoid", heads=self.num_heads)

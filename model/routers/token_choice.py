@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...kernels.router import Gate
+from ...kernels.fused.router import Gate
 from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import own_dtype, router_logits
@@ -82,7 +82,7 @@ class TokenChoiceRouter(CapacityRouter):
     def choose(self, x_TD: Tensor) -> Choice:
         """Chooses the K largest logits of every row; gate weights as the configuration says.
 
-        One kernel where there is one (kernels/router.py).
+        One kernel where there is one (kernels/fused/router.py).
         """
         rows_TD = self._jittered(x_TD.to(own_dtype(x_TD, self.weight)))
         gate: Gate = "softmax_of_chosen" if self.config.renormalise else "softmax"

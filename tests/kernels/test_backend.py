@@ -11,8 +11,8 @@ import torch
 
 from moebius.kernels import backend, permute
 from moebius.kernels.backend import KernelConfig, resolve_backend
+from moebius.kernels.cpu.workspace import workspace
 from moebius.kernels.triton import available as triton
-from moebius.kernels.workspace import workspace
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension", "setuptools")
 

@@ -30,10 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebius.kernels import ops, segments
 from moebius.kernels.activations import ACTIVATIONS, GATES
 from moebius.kernels.backend import reason_against, resolve_backend
-from moebius.kernels.brgemm import backend as brgemm
+from moebius.kernels.cpu import brgemm
+from moebius.kernels.cpu.workspace import workspace
 from moebius.kernels.functional import _flat, routed_linear, routed_mlp
 from moebius.kernels.interface import ROW_SLACK
-from moebius.kernels.workspace import workspace
 from moebius.model.routing import Routes, token_routes
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -11,9 +11,9 @@ from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
 
 from moebius.kernels import backend, segments
+from moebius.kernels.calls import LinearCall, MLPCall, MLPGradients
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients
-from moebius.kernels.operands import LinearCall, MLPCall, MLPGradients
 
 REPEATS = 3
 

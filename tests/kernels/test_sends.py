@@ -8,8 +8,9 @@ import torch
 from send_cases import CASES, addresses, check_received, check_sends, weights, with_wrong
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels import cpu_sends, sends
-from moebius.kernels.cpu_sends import LIBRARY
+from moebius.kernels import sends
+from moebius.kernels.cpu import sends as cpu_sends
+from moebius.kernels.cpu.sends import LIBRARY
 
 
 @pytest.fixture(params=["C++", "torch"])

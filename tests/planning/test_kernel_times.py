@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moebius.cli.planning.plan_request import make_scenario
-from moebius.kernels import norm, rotary
+from moebius.kernels.fused import norm, rotary
 from moebius.model import layers as model_layers
 from moebius.model import residual
 from moebius.model.config.model_config import ModelConfig

@@ -38,7 +38,8 @@ from moebius.distributed.mesh import Mesh
 from moebius.distributed.process.process import Process
 from moebius.distributed.symmetric import peer_outbox
 from moebius.distributed.symmetric.peer_outbox import PeerOutbox
-from moebius.kernels import backend, permute, router, sends
+from moebius.kernels import backend, permute, sends
+from moebius.kernels.fused import router
 from moebius.kernels.triton import guard, tiles
 from moebius.train import evaluate
 from moebius.train import run as train_run

@@ -217,7 +217,7 @@ def test_the_code_is_what_the_package_runs():
         "code __init__.py",
         "code model/moe.py",
         "code distributed/process/agreement.py",
-        "code kernels/brgemm/brgemm.cpp",
+        "code kernels/cpu/brgemm.cpp",
     } <= facts.keys()
     assert not any("tests/" in key or "benchmarks/" in key for key in facts)
     assert all((ROOT / key.removeprefix("code ")).is_file() for key in facts)

@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.backend import resolve_backend
+from moebius.kernels.calls import SortedRoutes
+from moebius.kernels.cpu.workspace import workspace
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.interface import ROW_SLACK
 from moebius.kernels.libraries import grouped_mm
-from moebius.kernels.operands import SortedRoutes
-from moebius.kernels.workspace import workspace
 from moebius.model.routing import Routes
 
 check = partial(kernel_cases.check, backend="grouped_mm")

@@ -27,9 +27,9 @@ from triton_cases import (
     our_mlp,
 )
 
-from moebius.kernels.operands import MLPBank, MLPCall
+from moebius.kernels.calls import MLPBank, MLPCall
+from moebius.kernels.fused.router import MOST_EXPERTS, Gate, route_top_k
 from moebius.kernels.permute import sort_by_expert
-from moebius.kernels.router import MOST_EXPERTS, Gate, route_top_k
 from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton.router import BOUND
 from moebius.kernels.triton.routing import sort_routes

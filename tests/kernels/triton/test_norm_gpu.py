@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from family import tiny_model
 
-from moebius.kernels.norm import WIDEST, Copied, NormedRows, add_norm, add_norm_reference
+from moebius.kernels.fused.norm import WIDEST, Copied, NormedRows, add_norm, add_norm_reference
 from moebius.model.execution.precision import forward_in
 
 BF16, FP32 = torch.bfloat16, torch.float32

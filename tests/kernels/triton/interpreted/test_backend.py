@@ -29,7 +29,7 @@ from triton_cases import (
 )
 
 from moebius.kernels.activations import ACTIVATIONS
-from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, MLPGradients
+from moebius.kernels.calls import LinearCall, MLPBank, MLPCall, MLPGradients
 from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton import weight_gradients as triton_weight_gradients
 

@@ -12,8 +12,8 @@ from family import make_uneven, tiny_model
 from norm_kernels import stand_in
 from torch import Tensor
 
-from moebius.kernels import norm as operators
-from moebius.kernels.norm import Copied, NormedRows, add_norm, add_norm_reference
+from moebius.kernels.fused import norm as operators
+from moebius.kernels.fused.norm import Copied, NormedRows, add_norm, add_norm_reference
 from moebius.kernels.triton import norm as kernels
 
 FLOAT, HALF = torch.float32, torch.float16

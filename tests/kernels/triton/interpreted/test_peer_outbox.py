@@ -8,7 +8,8 @@ from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_cas
 from shared_files import open_files
 from world import run_ranks
 
-from moebius.kernels import cpu_sends, peers, sends
+from moebius.kernels import peers, sends
+from moebius.kernels.cpu import sends as cpu_sends
 
 
 def differences() -> dict[str, list[str]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moebius.kernels import rotary as operators
-from moebius.kernels.rotary import rotate_pair, rotate_reference
+from moebius.kernels.fused import rotary as operators
+from moebius.kernels.fused.rotary import rotate_pair, rotate_reference
 from moebius.kernels.triton import rotary as kernels
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_table, rotary_table_of, rotate_scaled

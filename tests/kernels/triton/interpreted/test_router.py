@@ -8,8 +8,8 @@ from pairwise import slow_but
 from router_cases import GATES, RECORDED, recorded_choices, step_by_step
 from torch import Tensor
 
-from moebius.kernels import router as torchs
-from moebius.kernels.router import Gate, route_top_k
+from moebius.kernels.fused import router as torchs
+from moebius.kernels.fused.router import Gate, route_top_k
 from moebius.kernels.triton import router as kernel
 from moebius.kernels.triton import router_gradients, tiles
 

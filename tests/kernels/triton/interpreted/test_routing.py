@@ -4,7 +4,7 @@ import pytest
 import torch
 from pairwise import slow_but
 
-from moebius.kernels.operands import SortedRoutes
+from moebius.kernels.calls import SortedRoutes
 from moebius.kernels.triton.routing import sort_routes, sorted_rows, tile_table
 from moebius.kernels.triton.rows import sum_rows
 

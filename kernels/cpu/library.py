@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..cpp_library import CppLibrary
-from ..onednn import EXACT
+from .build import CppLibrary
+from .onednn import EXACT
 
 # Argument types of the C functions, in the order of brgemm.cpp.
 _ROWS_TIMES_BANK = [

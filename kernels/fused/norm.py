@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backend import runs_triton
+from ..backend import runs_triton
 
 # Columns up to which the kernels are made: a row of more does not fit the registers of the backward pass.
 WIDEST = 8192

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpp_library import CppLibrary
+from .build import CppLibrary
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 LIBRARY = CppLibrary(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import runs_triton
+from ..backend import runs_triton
 
 
 def rotate_reference(

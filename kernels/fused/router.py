@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu_top_k
-from .backend import implementation, resolve_backend
-from .triton.available import reason_against
+from ..backend import implementation, resolve_backend
+from ..cpu import top_k as cpu_top_k
+from ..triton.available import reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]

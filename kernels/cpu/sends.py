@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .addresses import Addresses, PackedSends, RowPairs, SendCounts
-from .cpp_library import CppLibrary
+from ..addresses import Addresses, PackedSends, RowPairs, SendCounts
+from .build import CppLibrary
 
 LIBRARY = CppLibrary(
     name="moebius_cpu_sends",

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels import cpu_routes
-from moebius.kernels.cpu_routes import LIBRARY, add_by_index, can_add, can_sort
+from moebius.kernels.cpu import routes as cpu_routes
+from moebius.kernels.cpu.routes import LIBRARY, add_by_index, can_add, can_sort
 from moebius.kernels.permute import add_rows, sort_routes
 
 needs_a_compiler = pytest.mark.skipif(

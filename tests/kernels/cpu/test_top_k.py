@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels import cpu_top_k
-from moebius.kernels.cpu_top_k import LIBRARY, can_find, top_k
+from moebius.kernels.cpu import top_k as cpu_top_k
+from moebius.kernels.cpu.top_k import LIBRARY, can_find, top_k
 from moebius.model.execution.recompute import save_topk
 
 needs_a_compiler = pytest.mark.skipif(

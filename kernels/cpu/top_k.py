@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpp_library import CppLibrary
+from .build import CppLibrary
 
 LIBRARY = CppLibrary(
     name="moebius_cpu_top_k",

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from moebius.kernels import backend
 from moebius.kernels.backend import KernelConfig, resolve_backend
-from moebius.kernels.brgemm import backend as kernels
-from moebius.kernels.brgemm import build as ours
+from moebius.kernels.cpu import brgemm as kernels
+from moebius.kernels.cpu import library as ours
 from moebius.kernels.functional import routed_mlp
 from moebius.model.routing import token_routes
 

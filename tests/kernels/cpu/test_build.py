@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moebius.kernels import cpp_library
-from moebius.kernels.cpp_library import CppLibrary
+from moebius.kernels.cpu import build as cpp_library
+from moebius.kernels.cpu.build import CppLibrary
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 

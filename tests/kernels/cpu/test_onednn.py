@@ -7,7 +7,7 @@ import torch
 from kernel_cases import CASES, Perceptrons, check, make_routes
 from torch import Tensor
 
-from moebius.kernels import onednn
+from moebius.kernels.cpu import onednn
 
 
 @pytest.fixture(autouse=True)

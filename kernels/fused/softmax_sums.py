@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpp_library import CppLibrary
+from ..cpu.build import CppLibrary
 
 WIDEST = 32  # experts of a head up to which the C++ is quicker
 LIBRARY = CppLibrary(

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels import softmax_sums as kernel
-from moebius.kernels.softmax_sums import LIBRARY, WIDEST, softmax_sums, softmax_sums_reference
+from moebius.kernels.fused import softmax_sums as kernel
+from moebius.kernels.fused.softmax_sums import LIBRARY, WIDEST, softmax_sums, softmax_sums_reference
 
 pytestmark = pytest.mark.skipif(
     LIBRARY.reason_against() is not None, reason=f"{LIBRARY.reason_against()}"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..activations import hidden_and_pullback, hidden_in_place
+from ..calls import MLPBank, MLPGradients, SortedRoutes
 from ..interface import ROW_SLACK
-from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
-from ..workspace import workspace
-from .build import Epilogue, load_library
+from .library import Epilogue, load_library
+from .workspace import workspace
 
 _PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
 

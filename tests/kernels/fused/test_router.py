@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebius.kernels import router as kernel
-from moebius.kernels.router import Gate, can_route, route_top_k
+from moebius.kernels.fused import router as kernel
+from moebius.kernels.fused.router import Gate, can_route, route_top_k
 from moebius.model.execution.recompute import run_recomputed
 from moebius.model.initialise import uniform
 from moebius.model.routers import router as routers

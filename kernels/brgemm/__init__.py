@@ -1,1 +1,0 @@
-"""The expert layers' operations on CPUs, on torch's own micro-kernels."""
