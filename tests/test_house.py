@@ -44,7 +44,6 @@ MAY_IMPORT = {
     "model": {"kernels"},
     "kernels": set(),
     "data_pipeline": set(),
-    "conform": set(),  # for other people's layers: torch, numpy and rich
 }
 # Two modules lie in no room: api.py, what the package offers to Python, on the top floor beside the
 # command line; and __init__.py, which hands its names on when they are used, and may import nothing
@@ -67,7 +66,9 @@ HELD_BY = {
     "megablocks": "kernels",
     "pyarrow": "data_pipeline",
 }
-BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci"}
+# Distributions of their own in this repository. The core imports none of them, and is complete without.
+SATELLITES = {"conform", "science", "dashboard"}
+BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci", "experimental", *SATELLITES}
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 # The patterns must not match themselves: this file is one of the sources.
@@ -245,6 +246,17 @@ def heavy_libraries_stay_in_their_room(sources: Sources) -> list[str]:
     ]
 
 
+def the_core_knows_no_satellite(sources: Sources) -> list[str]:
+    """Commands of a satellite come in through entry points, so none is imported by its name."""
+    names = {f"{PACKAGE}_{name}" for name in SATELLITES}
+    aside = SATELLITES | {"experimental"}
+    return [
+        f"{found.where}: the core imports {found.target}, which may not be installed"
+        for _, found in package_imports(sources)
+        if found.top in names | aside or found.target_room in aside
+    ]
+
+
 def imports_make_no_circle(sources: Sources) -> list[str]:
     """Neither between rooms nor between modules."""
     modules = {module_name(path) for path in package(sources)}
@@ -294,7 +306,7 @@ def imports_are_relative_inside_and_absolute_outside(sources: Sources) -> list[s
                 violations.append(
                     f"{found.where}: {found.target} must be imported relatively inside the package"
                 )
-            elif not inside and found.is_relative:
+            elif not inside and found.is_relative and room_of(path) not in SATELLITES:
                 violations.append(
                     f"{found.where}: only the package imports relatively; write {PACKAGE}.…"
                 )
@@ -391,6 +403,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 RULES: list[Rule] = [
     imports_go_down,
     heavy_libraries_stay_in_their_room,
+    the_core_knows_no_satellite,
     imports_make_no_circle,
     imports_are_relative_inside_and_absolute_outside,
     folders_are_two_levels_deep,
@@ -450,6 +463,8 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (heavy_libraries_stay_in_their_room, {"model/a.py": "from triton import jit"}, r"triton is imported in kernels/"),
     (heavy_libraries_stay_in_their_room, {"model/a.py": "import megablocks.ops"}, r"megablocks is imported in kernels/"),
     (heavy_libraries_stay_in_their_room, {"train/a.py": "import pyarrow as pa"}, r"pyarrow is imported in data_pipeline/"),
+    (the_core_knows_no_satellite, {"cli/a.py": "def f():\n    import moebius_science"}, r"the core imports moebius_science"),
+    (the_core_knows_no_satellite, {"train/a.py": "from ..experimental import graph"}, r"imports moebius.experimental.graph"),
     (imports_make_no_circle, {"model/routing.py": "from .moe import Sent"}, r"modules import each other: .*model.routing"),
     (imports_make_no_circle, {"model/routing.py": "def f():\n    from . import moe"}, r"modules import each other"),
     (imports_make_no_circle, {
