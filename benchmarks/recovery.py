@@ -66,7 +66,7 @@ from moebius.cluster.job import (
     request_stop,
     stop,
 )
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.report.json_lines import JsonLinesTail
 from moebius.data_pipeline.manifest import is_prepared

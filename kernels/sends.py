@@ -6,7 +6,7 @@ can travel; `pack_sends` writes down the routes as they travel and lists the row
 do; `unpack_sends` reads routes that came. Nothing here reads a number from the device: what has a
 length of its own is as long as it can be.
 
-On CPUs two passes of cpu_sends.cpp do it, on GPUs five of Triton's kernels (triton/sends.py); the
+On CPUs two passes of sends.cpp do it, on GPUs five of Triton's kernels (triton/sends.py); the
 operations of torch here stand for both where there is no compiler, and are what both are tested
 against.
 

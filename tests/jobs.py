@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moebius.cluster.job import JOURNAL, JobStatus, Launch, begin_submission, read_status
-from moebius.cluster.nodes.provider import ThisMachine, processes
+from moebius.cluster.nodes import processes
+from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.supervise.job_supervisor import supervise
 
 FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"

@@ -1,4 +1,4 @@
-"""Lists of routes on a CPU, each in one pass of cpu_routes.cpp where there is a compiler: rows added
+"""Lists of routes on a CPU, each in one pass of routes.cpp where there is a compiler: rows added
 up by index, and routes sorted by expert.
 
 Routes that came from other ranks follow no rule (so many per row), and there are more of them than
@@ -19,7 +19,7 @@ from .build import CppLibrary
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 LIBRARY = CppLibrary(
     name="moebius_cpu_routes",
-    source=Path(__file__).with_name("cpu_routes.cpp"),
+    source=Path(__file__).with_name("routes.cpp"),
     flags=["-O3", "-std=c++17"],
     functions=[
         (

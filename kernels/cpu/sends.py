@@ -1,4 +1,4 @@
-"""What an exchange sends, on a CPU, by cpu_sends.cpp: the same as sends.py has from torch, in two
+"""What an exchange sends, on a CPU, by sends.cpp: the same as sends.py has from torch, in two
 passes over the routes.
 """
 
@@ -15,7 +15,7 @@ from .build import CppLibrary
 
 LIBRARY = CppLibrary(
     name="moebius_cpu_sends",
-    source=Path(__file__).with_name("cpu_sends.cpp"),
+    source=Path(__file__).with_name("sends.cpp"),
     flags=["-O3", "-std=c++17"],
     functions=[
         (

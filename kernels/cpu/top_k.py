@@ -1,4 +1,4 @@
-"""Where the greatest scores of every row stand, on a CPU: cpu_top_k.cpp where there is a compiler.
+"""Where the greatest scores of every row stand, on a CPU: top_k.cpp where there is a compiler.
 
 A third of the time of `torch.topk` for 155 experts of which 12 are chosen, two thirds for 5 of which
 two are.
@@ -16,7 +16,7 @@ from .build import CppLibrary
 
 LIBRARY = CppLibrary(
     name="moebius_cpu_top_k",
-    source=Path(__file__).with_name("cpu_top_k.cpp"),
+    source=Path(__file__).with_name("top_k.cpp"),
     flags=["-O3", "-std=c++17", "-fopenmp"],
     functions=[
         (

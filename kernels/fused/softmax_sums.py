@@ -1,7 +1,7 @@
 """Sums over a sequence's rows of the softmax of their logits: what a balancing loss averages.
 
 `torch.softmax` takes 18 ns for each expert of a head with 8 on a CPU, for it goes head by head.
-cpu_softmax.cpp takes 3 ns, and keeps for the backward pass the logits, which are there already, and
+softmax.cpp takes 3 ns, and keeps for the backward pass the logits, which are there already, and
 no probability. Of wider heads, and without a compiler, torch does the same.
 
 Legend: B sequences, T rows (B·S, sequence-major), H heads, A experts of a head.
@@ -21,7 +21,7 @@ from ..cpu.build import CppLibrary
 WIDEST = 32  # experts of a head up to which the C++ is quicker
 LIBRARY = CppLibrary(
     name="moebius_cpu_softmax",
-    source=Path(__file__).with_name("cpu_softmax.cpp"),
+    source=Path(__file__).parents[1] / "cpu" / "softmax.cpp",
     flags=["-O3", "-std=c++17", "-fopenmp", "-fno-trapping-math", "-fno-math-errno"],
     functions=[
         (

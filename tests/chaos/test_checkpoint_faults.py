@@ -16,7 +16,7 @@ from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_fo
 from world import run_ranks
 
 from moebius.cluster.job import JobStatus, Journal, State, begin_submission, read_status
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,

@@ -11,7 +11,7 @@ import pytest
 from jobs import assert_nothing_left, curve, fake_launch, undisturbed, wait_for, wait_for_step
 
 from moebius.cluster.job import Journal, State, begin_submission, read_status, stop
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,

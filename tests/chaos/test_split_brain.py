@@ -18,7 +18,7 @@ from made_folder import MadeFolder, documents
 from small_model import TINY
 
 from moebius.cluster.job import GENERATION, JOURNAL, Launch, begin_submission, write_atomically
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from moebius.cluster.job import JobError, Journal
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import StandingCluster
 from moebius.distributed.checkpoint.format import list_checkpoints
 from tests.chaos.plan import Planned

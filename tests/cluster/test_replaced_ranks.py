@@ -25,8 +25,9 @@ from moebius.cluster.job import (
     read_status,
 )
 from moebius.cluster.local import train_here
+from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.agent import Node
-from moebius.cluster.nodes.provider import Capacity, NodeHandle, ThisMachine, processes
+from moebius.cluster.nodes.provider import Capacity, NodeHandle, ThisMachine
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.train.config.run_config import Config
 from moebius.train.record.run_folder import open_run

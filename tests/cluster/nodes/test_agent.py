@@ -13,6 +13,7 @@ import pytest
 from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, wait_for
 
 from moebius.cluster.job import Launch
+from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.agent import (
     AgentReport,
     Attempt,
@@ -20,7 +21,6 @@ from moebius.cluster.nodes.agent import (
     agent_environment,
     versions,
 )
-from moebius.cluster.nodes.provider import processes
 
 
 def attempt_of(launch: Launch, *, generation: int = 1) -> Attempt:

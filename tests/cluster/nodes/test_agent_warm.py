@@ -29,8 +29,8 @@ from small_model import TINY
 
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
+from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.agent import AgentReport, Attempt, Node
-from moebius.cluster.nodes.provider import processes
 from moebius.cluster.nodes.template_process import OrderedAgent, _sweep
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config.run_config import (
@@ -213,7 +213,7 @@ def test_an_ordered_agent_becomes_a_program_once():
 
 def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
     """Such as one that is stopped: torch alone would wait half a minute."""
-    from moebius.cluster.nodes.provider import spares
+    from moebius.cluster.nodes import spares
 
     monkeypatch.setattr(spares, "GRACE_S", 0)
     rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from moebius.cluster.nodes import node_check
 from moebius.cluster.nodes.node_check import count_gpus, token_in
-from moebius.cluster.nodes.provider import node_check
 
 
 @pytest.fixture(autouse=True)

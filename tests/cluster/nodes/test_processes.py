@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moebius.cluster.job import JobError
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places import simulated
 
 

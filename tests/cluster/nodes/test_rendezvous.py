@@ -16,8 +16,9 @@ from jobs import assert_nothing_left, fake_launch, run_here, wait_for
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from moebius.cluster.job import State, begin_submission, read_status
+from moebius.cluster.nodes import rendezvous
 from moebius.cluster.nodes.agent import Attempt, Node, interface_of
-from moebius.cluster.nodes.provider import Capacity, rendezvous
+from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.nodes.rendezvous import (
     Meeting,
     NodeRendezvous,
@@ -269,7 +270,7 @@ class Stranger(threading.Thread):
                 self.knock(port)
 
     def listening_ports(self) -> set[int]:
-        from moebius.cluster.nodes.provider import processes
+        from moebius.cluster.nodes import processes
 
         ports = set()
         for pid in processes.find(str(self.run_dir)):
@@ -369,7 +370,7 @@ def test_the_secret_is_in_no_file_and_in_no_environment(tmp_path):
         secret=SECRET,
     )
     assert SECRET not in repr(attempt)
-    from moebius.cluster.nodes.provider import processes
+    from moebius.cluster.nodes import processes
 
     node.start(attempt)
     try:

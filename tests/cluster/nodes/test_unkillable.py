@@ -14,7 +14,8 @@ import stuck
 from jobs import agent_pids, fake_launch, rank_pids, run_here, wait_for
 
 from moebius.cluster.job import State, request_stop
-from moebius.cluster.nodes.provider import NodesUnavailable, ThisMachine, processes
+from moebius.cluster.nodes import processes
+from moebius.cluster.nodes.provider import NodesUnavailable, ThisMachine
 from moebius.cluster.recovery import unkillable as unkillable_module
 from moebius.cluster.recovery.unkillable import unkillable
 

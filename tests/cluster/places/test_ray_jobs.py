@@ -15,7 +15,7 @@ import pytest
 from jobs import FAKE_RANK, wait_for
 
 from moebius.cluster.job import State, read_status
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.simulated import new_directory
 
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]

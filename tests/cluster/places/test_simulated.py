@@ -14,7 +14,7 @@ import pytest
 from jobs import wait_for
 
 from moebius.cluster.job import JobError
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places import ray_session
 from moebius.cluster.places.ray_session import connected, require_ray
 from moebius.cluster.places.simulated import simulated_cluster

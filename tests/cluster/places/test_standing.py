@@ -17,7 +17,7 @@ from jobs import curve, fake_launch, let_go, undisturbed, wait_for, wait_for_end
 
 from moebius.cli.main import main
 from moebius.cluster.job import JobError, begin_submission
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places import host, standing
 from moebius.cluster.places.standing import (
     StandingCluster,

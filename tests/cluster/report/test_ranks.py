@@ -14,9 +14,9 @@ from jobs import wait_for
 from rich.console import Console
 
 from moebius.cluster.job import JobError, Journal, State, beat
-from moebius.cluster.nodes.provider import processes
-from moebius.cluster.report.live.heartbeats import WatchedRanks, folder_of
+from moebius.cluster.nodes import processes
 from moebius.cluster.report.ranks import look_once, render, show_top
+from moebius.cluster.watch.heartbeats import WatchedRanks, folder_of
 from moebius.train.record.heartbeat import PAGE_BYTES, Heartbeat, page_of
 
 RESOURCES = {

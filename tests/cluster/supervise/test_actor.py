@@ -29,7 +29,8 @@ from moebius.cluster.job import (
     begin_submission,
     request_stop,
 )
-from moebius.cluster.nodes.provider import Capacity, NodesUnavailable, processes
+from moebius.cluster.nodes import processes
+from moebius.cluster.nodes.provider import Capacity, NodesUnavailable
 from moebius.cluster.places.ray_session import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")

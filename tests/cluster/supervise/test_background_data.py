@@ -25,14 +25,14 @@ from moebius.cluster.nodes.agent import AgentReport, Attempt, RankFailure
 from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.report.live import View, follow, render
-from moebius.cluster.report.live.evidence import Evidence
-from moebius.cluster.report.live.heartbeats import RankState
 from moebius.cluster.report.summary import closing_words
 from moebius.cluster.supervise import background_data as preparation
 from moebius.cluster.supervise import generation
 from moebius.cluster.supervise import job_supervisor as generations
 from moebius.cluster.supervise.background_data import Preparation, workers_beside
 from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.watch.evidence import Evidence
+from moebius.cluster.watch.heartbeats import RankState
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress

@@ -26,12 +26,12 @@ from moebius.cluster.nodes.node_check import NodeCheck
 from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
 from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
 from moebius.cluster.recovery.term import Term
-from moebius.cluster.report.live.evidence import Evidence
-from moebius.cluster.report.live.heartbeats import RankState
 from moebius.cluster.supervise import generation
 from moebius.cluster.supervise import job_supervisor as generations
 from moebius.cluster.supervise import retrying_journal as patient_journal
 from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.watch.evidence import Evidence
+from moebius.cluster.watch.heartbeats import RankState
 from moebius.distributed.checkpoint.format import SaveFailedError
 from moebius.train.in_place.orders import RoundOrder
 

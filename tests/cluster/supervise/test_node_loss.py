@@ -34,7 +34,7 @@ from moebius.cluster.job import (
     read_status,
     stop,
 )
-from moebius.cluster.nodes.provider import processes
+from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,

@@ -17,10 +17,10 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.nodes.agent import AgentReport, Node
 from moebius.cluster.nodes.provider import Capacity, ThisMachine
-from moebius.cluster.report.live.heartbeats import RankState
 from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
+from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.run_config import build
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moebius.cluster.report.live import evidence
-from moebius.cluster.report.live.evidence import gather, innermost_frame
-from moebius.cluster.report.live.heartbeats import GONE, STOPPED
+from moebius.cluster.watch import evidence
+from moebius.cluster.watch.evidence import gather, innermost_frame
+from moebius.cluster.watch.heartbeats import GONE, STOPPED
 from moebius.train.record.heartbeat import Beat, Phase, page_of, started_ticks
 
 STACKS = """\

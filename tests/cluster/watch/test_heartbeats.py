@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from moebius.cluster.report.live import heartbeats
-from moebius.cluster.report.live.heartbeats import GONE, WatchedRanks, folder_of
+from moebius.cluster.watch import heartbeats
+from moebius.cluster.watch.heartbeats import GONE, WatchedRanks, folder_of
 from moebius.train.record import heartbeat
 from moebius.train.record.heartbeat import (
     FOLDER,

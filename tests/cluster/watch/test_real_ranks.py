@@ -23,9 +23,9 @@ from small_model import TINY
 
 from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission
 from moebius.cluster.nodes.provider import ThisMachine
-from moebius.cluster.report.live import watcher
-from moebius.cluster.report.live.heartbeats import WatchedRanks, folder_of
 from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.watch import watcher
+from moebius.cluster.watch.heartbeats import WatchedRanks, folder_of
 from moebius.train.config.job_config import JobConfig
 from moebius.train.config.limits import PhaseLimits
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moebius.cluster.report.live import resources
-from moebius.cluster.report.live.heartbeats import RankState
-from moebius.cluster.report.live.resources import FILE, Gpus, ResourceLog, visible_gpus
+from moebius.cluster.watch import resources
+from moebius.cluster.watch.heartbeats import RankState
+from moebius.cluster.watch.resources import FILE, Gpus, ResourceLog, visible_gpus
 
 ME = RankState(3, "step", 7, 0.5, median_step_s=0.25, pid=os.getpid())
 

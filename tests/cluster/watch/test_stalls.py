@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from moebius.cluster.report.live.evidence import Evidence
-from moebius.cluster.report.live.heartbeats import GONE, RankState
-from moebius.cluster.report.live.stalls import find_behind, is_stalled, limit_of
+from moebius.cluster.watch.evidence import Evidence
+from moebius.cluster.watch.heartbeats import GONE, RankState
+from moebius.cluster.watch.stalls import find_behind, is_stalled, limit_of
 from moebius.train.config.limits import PhaseLimits
 
 DEFAULTS = PhaseLimits().model_dump()

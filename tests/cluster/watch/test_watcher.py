@@ -7,10 +7,10 @@ import pytest
 from jobs import wait_for
 
 from moebius.cluster.nodes.provider import NodeLost
-from moebius.cluster.report.live import watcher
-from moebius.cluster.report.live.evidence import Evidence
-from moebius.cluster.report.live.heartbeats import RankState
-from moebius.cluster.report.live.watcher import RankWatcher, read_limits
+from moebius.cluster.watch import watcher
+from moebius.cluster.watch.evidence import Evidence
+from moebius.cluster.watch.heartbeats import RankState
+from moebius.cluster.watch.watcher import RankWatcher, read_limits
 from moebius.train.config.limits import PhaseLimits
 from moebius.train.record.heartbeat import WINDOW
 

@@ -81,9 +81,9 @@ def test_a_compiler_that_does_not_work_is_said_and_torch_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(_self: object) -> None:
-        raise ValueError("cpu_routes.cpp could not be compiled")
+        raise ValueError("routes.cpp could not be compiled")
 
     monkeypatch.setattr(cpu_routes.CppLibrary, "load", load)
     monkeypatch.setattr(cpu_routes.CppLibrary, "reason_against", lambda _self: None)
-    with pytest.warns(UserWarning, match="cpu_routes.cpp could not be compiled"):
+    with pytest.warns(UserWarning, match="routes.cpp could not be compiled"):
         assert cpu_routes._library.__wrapped__() is None
