@@ -12,7 +12,7 @@ One attempt of a job (a *generation*) on one node runs like this:
    new port (an agent that retries by itself meets a store full of the last attempt's keys:
    pytorch#135712, #147064).
 3. The agent forks the ranks (warm/spares.py), or starts a command of the user's through
-   `moebius.cluster.rank`. Each has its log: logs/g001/node0/rank0.log.
+   `moebius.cluster.nodes.rank`. Each has its log: logs/g001/node0/rank0.log.
 4. When the ranks have ended the child writes logs/g001/node0/report.json and exits; `Node.poll`
    returns the report.
 

@@ -44,7 +44,7 @@ from . import agent
 _AGENTS_NEED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     f"{agent.__package__}.rendezvous",
-    f"{agent.__package__}.warm.spares",
+    f"{agent.__package__}.spares",
 )
 _RANKS_NEED = (
     "moebius.train.__main__",

@@ -172,7 +172,7 @@ def start_host(plan: Plan) -> subprocess.Popen[str]:
     """Starts the process that holds a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.places.host", plan.to_json()],
+            [sys.executable, "-m", f"{__package__}.host", plan.to_json()],
             stdin=subprocess.DEVNULL if plan.stays else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

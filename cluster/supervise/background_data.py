@@ -120,7 +120,7 @@ class Preparation:
 
     def _start(self) -> None:
         (self._run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", f"{__package__}.preparer", str(self._run_dir)]
+        command = [sys.executable, "-m", "moebius.cluster.prepare_data", str(self._run_dir)]
         with open(self._run_dir / LOG, "ab") as log:
             self._child = subprocess.Popen(
                 [*command, *self._place],

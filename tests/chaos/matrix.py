@@ -9,12 +9,12 @@ from dataclasses import dataclass
 _CLUSTER = "tests/cluster"
 _DATA = "tests/data_pipeline"
 _CHECKPOINT = "tests/distributed/checkpoint"
-_GENERATIONS = f"{_CLUSTER}/test_generations.py"
+_GENERATIONS = f"{_CLUSTER}/supervise/test_job_supervisor.py"
 _LOCAL_JOBS = f"{_CLUSTER}/test_local_jobs.py"
-_SUPERVISOR = f"{_CLUSTER}/test_supervisor.py"
-_WATCHING = f"{_CLUSTER}/watching"
+_SUPERVISOR = f"{_CLUSTER}/supervise/test_actor.py"
+_WATCHING = f"{_CLUSTER}/watch"
 _REAL_RANKS = f"{_WATCHING}/test_real_ranks.py"
-_NODE_LOSS = f"{_CLUSTER}/recovery/test_node_loss.py"
+_NODE_LOSS = f"{_CLUSTER}/supervise/test_node_loss.py"
 _SAVES = "tests/chaos/test_checkpoint_faults.py"
 
 
@@ -79,7 +79,7 @@ MATRIX = (
         (
             *_in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
             *_in(
-                f"{_CLUSTER}/test_agent.py",
+                f"{_CLUSTER}/nodes/test_agent.py",
                 "test_every_layer_dies_with_the_one_above",
                 "test_an_agent_that_was_killed_is_reported_as_a_failure",
             ),
@@ -107,7 +107,7 @@ MATRIX = (
                 "test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others",
                 "test_f7_the_samples_are_the_same_on_any_number_of_nodes",
             ),
-            *_in(f"{_CLUSTER}/recovery/test_placing.py", "test_then_it_goes_on_with_fewer"),
+            *_in(f"{_CLUSTER}/supervise/test_placing.py", "test_then_it_goes_on_with_fewer"),
         ),
     ),
     Fault(
@@ -121,7 +121,7 @@ MATRIX = (
                 "test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another",
             ),
             *_in(
-                f"{_CLUSTER}/recovery/test_placing.py",
+                f"{_CLUSTER}/supervise/test_placing.py",
                 "test_with_too_few_it_waits_for_ever_unless_told_otherwise",
             ),
         ),
@@ -254,7 +254,7 @@ MATRIX = (
         "shards and manifest byte for byte as undisturbed",
         (
             *_in(
-                f"{_CLUSTER}/test_prepare.py",
+                f"{_CLUSTER}/test_ray_tasks.py",
                 "test_killed_tasks_and_a_killed_driver_change_no_byte",
                 "test_a_killed_node_changes_no_byte",
             ),
@@ -271,7 +271,7 @@ MATRIX = (
         "quarantined; the rest is complete and its order defined",
         (
             *_in(
-                f"{_CLUSTER}/test_prepare.py",
+                f"{_CLUSTER}/test_ray_tasks.py",
                 "test_poison_is_quarantined_and_the_rest_has_the_same_bytes",
             ),
             *_in(
@@ -291,7 +291,7 @@ MATRIX = (
                 "test_submit_trains_while_workers_and_the_preparing_process_are_killed",
             ),
             *_in(
-                f"{_DATA}/test_growth.py",
+                f"{_DATA}/read/test_growth.py",
                 "test_training_while_workers_are_killed_is_training_after",
             ),
         ),
@@ -386,7 +386,7 @@ MATRIX = (
         (
             *_in(_REAL_RANKS, "test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line"),
             *_in(
-                f"{_CLUSTER}/recovery/test_unkillable.py",
+                f"{_CLUSTER}/nodes/test_unkillable.py",
                 "test_it_is_named_by_the_node_on_which_it_was_started",
                 "test_a_job_of_one_machine_ends_and_says_why",
             ),
@@ -405,7 +405,7 @@ MATRIX = (
         "no token, a wrong token",
         "refused, and told what to set",
         _in(
-            f"{_CLUSTER}/test_simulated.py",
+            f"{_CLUSTER}/places/test_simulated.py",
             "test_a_stranger_is_refused_and_told_what_to_set",
             "test_who_has_the_token_is_let_in",
         ),
@@ -415,7 +415,7 @@ MATRIX = (
         "torch's elastic restarts in place, with its shared store",
         "not used: an agent never restarts by itself, and the store is not shared",
         _in(
-            f"{_CLUSTER}/test_agent.py",
+            f"{_CLUSTER}/nodes/test_agent.py",
             "test_ranks_get_nothing_of_ray_and_everything_of_ours",
         ),
         missing="the defect of torch itself has no test here: generations are static",
@@ -426,7 +426,7 @@ MATRIX = (
         "complete, in order and bounded; a full disk costs lines, which are counted, and no rank",
         (
             *_in(
-                f"{_CLUSTER}/reports/test_logs.py",
+                f"{_CLUSTER}/report/test_logs.py",
                 "test_logs_are_followed_across_generations_until_the_job_ends",
                 "test_the_tail_of_a_rank_reaches_back_over_its_restarts",
                 "test_the_tail_of_a_log_longer_than_a_block",
@@ -446,7 +446,7 @@ MATRIX = (
         "nobody is taken for dead: life is judged by change, phases by the monotonic clock",
         (
             *_in(
-                f"{_CLUSTER}/recovery/test_life.py",
+                f"{_CLUSTER}/test_liveness.py",
                 "test_a_clock_that_jumped_since_the_last_beat_deceives_nobody",
                 "test_who_watches_judges_by_change_alone",
             ),

@@ -1,7 +1,7 @@
 """What torchrun's agent really starts: binds the rank to the agent, gives it its log file, and
 becomes the rank (exec).
 
-    python -m moebius.cluster.rank LOG_DIR COMMAND...
+    python -m moebius.cluster.nodes.rank LOG_DIR COMMAND...
 
 Standard output and error go together, in order, into LOG_DIR/rank<RANK>.log. Cost: one bare Python
 start, about 0.05 s.
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from .nodes import processes
+from . import processes
 
 
 def main() -> None:
