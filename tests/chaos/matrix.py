@@ -182,7 +182,7 @@ MATRIX = (
         "waited for and told; nobody is killed",
         (
             *_in(
-                f"{_DATA}/test_loader.py",
+                f"{_DATA}/read/test_loader.py",
                 "test_a_store_that_blocks_is_waited_for_and_named",
                 "test_all_ranks_wait_at_the_same_step_and_say_what_for",
             ),
@@ -240,7 +240,7 @@ MATRIX = (
         "flip a bit of a token batch, truncate or delete a shard",
         "fail, refetch or skip as configured; what is skipped is the same on resume and any layout",
         _in(
-            f"{_DATA}/test_corruption.py",
+            f"{_DATA}/read/test_corruption.py",
             "test_by_default_damage_ends_the_run_and_is_named",
             "test_a_replica_heals_and_nobody_notices",
             "test_all_ranks_and_every_restart_decide_alike",
@@ -259,7 +259,7 @@ MATRIX = (
                 "test_a_killed_node_changes_no_byte",
             ),
             *_in(
-                f"{_DATA}/making/test_same_bytes.py",
+                f"{_DATA}/make/test_same_bytes.py",
                 "test_killing_the_whole_preparation_at_any_moment_changes_nothing",
                 "test_killing_workers_at_any_moment_changes_nothing",
             ),
@@ -275,7 +275,7 @@ MATRIX = (
                 "test_poison_is_quarantined_and_the_rest_has_the_same_bytes",
             ),
             *_in(
-                f"{_DATA}/making/test_poison.py",
+                f"{_DATA}/make/test_poison.py",
                 "test_a_crash_of_the_process_is_quarantined_after_three_tries",
                 "test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was",
             ),
@@ -351,7 +351,7 @@ MATRIX = (
                 "test_resumed_on_another_layout_gives_the_same_losses",
             ),
             *_in(
-                f"{_DATA}/test_loader.py",
+                f"{_DATA}/read/test_loader.py",
                 "test_any_number_of_ranks_sees_the_same_samples",
                 "test_a_position_of_another_order_is_refused_with_the_difference",
             ),
