@@ -37,7 +37,6 @@ TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a 
 WITH_EXTRAS = (
     *(f"moebius.cluster.dashboard.{name}" for name in ("figures", "page", "serve")),
     "moebius.evaluation.lm_eval_model",
-    "moebius.conform.plugin",  # pytest's
 )
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4

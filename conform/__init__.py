@@ -1,12 +1,13 @@
-"""Checks of anybody's expert-parallel layer against one rank, with a diagnosis by measurement.
+"""Checks anybody's expert-parallel layer against one rank and diagnoses faults by measurement.
 
-    python -m moebius.conform mylayers.py:build
+    python -m moebius_conform mylayers.py:build
 
-See docs/conform.md for the contract and the classes of faults. This room needs torch, numpy and
-rich, and nothing else of moebius.
+docs/conform.md describes the contract and the classes of faults. The package needs torch, numpy and
+rich; it imports nothing of moebius.
 """
 
 from .contract import Layer, Shard
 from .run import assert_conforms, check
 
+__version__ = "0.1.0"
 __all__ = ["Layer", "Shard", "assert_conforms", "check"]

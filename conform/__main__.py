@@ -1,4 +1,4 @@
-"""Checks an expert-parallel layer: python -m moebius.conform MODULE:NAME.
+"""Checks an expert-parallel layer: python -m moebius_conform MODULE:NAME.
 
 Exit codes: 0 conforms; 1 does not; 2 could not be tried.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from .contract import ContractError
-from .processes import LaunchError
+from .ranks.processes import LaunchError
 from .run import LIMIT_S, RANKS, check
 from .scenes import SCENES
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             preload=given.preload,
         )
     except (ContractError, LaunchError) as error:
-        print(f"moebius.conform: {error}", file=sys.stderr)
+        print(f"moebius_conform: {error}", file=sys.stderr)
         return 2
     if given.json:
         print(report.json())
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m moebius.conform",
+        prog="python -m moebius_conform",
         description="Checks an expert-parallel layer against one rank, and names what is wrong.",
         epilog="exit codes: 0 conforms, 1 does not, 2 could not be tried",
     )

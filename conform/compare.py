@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .contract import Shard
-from .job import GATES, INPUT, OUTPUT, PARAMETER, Arrays
+from .ranks.job import GATES, INPUT, OUTPUT, PARAMETER, Arrays
 from .scenes import Batch
 
 Array = NDArray[np.float64]

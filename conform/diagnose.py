@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from . import faults
 from .compare import Array, Piece, World, relative_error
 from .faults import FaultClass
-from .job import OUTPUT, Arrays
+from .ranks.job import OUTPUT, Arrays
 from .scenes import Batch
 
 Flags = NDArray[np.bool_]

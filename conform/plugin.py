@@ -1,13 +1,13 @@
 """The pytest plugin: a fixture `conform`.
 
     # conftest.py
-    pytest_plugins = ["moebius.conform.plugin"]
+    pytest_plugins = ["moebius_conform.plugin"]
 
     # test_layer.py
     def test_my_layer_conforms(conform):
         conform(build)  # a function of this file, or of a module; or a Layer; or "FILE.py:NAME"
 
-It is no entry point: pytest loads those in every run of everybody who has moebius installed.
+It is no entry point: pytest would load one in every run of everybody who has this package.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def conform(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Asserts that a layer does what it does on one rank; settings as of `moebius.conform.check`."""
+    """Asserts that a layer does what it does on one rank; settings as of `moebius_conform.check`."""
     listed = str(request.config.getoption("--conform-ranks"))
     ranks = tuple(int(part) for part in listed.split(","))
     settings = {"ranks": ranks, "limit_s": request.config.getoption("--conform-limit")}

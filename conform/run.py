@@ -17,8 +17,8 @@ from typing import Any
 
 from .compare import World, pieces
 from .contract import ContractError, Layer, Shard, spec_of
-from .job import Arrays, Job, read
-from .processes import Launcher
+from .ranks.job import Arrays, Job, read
+from .ranks.processes import Launcher
 from .report import Finding, Report
 from .scenes import SCENES, Facts, batch
 from .verdicts import Played, judge, stopped

@@ -15,10 +15,10 @@ from . import faults
 from .compare import Piece, World, relative_error
 from .diagnose import Parts, Verdict, diagnose
 from .faults import FaultClass
-from .job import INPUT, NORM, OUTPUT, PARAMETER, Arrays
+from .ranks.job import INPUT, NORM, OUTPUT, PARAMETER, Arrays
+from .ranks.values import draw
 from .report import Finding
 from .scenes import Batch, Scene
-from .values import draw
 
 Explain = Callable[[Sequence[str]], dict[str, Arrays]]
 PROBE, PROBED = "other samples elsewhere", "uneven"

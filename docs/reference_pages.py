@@ -30,7 +30,6 @@ ROOMS = (
     "model",
     "kernels",
     "data_pipeline",
-    "conform",
 )
 LINK_OUT = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?:#[^)]*)?\)")
 

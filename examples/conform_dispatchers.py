@@ -1,6 +1,6 @@
-"""moebius' own dispatchers under moebius.conform, against a plain loop over rows (docs/conform.md).
+"""moebius' own dispatchers under moebius_conform, against a plain loop over rows (docs/conform.md).
 
-    python -m moebius.conform examples/conform_dispatchers.py:dedup
+    python -m moebius_conform examples/conform_dispatchers.py:dedup
 
 Routes are given, so that rows may name an expert twice, and the gradients of gate weights are seen
 as they come. The layer is what a sparse layer does: dispatch, experts, combine.
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moebius.conform import Layer
-from moebius.conform.loop import LoopMoE
 from moebius.distributed.dispatch.base import build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.table import needs_nodes, needs_outbox
 from moebius.distributed.symmetric.outbox import open_outbox
 from moebius.kernels.functional import routed_mlp
 from moebius.model.routing import token_routes
+from moebius_conform import Layer
+from moebius_conform.loop import LoopMoE
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 24, 20, 8, 3
 

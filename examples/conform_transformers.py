@@ -1,6 +1,6 @@
-"""Hugging Face transformers' own expert parallelism under moebius.conform (docs/conform.md).
+"""Hugging Face transformers' own expert parallelism under moebius_conform (docs/conform.md).
 
-    python -m moebius.conform examples/conform_transformers.py:batched_mm
+    python -m moebius_conform examples/conform_transformers.py:batched_mm
 
 checks the sparse layer of OLMoE in the installed release, loaded as a user loads it, whose experts
 are computed by one of transformers' implementations: `eager`, `batched_mm` or `grouped_mm`. All
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import OlmoeConfig, OlmoeForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from moebius.conform import Layer
+from moebius_conform import Layer
 
 CONFIG = OlmoeConfig(
     vocab_size=96,

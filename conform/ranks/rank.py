@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..contract import ContractError, Layer, Shard, load
+from ..scenes import SCENES, Batch, Facts, batch, fitting
 from . import weights
-from .contract import ContractError, Layer, Shard, load
 from .job import NORM, OUTPUT, Arrays, Events, Job, save
 from .play import parameter_gradients, play
-from .scenes import SCENES, Batch, Facts, batch, fitting
 from .values import Shape
 
 FOREVER_S = 24 * 3600  # the supervisor's limit ends a scene that hangs, not the group's

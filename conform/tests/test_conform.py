@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moebius.conform.processes import Launcher
-from moebius.conform.run import check_with
+from moebius_conform.ranks.processes import Launcher
+from moebius_conform.run import check_with
 
 LAYERS = Path(__file__).with_name("layers.py")
 FAULTS = {  # of layers.py: name -> classes that must be named, and no other
@@ -132,7 +132,7 @@ def test_what_cannot_be_tried_is_said_in_words(layer: str, words: str) -> None:
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "moebius.conform", *arguments],
+        [sys.executable, "-m", "moebius_conform", *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -145,7 +145,7 @@ def _ours() -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline", "environ"])
-        if any("moebius.conform.launch" in word for word in process.info["cmdline"] or ())
+        if any("moebius_conform.ranks.launch" in word for word in process.info["cmdline"] or ())
         and (process.info["environ"] or {}).get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
         == os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     ]

@@ -5,10 +5,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..contract import Layer
+from ..scenes import Batch
 from . import weights
-from .contract import Layer
 from .job import GATES, INPUT, OUTPUT, PARAMETER, Arrays, Events
-from .scenes import Batch
 
 
 def play(

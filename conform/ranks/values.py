@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from .contract import Shard
+from ..contract import Shard
 
 Shape = tuple[int, ...]
 

@@ -29,7 +29,7 @@ def test_wrong(conform):
 
 @pytest.mark.slow
 def test_the_fixture_fails_a_test_with_the_report(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["moebius.conform.plugin"]\n')
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["moebius_conform.plugin"]\n')
     (tmp_path / "test_layers.py").write_text(TEST)
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:dash", "--conform-ranks", "2", str(tmp_path)],
@@ -46,7 +46,7 @@ def test_the_fixture_fails_a_test_with_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["the command", "the process that forks ranks"])
 def test_nothing_outlives_a_kill(tmp_path: Path, victim: str) -> None:
     command = psutil.Popen(
-        [sys.executable, "-m", "moebius.conform", f"{LAYERS}:hangs", *HANGING],
+        [sys.executable, "-m", "moebius_conform", f"{LAYERS}:hangs", *HANGING],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -69,11 +69,13 @@ class Launcher:
 
 
 def _path() -> str:
-    """Where this process finds modules, without the package's own folder.
+    """Returns where this process finds modules, without the checkout that the package lies in.
 
-    That folder is on the path of who works in a checkout, and holds rooms whose names are those of
-    other people's packages: transformers would import ours for Hugging Face's `kernels`.
+    A program started in the checkout has its root on the path, and folders there share their names
+    with other people's packages: transformers would import one for Hugging Face's `kernels`.
     """
-    own = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[1]
+    is_installed = package.name == __name__.partition(".")[0]
+    checkout = None if is_installed else package.parent
     entries = [entry or os.getcwd() for entry in sys.path]
-    return os.pathsep.join(entry for entry in entries if Path(entry).resolve() != own)
+    return os.pathsep.join(entry for entry in entries if Path(entry).resolve() != checkout)

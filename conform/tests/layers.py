@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moebius.conform import Layer
-from moebius.conform.loop import LoopMoE
+from moebius_conform import Layer
+from moebius_conform.loop import LoopMoE
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 6, 8, 2
 

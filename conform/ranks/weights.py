@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .contract import ContractError, Layer, Shard
+from ..contract import ContractError, Layer, Shard
 from .values import Shape, draw, take
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

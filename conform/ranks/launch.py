@@ -1,6 +1,6 @@
 """Forks the ranks of one world after the other, and says which of them raised, died or hangs.
 
-    python -m moebius.conform.launch LIMIT_S [MODULE…]    (started by processes.py)
+    python -m moebius_conform.ranks.launch LIMIT_S [MODULE…]    (started by processes.py)
 
 Jobs come on stdin, outcomes go to stdout. It has imported torch once, and the modules it is given,
 so that a rank costs a fork. Nothing outlives it: ranks end when it does
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed.tensor  # noqa: F401 - every rank needs it: imported before the fork
 
-from .contract import ContractError
+from ..contract import ContractError
 from .job import Job
 from .rank import serve
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from torch import nn
 
-from moebius.conform import Layer, Shard
-from moebius.conform.compare import relative_error
-from moebius.conform.contract import ContractError, as_layer, load, spec_of
-from moebius.conform.scenes import SCENES, Facts, Scene, batch, fitting, spoiled_row
-from moebius.conform.values import draw
-from moebius.conform.weights import find_router, locate
+from moebius_conform import Layer, Shard
+from moebius_conform.compare import relative_error
+from moebius_conform.contract import ContractError, as_layer, load, spec_of
+from moebius_conform.ranks.values import draw
+from moebius_conform.ranks.weights import find_router, locate
+from moebius_conform.scenes import SCENES, Facts, Scene, batch, fitting, spoiled_row
 
 FACTS = Facts(width=16, num_experts=8, top_k=2, steered=True, given=False)
 
@@ -85,7 +85,7 @@ def test_a_layer_is_named_by_file_and_module(tmp_path: Path) -> None:
     assert spec_of(build) == f"{__file__}:build"
     file = tmp_path / "its_layers.py"
     file.write_text(
-        "from moebius.conform import Layer\n"
+        "from moebius_conform import Layer\n"
         "def build(group): ...\n"
         "def settings(): return Layer(build, top_k=3)\n"
     )
