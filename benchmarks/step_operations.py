@@ -7,7 +7,7 @@ over Gloo with EP 4 and with pure data parallelism. Every operation that torch d
 counted, those inside our custom ops too, at the line's function in this library that launched it;
 in the backward pass, where nodes of torch's own have no line, at the function whose forward pass
 made the node. One with `_foreach_` in its name counts once. Counted too are `tolist`, which torch
-does not dispatch on a CPU, products in C++ (kernels/brgemm) and our ops that are one call in C++;
+does not dispatch on a CPU, products in C++ (kernels/cpu/brgemm.cpp) and our ops that are one call in C++;
 not those of an exchange through shared memory (distributed/symmetric), some six per sparse layer.
 
 On a GPU all but views and allocations would be a kernel, and each costs a launch of some

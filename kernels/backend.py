@@ -194,7 +194,7 @@ def build_backend(backend: str) -> None:
 
 # Where the backends are that a folder holds; others have their backend's name.
 _MODULES = {
-    "brgemm": "brgemm.backend",
+    "brgemm": "cpu.brgemm",
     "triton": "triton.backend",
     "grouped_mm": "libraries.grouped_mm",
     "megablocks": "libraries.megablocks",

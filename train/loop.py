@@ -33,7 +33,7 @@ from .evaluate import evaluate
 from .exact_match import score_test_sets
 from .in_place.rejoin import InPlace
 from .in_place.rounds import open_rounds
-from .loss import MicroBatchLoss, micro_batch_loss
+from .loss import micro_batch_loss
 from .metrics.log import MetricsLog
 from .metrics.sinks import check_sinks
 from .metrics.step_metrics import StepClock, StepMeter, exchange_metrics, expert_metrics
@@ -235,8 +235,6 @@ def reduced_gradients(
     while True:
         meter = StepMeter()
         run.optimizer.zero_grad()
-        if run.graph is not None:
-            run.graph.begin_step()
         began_s = time.perf_counter()
         accumulate_gradients(run, micro_batches, meter, global_targets=global_targets)
         own_s = time.perf_counter() - began_s - meter.waited_s
@@ -265,21 +263,8 @@ def accumulate_gradients(
     trace = trace_next_step(run)
     first = run.process.rank * len(micro_batches)
 
-    def forward_backward(inputs_BS: Tensor, targets_BS: Tensor) -> MicroBatchLoss:
-        result = micro_batch_loss(
-            forward,
-            inputs_BS,
-            targets_BS=targets_BS,
-            global_sequences=config.train.global_batch,
-        )
-        result.loss.backward()
-        return result
-
     for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        if run.graph is not None and run.graph.fits(micro_batch) and not trace.wanted:
-            meter.add(run.graph.run(forward_backward, micro_batch))
-            continue
         promise = equal_rows() if micro_batch.equal_rows else nullcontext()
         with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS), promise:
             result = micro_batch_loss(

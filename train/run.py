@@ -36,7 +36,6 @@ from ..model.execution.compiled import compile_dense_parts
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
-from .cuda_graph import CudaDriver, MicroBatchGraph, reason_against
 from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
 from .metrics.sinks import open_metrics
@@ -91,8 +90,6 @@ class Run:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when it was loaded last
     was_fetched: bool = False  # what it was resumed from, from the second place
-    graph: MicroBatchGraph | None = None  # of a micro-batch's passes; None: every kernel by itself
-    why_no_graph: str | None = None  # where one was asked for
     spikes: SpikeDetector | None = None  # None: it is off
     rollbacks: tuple[Rollback, ...] = ()
 
@@ -180,7 +177,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
-    graph, why_no_graph = _open_graph(config, model, mesh, backend, process.device)
     copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
@@ -205,24 +201,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         checkpoints=checkpoints,
         generation=generation,
         backend=backend,
-        graph=graph,
-        why_no_graph=why_no_graph,
         spikes=SpikeDetector(config.train.spikes) if config.train.spikes.action != "off" else None,
     )
-
-
-def _open_graph(
-    config: Config, model: Transformer, mesh: Mesh, backend: str, device: torch.device
-) -> tuple[MicroBatchGraph | None, str | None]:
-    """Returns what runs micro-batches as one CUDA graph, where that is wanted; or why it cannot."""
-    if not config.train.cuda_graph:
-        return None, None
-    why = reason_against(config, model, mesh.layout, backend=backend, device=device)
-    if why is None:
-        return MicroBatchGraph(list(model.parameters()), CudaDriver()), None
-    if mesh.rank == 0:
-        logger.warning("train.cuda_graph=true, but the passes cannot be captured: %s", why)
-    return None, why
 
 
 def rejoin(run: Run, process: Process) -> None:
@@ -433,7 +413,6 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) ->
         parameters=count_global_parameters(run),
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
-        **({"cuda_graph": run.why_no_graph or "captured"} if run.config.train.cuda_graph else {}),
         **_dispatcher_facts(run.model),
         start_s=dict(start_s),
     )

@@ -17,7 +17,6 @@ from ...model.moe import Dispatcher
 from ...model.routing import Routes, token_routes
 from ..symmetric.interface import RowOutbox
 from ..symmetric.outbox import Outbox, open_outbox
-from ..symmetric.peer_outbox import open_peer_outbox
 from .base import NodeGroups, nodes_of
 from .choose import make_dispatcher
 from .exchange import gathered
@@ -54,7 +53,7 @@ def choose_dispatcher(
     if name != AUTO or wanted != DEFAULT:
         if not needs_outbox(wanted):
             return Choice(wanted)
-        outbox = _wanted_outbox(group, device, ranks_per_node, timeout_s)
+        outbox = _outbox_of(group, device, ranks_per_node, timeout_s)
         if isinstance(outbox, str):
             raise ValueError(
                 f'mesh.dispatcher="{wanted}" cannot be had: {outbox}; use "{DEFAULT}", or "{AUTO}"'
@@ -80,28 +79,12 @@ def memory_inside(
     return found, "shared memory inside nodes"
 
 
-def _wanted_outbox(
-    group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
-) -> RowOutbox | str:
-    """Opens what was asked for by name, which may be what "auto" does not choose yet. Collective."""
-    if device.type != "cuda":
-        return _outbox_of(group, device, ranks_per_node, timeout_s)
-    if reason := _several_nodes(group, ranks_per_node):
-        return reason
-    return open_peer_outbox(group, device, timeout_s=timeout_s)
-
-
 def _outbox_of(
     group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
 ) -> Outbox | str:
     """Opens this rank's outbox, or says why it has none: the same on every rank. Collective."""
-    if device.type == "cuda":
-        return (
-            "rows are on GPUs, whose exchange through each other's memory has never been measured: "
-            f'ask for it by name (mesh.dispatcher="{SHARED_MEMORY}")'
-        )
     if device.type != "cpu":
-        return f"rows are on {device.type}, and the memory is the CPU's"
+        return f"it is for the CPUs of one node, and the rows are on {device.type}"
     if dist.get_backend(group) != "gloo":
         return f"the group is of {dist.get_backend(group)}, not of processes over gloo"
     if reason := _several_nodes(group, ranks_per_node):

@@ -1,20 +1,26 @@
 """What the symmetric dispatcher asks of memory that the ranks share: four kinds of messages.
 
-`Outbox` (outbox.py) has it for processes of one machine, `PeerOutbox` (peer_outbox.py) for devices
-that read each other's memory.
+`Outbox` (outbox.py) has it for processes of one machine.
 
 Legend: P ranks, C chunks, U source rows, T target rows, N routes, M rows that came, D width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.peers import Room
 from ...model.routing import Routes
+
+
+class Room(NamedTuple):
+    """For how many rows, routes and target rows there is room."""
+
+    rows: int
+    routes: int
+    targets: int
 
 
 class OutboxError(RuntimeError):

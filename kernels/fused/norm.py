@@ -288,4 +288,4 @@ def _rows(x: Tensor) -> Tensor:
 
 def _kernels() -> Any:
     """Imports Triton's kernels, where they are wanted first."""
-    return import_module(".triton.norm", __package__)
+    return import_module("..triton.norm", __package__)

@@ -105,7 +105,7 @@ def _rotate_pair(
     q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
 ) -> tuple[Tensor, Tensor]:
     outputs = _new_like(q_BHSC), _new_like(k_BHSC)
-    kernels = import_module(".triton.rotary", __package__)
+    kernels = import_module("..triton.rotary", __package__)
     kernels.rotate_pair((q_BHSC, k_BHSC), (cos, sin), outputs, scale=scale, back=back)
     return outputs
 

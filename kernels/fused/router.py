@@ -99,7 +99,7 @@ def _route_top_k(
     x_TD: Tensor, weight_ED: Tensor, given_THK: Tensor | None, top_k: int, heads: int, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if reason_against(x_TD.device.type, torch.float32) is None:
-        kernel = import_module(".triton.router", __package__).route_top_k
+        kernel = import_module("..triton.router", __package__).route_top_k
         return kernel(x_TD, weight_ED, given_THK, top_k=top_k, heads=heads, gate=gate)
     logits_TE = _logits(x_TD, weight_ED)
     logits_THA = logits_TE.unflatten(1, (heads, -1))
@@ -179,7 +179,7 @@ def _route_top_k_backward(
     made = experts_THK, gates_THK, logits_TE
     if reason_against(x_TD.device.type, torch.float32) is None:
         grads = tuple(None if grad is None else grad.contiguous() for grad in (grad_TE, grad_THK))
-        kernels = import_module(".triton.router_gradients", __package__)
+        kernels = import_module("..triton.router_gradients", __package__)
         found = kernels.route_top_k_backward(
             x_TD, weight_ED, made, grads, gate=gate, wants=(wants_x, wants_weight)
         )

@@ -55,12 +55,6 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
         return False
 
     @property
-    def is_static(self) -> bool:
-        """Returns whether a pass can be repeated: nothing is refused, or asked at random."""
-        unlimited = self.capacity_factor is None and not self.random_second
-        return unlimited and self.balance_scope != "global_batch"
-
-    @property
     def promises(self) -> Promises:
         """Returns what this configuration guarantees."""
         unlimited = self.capacity_factor is None and self.evaluation_capacity_factor is None

@@ -56,11 +56,6 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
         """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
-    @property
-    def is_static(self) -> bool:
-        """Returns whether a pass can be repeated: the bias moves between steps, in place."""
-        return self.balance_scope != "global_batch"
-
     @model_validator(mode="after")
     def _check_gate(self) -> Self:
         if self.top_k == 1 and self.renormalise:

@@ -70,16 +70,6 @@ class RouterConfig(BaseModel):
         return self.group_sequences
 
     @property
-    def is_static(self) -> bool:
-        """Returns whether a training pass launches the same kernels at every step and for all rows.
-
-        A pass that does can be repeated as one CUDA graph (train/cuda_graph.py). No, unless a router
-        says so: what depends on the step's number, on values read by the host or on sums that other
-        micro-batches have left would be repeated wrongly.
-        """
-        return False
-
-    @property
     def reads_whole_sequences(self) -> bool:
         """Returns whether one position alone cannot be routed, so that it cannot be decoded."""
         return False

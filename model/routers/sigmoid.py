@@ -35,13 +35,6 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
         """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
-    @property
-    def is_static(self) -> bool:
-        """Returns whether a pass can be repeated: nothing is drawn, and the global batch's sums, which
-        change from one pass to the next, are not asked for.
-        """
-        return self.balance_scope != "global_batch" and not self.expert_dropout
-
 
 class SigmoidRouter(ChoiceRouter):
     """Gates with sigmoids, top-k, without renormalisation (σ-MoE, arXiv 2310.10837, §5).

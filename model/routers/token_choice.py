@@ -44,11 +44,6 @@ class TokenChoiceConfig(CapacityConfig):
         """Returns whether a row's second expert is asked at random."""
         return self.second_expert == "random"
 
-    @property
-    def is_static(self) -> bool:
-        """Returns whether a pass can be repeated: nothing is refused, and nothing is drawn."""
-        return super().is_static and not self.jitter
-
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
         if self.top_k == 1 and self.renormalise:

@@ -47,11 +47,6 @@ class TransitionConfig(CapacityConfig):
     calibrate: bool = False
 
     @property
-    def is_static(self) -> bool:
-        """Returns whether a pass can be repeated: it mixes at first, and routes later."""
-        return False
-
-    @property
     def promises(self) -> Promises:
         """Returns what both halves of the run keep."""
         return replace(super().promises, batch_invariant=False)

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from fake_cuda.device import reason_against, trace_steps
 
-from benchmarks.gpu.traced.device import reason_against, run_module
 from moebius.model.moe import SparseLayer
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
 from moebius.train.recipes.family import FAMILY
 
 RANKS = 4
-DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather", "symmetric")
+DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
 NAMES = tuple(FAMILY)
 # Where tokens halt or a capacity refuses routes, the number of those that remain is read.
 DROPS_ROUTES = {"sut", "switch", "switch_causal", "gshard", "x_moe_torchscale"}
@@ -35,7 +35,6 @@ COUNTS_READ: Mapping[str, tuple[int, int]] = {
     "dedup": (1, 0),
     "hierarchical": (1, 1),
     "allgather": (1, 1),
-    "symmetric": (0, 0),
 }
 
 pytestmark = [
@@ -91,7 +90,7 @@ def together(dispatcher: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def trace(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     given = json.dumps([case(*each) for each in cases])
-    printed = run_module("benchmarks.gpu.traced.step", [], given=given)
+    printed = trace_steps(given)
     return [json.loads(line) for line in printed.splitlines()]
 
 
@@ -127,40 +126,6 @@ def check(dispatcher: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["moeut", "sigma_moe", "top_k", "deepseek", "dense"])
-def test_a_captured_pass_is_one_launch(name: str) -> None:
-    """Of a step of four micro-batches the first three are warm-up and the fourth is captured; the
-    second step, which is looked at, replays. What it launches beside is the same for any depth.
-    """
-    steps = []
-    for precision in ("float32", "bfloat16"):
-        changes = {"train.precision": precision, "train.cuda_graph": True}
-        graphed = {**case(name, {**changes, "train.global_batch": 32}), "evaluate": False}
-        steps += [
-            graphed,
-            {**graphed, "config": deeper(config_of(name, {**changes, "train.global_batch": 32}))},
-        ]
-    printed = run_module("benchmarks.gpu.traced.step", [], given=json.dumps(steps))
-    found = [json.loads(line)["step"] for line in printed.splitlines()]
-    for step in found:
-        assert not step["wrong"]
-        assert reads_of(step) == {"norm": 1}
-        assert sum(number for *_, number in step["uploads"]) <= 3  # the batch, and two flags
-    for shallow, deep in zip(found[::2], found[1::2], strict=True):
-        assert launches_of(shallow) == launches_of(deep) < 300
-
-
-def launches_of(step: Mapping[str, Any]) -> int:
-    return sum(number for *_, number in step["launches"])
-
-
-def deeper(config: Config) -> dict[str, Any]:
-    """The same model with twice as many repeats of its layers."""
-    model = config.model.changed({"num_layers": 2 * config.model.num_layers})
-    return config.model_copy(update={"model": model}).model_dump(mode="json")
-
-
 def reads_of(found: Mapping[str, Any]) -> Counter[str]:
     """How often each kind of value is read."""
     total: Counter[str] = Counter()
@@ -187,10 +152,7 @@ def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool
     reads = COUNTS_READ[dispatcher]
     if not training and dispatcher != "local":
         reads = (1, 1)
-    if dispatcher == "symmetric" and name in DROPS_ROUTES | KNOWS_ITS_COUNTS:
-        # without room for an unknown number of routes; a recomputed pass asks again
-        reads = (1 + (config.train.recompute == "full" and training),) * 2
-    elif name in KNOWS_ITS_COUNTS:
+    if name in KNOWS_ITS_COUNTS:
         reads = (0, 0)
     elif config.model.attention.kind == "momha" and dispatcher == "dedup":
         reads = (1, 1)

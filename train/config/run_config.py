@@ -120,10 +120,6 @@ class TrainConfig(BaseModel):
     # (model/execution/recompute.py).
     recompute: Recompute = "none"
     compile: bool = False  # the dense parts, with torch.compile (model/execution/compiled.py)
-    # On a GPU: a micro-batch's forward and backward pass as one CUDA graph (cuda_graph.py), which
-    # spares the host some thousands of launches; a run where that cannot be says why, and goes on
-    # without.
-    cuda_graph: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     log_every: PositiveInt = 1

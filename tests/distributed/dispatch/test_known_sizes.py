@@ -7,14 +7,12 @@ import pytest
 import torch
 from dispatch_cases import Case, dispatcher_of, own_layer, run_layer, world
 from dispatch_scenes import EXPERTS, WIDTH
-from shared_files import open_files
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
 from moebius.distributed.dispatch.base import equal_rows
 from moebius.distributed.dispatch.expert_map import ExpertMap
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.model.execution.recompute import Recompute, run_recomputed
 from moebius.model.moe import SparseLayer
 from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes
@@ -133,38 +131,6 @@ def test_recomputing_remembers_the_promise() -> None:
         assert [unequal for unequal, _, _ in found] == [[]] * 3
         assert all(before > 0 for _, before, _ in found)
         assert [after for _, _, after in found] == [0] * 3
-
-
-def reads_of_headers() -> list[tuple[list[str], list[int]]]:
-    """What differs through the memory of devices; and how often headers are read, without and with
-    the promise, and where they are to be checked.
-    """
-    found = []
-    with world() as (process, group, nodes):
-        reads: list[int] = []
-        compare = PeerOutbox._compare
-        PeerOutbox._compare = lambda self, heads: reads.append(1) or compare(self, heads)  # pyright: ignore[reportAttributeAccessIssue]
-        outbox = open_files(group, row_bytes=64)
-        for into_heads in (True, False):
-            given = heads_case(into_heads, 13, process.rank)
-            dedup = dispatcher_of("dedup", group, nodes)
-            wanted, counted, unequal = run_layer(own_layer(process, dedup), given), [], []
-            for promise, check_every in ((nullcontext, 0), (equal_rows, 0), (equal_rows, 1)):
-                reads.clear()
-                dispatcher = dispatcher_of(
-                    "symmetric", group, nodes, outbox=outbox, check_every=check_every
-                )
-                with promise():
-                    result = run_layer(own_layer(process, dispatcher), given)
-                unequal += [n for n, value in wanted.items() if not torch.equal(value, result[n])]
-                counted.append(len(reads))
-            found.append((unequal, counted))
-    return found
-
-
-def test_devices_read_no_header_on_the_host_then() -> None:
-    for found in run_ranks(reads_of_headers, 2, timeout_s=60):
-        assert found == [([], [1, 0, 4])] * 2
 
 
 def test_routes_that_were_cut_promise_nothing() -> None:

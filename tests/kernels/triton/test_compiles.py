@@ -34,10 +34,9 @@ from benchmarks.gpu.compiling import (  # noqa: E402
     resources,
     tensorfloat_calls,
 )
-from moebius.kernels import peers as peer_messages  # noqa: E402
 from moebius.kernels.addresses import Addresses  # noqa: E402
-from moebius.kernels.triton import peers, router, router_gradients, sends  # noqa: E402
 from moebius.kernels.triton import rotary as rotations  # noqa: E402
+from moebius.kernels.triton import router, router_gradients, sends  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
 from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
 
@@ -130,23 +129,6 @@ def test_sends(ranks: int, chunks: int, into_sources: bool, launches: list[Launc
     lists = ["_list"] if into_sources else ["_list", "_list"]
     kernels = [kernel.fn.__name__ for kernel, *_ in launches]
     assert kernels == ["_mark", "_number", "_describe", *lists, "_unpack"]
-    check(launches)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_peers(ranks: int, dtype: torch.dtype, launches: list[Launch]) -> None:
-    layout = peer_messages.Layout(ranks, 16384 * 8, 16384 * 2048)
-    messages = [torch.empty(0, dtype=torch.uint8)] * ranks
-    own = peer_messages.Peers(layout, messages, torch.empty(ranks, dtype=torch.int64), 1)
-    header_PW, like = peers.read_headers(own), torch.empty(0, 1024, dtype=dtype)
-    peers.take_rows(own, header_PW, 0, 30000, like)
-    peers.take_routes(own, header_PW, peer_messages.Room(30000, 120000, 30000), 16, torch.empty(0))
-    peers.sum_rows(own, header_PW, 2, torch.empty(ranks, 16384, dtype=torch.int32), like)
-    to_N, counts_P3 = torch.empty(131072, dtype=torch.int32), torch.empty(ranks, 3).long()
-    peers.take_weights(own, header_PW, to_N, to_N, counts_P3, torch.empty(0))
-    kernels = [kernel.fn.__name__ for kernel, *_ in launches]
-    assert kernels == ["_read_headers", "_take_rows", "_take_routes", "_sum_rows", "_take_weights"]
     check(launches)
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
 
-from moebius.kernels import peers
-from moebius.kernels.peers import Layout
+from experimental.peer_memory import peers
+from experimental.peer_memory.peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
+from experimental.peer_memory.peers import Layout
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..distributed.layout import Layout
-from ..kernels.backend import defers
-from ..model.transformer import Transformer
-from .config.run_config import Config
-from .loss import MicroBatchLoss
-from .micro_batches import MicroBatch
+from moebius.distributed.layout import Layout
+from moebius.kernels.backend import defers
+from moebius.model.transformer import Transformer
+from moebius.train.config.run_config import Config
+from moebius.train.loss import MicroBatchLoss
+from moebius.train.micro_batches import MicroBatch
 
 _WARM_UP = 3  # micro-batches: torch's advice for a pass with a backward
 Work = Callable[[Tensor, Tensor], MicroBatchLoss]
@@ -154,6 +154,23 @@ def _copied(value: Any) -> Any:
     return value
 
 
+def is_static(router: Any) -> bool:
+    """Returns whether a router's training pass launches the same kernels at every step and for all rows.
+
+    What depends on the step's number, on values that the host reads, or on sums that other
+    micro-batches left, would be repeated wrongly.
+    """
+    draws = {
+        "sigmoid": bool(router.expert_dropout) if router.kind == "sigmoid" else True,
+        "token_choice": bool(router.jitter) if router.kind == "token_choice" else True,
+        "cosine": False,
+        "deepseek": False,
+    }
+    drops = getattr(router, "capacity_factor", None) is not None
+    drops = drops or getattr(router, "random_second", False)
+    return not (draws.get(router.kind, True) or drops or router.balance_scope == "global_batch")
+
+
 def reason_against(
     config: Config, model: Transformer, layout: Layout, *, backend: str, device: torch.device
 ) -> str | None:
@@ -165,7 +182,7 @@ def reason_against(
     changing = [
         f"{kind} ({router.config.kind})"
         for _, kind, router in model.routers()
-        if not router.config.is_static
+        if not is_static(router.config)
     ]
     reasons = {
         f"it is for GPUs, and the run is on {device.type}": device.type != "cuda",

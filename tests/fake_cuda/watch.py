@@ -1,9 +1,10 @@
-"""Watches what a traced step does on the device: kernels, reads on the host, tensors out of place."""
+"""Watches what a traced step does on the device: reads on the host, uploads, tensors out of place."""
 
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,27 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from benchmarks.step_operations import kind_of, launched_at
 from moebius.distributed.dispatch.allgather import AllGatherDispatcher
 from moebius.distributed.dispatch.exchange import Counters
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 
-_NO_LAUNCH = ("view", "allocation", "bookkeeping")
+ROOT = str(Path(__file__).parents[2])
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "_unique2", "bincount")
 NORM = 2.0  # of the gradient, for whoever reads it: it must be clipped
 
 
 class Watch(TorchDispatchMode):
-    """Counts by (what, where) while it is entered: `launches`, `reads` and `uploads`.
+    """Counts `reads` and `uploads` by (what, where) while it is entered.
 
     A read is a value of the device that the host waits for; an upload a value of the host that goes
-    to the device. Custom operators are taken apart: what they are made of counts, and what they
-    return is compared with what they promise to tracers.
+    to the device. Custom operators are taken apart, and what they return is compared
+    with what they promise to tracers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: Counter[tuple[str, str]] = Counter()
         self.reads: Counter[tuple[str, str]] = Counter()
         self.uploads: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []  # what is not as it must be
@@ -50,7 +48,7 @@ class Watch(TorchDispatchMode):
         if func.namespace == "moebius":
             return self._taken_apart(func, args, kwargs)
         name = func.__name__.split(".")[0]
-        where = launched_at(_frame())[0]
+        where = _launched_at()
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in given if each.is_cuda]
         if name == "_local_scalar_dense":  # a value of the host has none here either
@@ -76,27 +74,19 @@ class Watch(TorchDispatchMode):
                 self.uploads["copy to the device", where] += 1
         if name in ("lift_fresh", "lift") and any(each.is_cuda for each in results):
             self.uploads["literal", where] += 1
-        if any(each.is_cuda for each in (*given, *results)) and (
-            kind_of(func, args, result) not in _NO_LAUNCH
-        ):
-            self.launches[name, where] += 1
         return result
 
     def kernel(self, name: str, tensors: list[Tensor]) -> None:
-        """Counts a launch of Triton's, whose tensors must be on the device."""
-        where = launched_at(_frame())[0]
-        self.launches[f"triton {name}", where] += 1
+        """Checks a launch of Triton's, whose tensors must be on the device."""
         if not all(each.is_cuda for each in tensors):
-            self.wrong.append(f"{name} at {where}: {[str(each.device) for each in tensors]}")
+            self.wrong.append(
+                f"{name} at {_launched_at()}: {[str(each.device) for each in tensors]}"
+            )
 
     def _taken_apart(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         promised = func(*args, **kwargs)
-        definition = OPDEFS.get(func.name().rsplit(".", 1)[0])
-        if definition is None:  # of a library of its own: what it launches is counted as one
-            self.launches[func.__name__, launched_at(_frame())[0]] += 1
-            return promised
         with self:
-            result = definition._init_fn(*args, **kwargs)
+            result = OPDEFS[func.name().rsplit(".", 1)[0]]._init_fn(*args, **kwargs)
         for one, other in zip(tree_leaves(promised), tree_leaves(result), strict=True):
             if isinstance(one, Tensor) and _form(one) != _form(other):
                 self.wrong.append(f"{func.name()} promises {_form(one)} and returns {_form(other)}")
@@ -112,7 +102,7 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
     step the flags, which nobody has set.
     """
     watch = Watch()
-    begin_pass, heads, share, head = Counters.begin_pass, PeerOutbox._heads, [1], [1]
+    begin_pass, share = Counters.begin_pass, [1]
 
     def begin(self: Counters, num_routes: int, *, recomputed: bool) -> None:
         share[0] = num_routes // num_parts
@@ -127,7 +117,7 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
         )
 
     def counts(self: Counters, values: Tensor) -> Any:
-        watch.reads["counts", launched_at(_frame())[0]] += 1
+        watch.reads["counts", _launched_at()] += 1
         return _filled(values.shape, share[0])
 
     def all_sizes(self: Any, x_UD: Tensor, routes: Any, rank_N: Tensor) -> list[list[int]]:
@@ -135,27 +125,18 @@ def watched(num_parts: int = 1, *, rest: float = 0.0) -> Iterator[Watch]:
         shares = [share[0]] * num_parts
         return [[len(x_UD), routes.num_targets, len(rank_N), *shares]] * num_parts
 
-    def all_heads(self: PeerOutbox, posted: Any, header_PW: Tensor) -> Any:
-        own = [posted.number, posted.row_bytes, posted.weight_bytes]
-        own += [posted.num_rows, posted.num_targets, posted.num_routes]
-        head[:] = own + share * (header_PW.shape[1] - len(own))
-        return heads(self, posted, header_PW)
-
     def to_list(values: Tensor) -> Any:
         if values.is_cuda:
-            watch.reads["tolist", launched_at(_frame())[0]] += 1
-        flat = [NORM] + [rest] * (values.numel() - 1)
+            watch.reads["tolist", _launched_at()] += 1
         if values.dim() == 1:
-            return flat
-        is_of_heads = values.shape[1] == len(head)
-        return [head] * len(values) if is_of_heads else _filled(values.shape, 1)
+            return [NORM] + [rest] * (values.numel() - 1)
+        return _filled(values.shape, 1)
 
     with (
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(Counters, "begin_pass", begin),
         mock.patch.object(Counters, "read", counts),
         mock.patch.object(AllGatherDispatcher, "_sizes", all_sizes),
-        mock.patch.object(PeerOutbox, "_heads", all_heads),
         mock.patch.object(FakeTensor, "tolist", to_list),
         mock.patch.object(FakeTensor, "data_ptr", return_value=0, create=True),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
@@ -182,8 +163,16 @@ def _fused_attention(
     return fused(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
-def _frame() -> Any:
-    return sys._getframe(2)
+def _launched_at() -> str:
+    """Returns FILE:FUNCTION of the innermost frame of the library; "" where torch's own node runs."""
+    frame = sys._getframe(1)
+    beside = tuple(f"{ROOT}/{name}" for name in ("tests", ".venv"))
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and not file.startswith(beside):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experimental.peer_memory.peer_outbox import PeerOutbox
 from moebius.distributed.dispatch.exchange import gathered
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 
 
 class SharedFiles:

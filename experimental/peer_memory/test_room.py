@@ -8,11 +8,11 @@ import pytest
 import torch
 from dispatch_cases import Case, case, dispatcher_of, own_layer, run_layer, world
 from dispatch_scenes import Scene, choose
-from shared_files import open_files, to_nearest
 from world import run_ranks
 
+from experimental.peer_memory.peer_outbox import PeerOutbox
+from experimental.peer_memory.shared_files import open_files, to_nearest
 from moebius.distributed.dispatch.base import equal_rows
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import sends
 
 TOKENS = 13

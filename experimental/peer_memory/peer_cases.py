@@ -7,9 +7,10 @@ import torch
 from send_cases import CASES, addresses
 from torch import Tensor
 
-from moebius.kernels import peers, sends
+from experimental.peer_memory import peers
+from experimental.peer_memory.peers import Layout, Peers, ReceivedRoutes, Room
+from moebius.kernels import sends
 from moebius.kernels.addresses import Addresses, PackedSends, SendCounts
-from moebius.kernels.peers import Layout, Peers, ReceivedRoutes, Room
 
 ONE_CHUNK = [name for name in CASES if CASES[name][6] == 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -171,7 +172,7 @@ def expected_routes(given: Ranks, rank: int) -> tuple[Tensor, Tensor]:
 def check_out(way: Any, name: str, dtype: torch.dtype, width: int) -> None:
     """Compares what every rank reads of rows and routes with the loops.
 
-    `way`: a module with the functions of kernels/peers.py.
+    `way`: a module with the functions of peers.py.
     """
     given = ranks_of(name, dtype, width)
     for own in out_messages(given):

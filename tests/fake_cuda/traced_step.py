@@ -2,11 +2,11 @@
 not there either.
 
     (given `cases` as JSON on the standard input, in a process that device.py starts)
-    python -m benchmarks.gpu.traced.step
+    python tests/fake_cuda/traced_step.py
 
 Everything is as in a run (train/loop.py), but that tensors have no values: forward, backward, the
 sum of the gradients, clipping, AdamW, and an evaluation. Whoever asks for a value is told one, and
-counted. Streams, and memory that GPUs share, are stood for by objects that do nothing.
+counted. Streams are stood for by objects that do nothing.
 """
 
 import json
@@ -28,16 +28,14 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from watch import Watch, watched
 
-from benchmarks.gpu.traced.operations import Watch, watched
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed import parallelize
-from moebius.distributed.dispatch import alltoall, expert_map, measure, symmetric
+from moebius.distributed.dispatch import alltoall, expert_map
 from moebius.distributed.dispatch.table import needs_nodes
 from moebius.distributed.mesh import Mesh
 from moebius.distributed.process.process import Process
-from moebius.distributed.symmetric import peer_outbox
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import backend, permute, sends
 from moebius.kernels.fused import router
 from moebius.kernels.triton import guard, tiles
@@ -56,7 +54,6 @@ class Case(NamedTuple):
     name: str
     config: Mapping[str, Any]
     num_ranks: int = 1
-    evaluate: bool = True
 
 
 class _Stream:
@@ -79,25 +76,6 @@ class _Checkpoints:
     must_stop = False
 
     def __init__(self, *_args: Any, **_named: Any) -> None: ...
-
-
-class _Memory:
-    """Memory of the GPUs of a node, which is nowhere."""
-
-    def __init__(self, num_bytes: int) -> None:
-        ranks = dist.get_world_size()
-        self.memories = [
-            torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)
-        ]
-        self.address_P = torch.zeros(ranks, dtype=torch.int64, device=DEVICE)
-
-    def meet(self) -> None:
-        """Meets nobody."""
-
-
-def _peer_outbox(group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> PeerOutbox:
-    del device, timeout_s
-    return PeerOutbox(_Memory, dist.get_process_group_ranks(group), group.rank())
 
 
 def _to_empty(module: nn.Module, *, device: torch.device) -> nn.Module:
@@ -133,7 +111,7 @@ def _no_reason(*_: object, **__: object) -> None:
 def pretended_gpu() -> Iterator[None]:
     """Lets the library believe in an H100 whose driver, streams and memory do nothing."""
     places = [(backend.triton_library, "reason_against")]
-    places += [(each, "reason_against") for each in (permute, router, sends, guard, peer_outbox)]
+    places += [(each, "reason_against") for each in (permute, router, sends, guard)]
     patches = [mock.patch.object(module, name, _no_reason) for module, name in places]
     patches += [
         mock.patch.object(torch.cuda, name, value)
@@ -149,12 +127,9 @@ def pretended_gpu() -> Iterator[None]:
             "Event": _Stream,
             "stream": _Stream,
             "device": _Stream,
-            "CUDAGraph": _Stream,
-            "graph": _Stream,
         }.items()
     ]
     patches += [
-        mock.patch.object(measure, "open_peer_outbox", _peer_outbox),
         mock.patch.object(tiles, "target", return_value="sm_90"),
         mock.patch.object(Process, "agree", _no_reason),
         mock.patch.object(train_run, "Checkpointer", _Checkpoints),
@@ -192,7 +167,7 @@ def pretended_world(num_ranks: int) -> Iterator[Process]:
 
 def _forget_tables() -> None:
     """Empties the caches of tables on a device, which belong to one trace."""
-    for module in (alltoall, expert_map, symmetric, peer_outbox):
+    for module in (alltoall, expert_map):
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -207,10 +182,6 @@ def trace(case: Case) -> tuple[Watch, Watch]:
         pretended_world(case.num_ranks) as process,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        if config.mesh.dispatcher == "symmetric":  # all on one node
-            process = Process(
-                0, case.num_ranks, 0, DEVICE, "fake", 60.0, ranks_per_node=case.num_ranks
-            )
         run = assemble(config, Path(folder), process)
         batch = _batch(config, case.num_ranks)
         parts = 2 if needs_nodes(config.mesh.dispatcher) else case.num_ranks
@@ -219,8 +190,7 @@ def trace(case: Case) -> tuple[Watch, Watch]:
         with watched(parts) as second:
             step(run, batch, 1e-4)
         second.wrong += first.wrong
-        evaluation = _trace_evaluation(run, parts) if case.evaluate else second
-        return second, evaluation
+        return second, _trace_evaluation(run, parts)
 
 
 def _batch(config: Config, num_ranks: int) -> Batch:
@@ -263,7 +233,6 @@ def _figures(watch: Watch) -> dict[str, Any]:
         return [[*key, number] for key, number in counter.most_common()]
 
     return {
-        "launches": rows(watch.launches),
         "reads": rows(watch.reads),
         "uploads": rows(watch.uploads),
         "wrong": watch.wrong,

@@ -5,9 +5,9 @@ all ranks (`Layout`). Of these the others read what is theirs:
   out     rows, each once, and for every destination a list of those that it needs, with or without
           the routes that read them; the header counts rows, routes and targets by destination;
   back    rows by destination, with or without weights; the header says where each one's begin.
-Who is to read when is not said here (distributed/symmetric/device_outbox.py).
+Who is to read when is not said here (peer_outbox.py).
 
-On GPUs Triton's kernels read straight from the peers' memory (triton/peers.py); torch's operations
+On GPUs Triton's kernels read straight from the peers' memory (triton_peers.py); torch's operations
 here stand for them on CPUs.
 
 What comes is written where there is room for it, which may be more than comes (`Room`): so a
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .addresses import INTEGERS, ROUTES, ROWS, TARGETS
+from moebius.kernels.addresses import INTEGERS, ROUTES, ROWS, TARGETS
 
 # Words of a header, int64. What two ranks must agree about is compared by the reader.
 NUMBER, ROW_BYTES, WEIGHT_BYTES, NUM_ROWS, NUM_TARGETS, NUM_ROUTES, TABLE = range(7)
@@ -368,4 +368,4 @@ def _by_triton(peers: Peers) -> bool:
 
 
 def _triton() -> Any:
-    return import_module(".triton.peers", __package__)
+    return import_module("experimental.peer_memory.triton_peers")

@@ -15,13 +15,13 @@ from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
+from experimental.cuda_graph.cuda_graph import MicroBatchGraph, reason_against
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.process.process import start_process
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, MeshConfig, TrainConfig
-from moebius.train.cuda_graph import MicroBatchGraph, reason_against
 from moebius.train.loop import step
 from moebius.train.loss import MicroBatchLoss
 from moebius.train.micro_batches import MicroBatch

@@ -1,6 +1,6 @@
 """Reads what the ranks of a node have written for each other, straight from their memory.
 
-One kernel each; what they do is said in kernels/peers.py. Programs read a local copy of the
+One kernel each; what they do is said in peers.py. Programs read a local copy of the
 headers, and of the peers' memory only lists, routes and rows, of which headers may promise more than
 there is room for: what would lie past a section is not read. Sums go over the ranks in their
 order, in float32 (float64 for float64), so that two runs agree bit for bit.
@@ -11,9 +11,9 @@ Legend: P ranks, W words of a header, M room for rows, R room for routes, N rout
 from torch import Tensor, empty, float64, int64
 from torch import bool as boolean
 
-from ..addresses import INTEGERS, ROUTES
-from ..peers import NUM_ROUTES, NUM_ROWS, TABLE, Peers, Room
-from .guard import launch, tl, triton
+from experimental.peer_memory.peers import NUM_ROUTES, NUM_ROWS, TABLE, Peers, Room
+from moebius.kernels.addresses import INTEGERS, ROUTES
+from moebius.kernels.triton.guard import launch, tl, triton
 
 _BLOCK = 256  # routes of a program
 _ROWS = 8

@@ -2,7 +2,7 @@
 read on the host for a pass; or none, where it is known how many come, or is left to chance.
 
 A message is written into the own memory, all ranks meet, and each reads what is its own from the
-others (kernels/peers.py). Messages alternate between two halves of the memory: who meets for a
+others (peers.py). Messages alternate between two halves of the memory: who meets for a
 message has read the one before, so the half of the one before that is free. Therefore one message
 is under way at a time, and rows go in one chunk.
 
@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS, TARGETS, Addresses, PackedSends, SendCounts
-from ...kernels.peers import (
+from experimental.peer_memory.peers import (
     NUM_ROUTES,
     NUM_ROWS,
     NUM_TARGETS,
@@ -46,11 +45,12 @@ from ...kernels.peers import (
     take_rows,
     take_weights,
 )
-from ...kernels.sends import count_sends, pack_sends
-from ...kernels.triton.available import reason_against
-from ...model.routing import Routes
-from .interface import OutboxError, ReceivedRows
-from .peer_memory import PeerMemory, SymmetricMemory
+from experimental.peer_memory.symmetric_memory import PeerMemory, SymmetricMemory
+from moebius.distributed.symmetric.interface import OutboxError, ReceivedRows
+from moebius.kernels.addresses import ROUTES, ROWS, TARGETS, Addresses, PackedSends, SendCounts
+from moebius.kernels.sends import count_sends, pack_sends
+from moebius.kernels.triton.available import reason_against
+from moebius.model.routing import Routes
 
 _ROOM = 1.25  # taken more than is wanted
 

@@ -10,21 +10,21 @@ import torch.distributed as dist
 from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
 from dispatch_scenes import SCENES
 from family import VOCABULARY, tiny_config
-from shared_files import open_files, to_nearest
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
 from world import run_ranks
 
+from experimental.peer_memory import peer_outbox, peers
+from experimental.peer_memory.peer_outbox import open_peer_outbox
+from experimental.peer_memory.shared_files import open_files, to_nearest
+from experimental.peer_memory.symmetric_memory import SymmetricMemory
 from moebius.distributed.dispatch import measure
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
-from moebius.distributed.symmetric import peer_outbox
 from moebius.distributed.symmetric.interface import OutboxError
-from moebius.distributed.symmetric.peer_memory import SymmetricMemory
-from moebius.distributed.symmetric.peer_outbox import open_peer_outbox
-from moebius.kernels import peers, sends
+from moebius.kernels import sends
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute
 from moebius.train.loss import micro_batch_loss

@@ -1,4 +1,4 @@
-"""Runs a Python module on a GPU that is not there, for torch without CUDA (device.cpp)."""
+"""Runs training steps on a GPU that is not there, for torch without CUDA (device.cpp)."""
 
 import hashlib
 import importlib.util
@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.report import ROOT
-
-_SOURCE = Path(__file__).with_name("device.cpp")
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "device.cpp"
 
 
 def reason_against() -> str | None:
@@ -22,23 +20,22 @@ def reason_against() -> str | None:
     return None
 
 
-def run_module(name: str, arguments: Sequence[str], *, given: str = "") -> str:
-    """Runs `python -m name` with the device, in a process of its own, and returns what it printed.
+def trace_steps(cases: str) -> str:
+    """Runs traced_step.py with the device, in a process of its own, and returns what it printed.
 
     Raises:
         RuntimeError: it failed; with its last words.
     """
     done = subprocess.run(
-        [sys.executable, "-m", name, *arguments],
-        input=given,
+        [sys.executable, str(_HERE / "traced_step.py")],
+        input=cases,
         capture_output=True,
         text=True,
-        cwd=ROOT,
         env=os.environ | {"LD_PRELOAD": str(_library()), "OMP_NUM_THREADS": "1"},
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"traced_step.py ended with {done.returncode}:\n{done.stderr[-6000:]}")
     return done.stdout
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from peer_cases import ONE_CHUNK, check_back, check_out
 
-from moebius.kernels.triton import peers as ours
+from experimental.peer_memory import triton_peers as ours
+from experimental.peer_memory.peer_cases import ONE_CHUNK, check_back, check_out
 
 
 # Not bfloat16, of which the interpreter computes wrong sums.

@@ -5,10 +5,11 @@ the bits of collectives.
 import pytest
 import torch
 from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_case, world
-from shared_files import open_files
 from world import run_ranks
 
-from moebius.kernels import peers, sends
+from experimental.peer_memory import peers
+from experimental.peer_memory.shared_files import open_files
+from moebius.kernels import sends
 from moebius.kernels.cpu import sends as cpu_sends
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 from pairwise import slow_but
-from shared_files import open_files, to_nearest
 from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
+from experimental.peer_memory.peer_outbox import PeerOutbox
+from experimental.peer_memory.shared_files import open_files, to_nearest
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.dispatch import measure
 from moebius.distributed.dispatch.choose import rooms_of
 from moebius.distributed.process.process import start_process
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import sends
 from moebius.model.execution.recompute import Recompute
 from moebius.train import loop

@@ -9,11 +9,11 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from experimental.peer_memory import peer_outbox
+from experimental.peer_memory.peer_outbox import PeerOutbox
 from moebius.distributed.dispatch import expert_map, symmetric
 from moebius.distributed.dispatch.base import Setup, equal_rows
 from moebius.distributed.dispatch.symmetric import SymmetricDispatcher
-from moebius.distributed.symmetric import peer_outbox
-from moebius.distributed.symmetric.peer_outbox import PeerOutbox
 from moebius.kernels import functional
 from moebius.model.experts import ExpertMLPs
 from moebius.model.initialise import normal
