@@ -1,7 +1,10 @@
 """The command `moebius`: parses a command line and calls the handler of its command.
 
-Each module beside this one declares a group of commands (`add_commands`) and holds their handlers,
-which import what they need when they are called: `moebius --help` imports none of it.
+Each module of GROUPS declares some commands (`add_commands`) and holds their handlers, which import what
+they need when they are called: `moebius --help` imports none of it.
+
+Other packages add commands through entry points of the group `moebius.commands`. The entry's name is
+the command; its value is a function that takes the remaining words and returns the exit code.
 """
 
 import argparse
@@ -9,27 +12,23 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
 from . import analyze, compare, completion, dashboard, layout
-from .data import checkpoints, prepare
-from .data import folders as data
-from .jobs import cluster, doctor
-from .jobs import control as jobs
-from .jobs import status as job_reports
+from .data import checkpoints, folders, prepare
+from .jobs import cluster, control, doctor, status
 from .messages import print_message
-from .models import evaluate, harness
-from .models import recipes as models
+from .models import evaluate, harness, recipes
 from .planning import plan, simulate
 
 # In the order in which `moebius --help` lists them.
 GROUPS = (
     prepare,
-    data,
-    jobs,
-    job_reports,
+    folders,
+    control,
+    status,
     dashboard,
     cluster,
     doctor,
@@ -37,31 +36,40 @@ GROUPS = (
     harness,
     analyze,
     compare,
-    models,
+    recipes,
     layout,
     plan,
     simulate,
     checkpoints,
 )
+# Commands of packages that may be absent, for a helpful answer. They are not listed by looking at what is
+# installed: that takes 60 ms, as long as all of `moebius --help`.
+ELSEWHERE = {
+    "analyze": "moebius-science",
+    "compare": "moebius-science",
+    "tasks": "moebius-science",
+    "dashboard": "moebius-dashboard",
+}
 
-# What a path cannot be, wherever it is first looked at: too long, a circle of links, something below
-# a file, or what this user may not look at.
+# Why the system refuses a path, wherever it is first used: too long, a circle of links, below a file,
+# or closed to this user.
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
 
-# Objects that are made until garbage is looked for. Python's 700 cost a fifth of the time in which a
-# command imports torch, and find nothing.
+# How many objects Python makes before it looks for garbage. Its own default of 700 costs a fifth of the
+# time that importing torch takes, and finds nothing.
 _GARBAGE_AFTER = 50_000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0 on success, 1 where a job failed, 2 where the request cannot be
-    carried out.
+    """Runs one command and exits.
+
+    The exit code is 0 on success, 1 if a job failed, and 2 if the request cannot be carried out.
     """
     gc.set_threshold(_GARBAGE_AFTER)
-    options = parse(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = options.run(options)
-        sys.stdout.flush()  # here, where a reader that has gone is no error
+        code = _run(words)
+        sys.stdout.flush()  # here, where a closed pipe is handled
     except ValueError as error:  # a mistake of the user; its message says what to do
         print_message("error", str(error))
         code = 2
@@ -73,26 +81,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print_message("error", f"{_shortened(error.filename)}: {error.strerror}; name another path")
         code = 2
-    except KeyboardInterrupt:  # where nothing runs that could be ended in better order
+    except KeyboardInterrupt:
         code = 130
     raise SystemExit(code)
 
 
+def _run(words: list[str]) -> int:
+    """Carries out a command line and returns its exit code."""
+    parser = build_parser()
+    is_elsewhere = words and words[0][:1] != "-" and words[0] not in command_names(parser)
+    if is_elsewhere and (command := _find_elsewhere(words[0])):
+        return command(words[1:])
+    options = parse(words, parser)
+    return options.run(options)
+
+
+def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
+    """Returns a command of another package, or None.
+
+    Raises:
+        ValueError: the command's package is known and not installed.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="moebius.commands", name=name):
+        return entry.load()
+    if name in ELSEWHERE:
+        raise ValueError(
+            f"moebius {name} is a command of {ELSEWHERE[name]}: pip install {ELSEWHERE[name]}"
+        )
+    return None
+
+
 def _shortened(path: object) -> str:
-    """The path, or the beginning of one that no screen holds."""
+    """Returns the path, cut to what a screen can show."""
     text = str(path)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options of a command line; exits with 2 and the usage where it is not valid.
+def parse(
+    words: Sequence[str], parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """Returns the options of a command line; exits with 2 and the usage if it is not valid.
 
-    Values to change may stand anywhere: argparse takes no more of them once an option has come.
+    Changed values (`section.key=value`) may stand anywhere. argparse alone would accept them only before
+    the first option.
     """
-    parser = build_parser()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = parser or build_parser()
     options, rest = parser.parse_known_args(words)
-    if "passed_on" in options:  # a command whose arguments are another program's
+    if "passed_on" in options:  # a command that hands its arguments to another program
         options.passed_on = words[1:]
         return options
     if not rest:
@@ -106,14 +143,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands with their options."""
+    others = ", ".join(f"{name} ({package})" for name, package in ELSEWHERE.items())
     parser = argparse.ArgumentParser(
         prog="moebius",
         description="Expert-parallel pretraining of Mixture-of-Experts Universal Transformers.",
-        epilog=f"recipes: {', '.join(RECIPE_NAMES)}",
+        epilog=f"Commands of other packages: {others}. Recipes: {', '.join(RECIPE_NAMES)}.",
     )
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
+    completion.add_option(parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_commands(commands)
-    completion.add_commands(commands, parser)
     return parser
+
+
+def command_names(parser: argparse.ArgumentParser) -> Collection[str]:
+    """Returns the commands that a parser knows."""
+    return next(
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )

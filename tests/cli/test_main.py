@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moebius.cli import main as command_line
-from moebius.cli.completion import _SHELLS
+from moebius.cli.completion import SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
 from moebius.evaluation import report
@@ -90,7 +92,7 @@ def parsers_of(
 
 def test_the_help_of_every_command_shows_examples_that_parse() -> None:
     commands = dict(parsers_of(build_parser()))
-    assert {("train",), ("ckpt", "reshard"), ("completion",)} <= commands.keys()
+    assert {("train",), ("ckpt", "verify")} <= commands.keys()
     for path, parser in commands.items():
         examples = re.findall(r"^  moebius (.+)$", parser.format_help(), flags=re.MULTILINE)
         assert examples, path
@@ -105,15 +107,15 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
                 resolve(name, overrides, RECIPES)
 
 
-@pytest.mark.parametrize("shell", _SHELLS)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_a_completion_script_knows_commands_options_and_recipes(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["completion", shell])
+        main(["--print-completion", shell])
     assert ended.value.code == 0
     script = capsys.readouterr().out
-    for word in ("submit", "reshard", "overlap-chunks", "mot_medium_32e_16", "hierarchical"):
+    for word in ("submit", "verify", "overlap-chunks", "mot_medium_32e_16", "hierarchical"):
         assert word in script
     if shutil.which(shell):
         (tmp_path / "script").write_text(script, encoding="utf-8")
@@ -125,13 +127,13 @@ def test_bash_completes_what_it_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["completion", "bash"])
+        main(["--print-completion", "bash"])
     (tmp_path / "runs").mkdir()
     asked = {
         "sta": "status",
         "train smo": "smoke",
         "status ru": "runs",
-        "ckpt re": "reshard",
+        "ckpt ve": "verify",
         "plan moeut --disp": "--dispatcher",
     }
     lines = [
@@ -144,6 +146,25 @@ def test_bash_completes_what_it_is_asked(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert shown.stdout.splitlines() == list(asked.values())
+
+
+def test_commands_of_other_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is installed gets the rest of the line; one that is not names its package."""
+    heard: list[list[str]] = []
+    entry = SimpleNamespace(load=lambda: lambda words: heard.append(words) or 7)
+    installed = {"mine": [entry]}
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group, name: installed.get(name, []))
+    assert answer(capsys, "mine", "a", "--b=1")[0] == 7
+    assert heard == [["a", "--b=1"]]
+    for name, package in command_line.ELSEWHERE.items():
+        if name in command_line.command_names(build_parser()):
+            continue  # still here
+        code, said = answer(capsys, name)
+        assert code == 2
+        assert f"pip install {package}" in said
+    assert answer(capsys, "minee")[0] == 2
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
@@ -201,7 +222,7 @@ def test_what_is_no_mistake_of_the_user(
     def run(options: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(command_line, "parse", lambda words: argparse.Namespace(run=run))
+    monkeypatch.setattr(command_line, "parse", lambda *_: argparse.Namespace(run=run))
     with pytest.raises(type(expected)) as ended:
         main([])
     assert ended.value.args == expected.args
