@@ -20,7 +20,7 @@ all its gradients are held against the reference in float64; one that is wrong, 
 left out, beside the least that is needed (x, hidden rows, gates, sorted order and its inverse). A
 contender stops when it has used its --seconds of a cell.
 
-Writes results/expert_layer_cpu.json and .png (or _gpu): figures of every cell. About 10 minutes on
+Writes results/expert_layer_cpu.json (or _gpu): figures of every cell. About 10 minutes on
 2 cores.
 """
 
@@ -40,7 +40,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.kernels.peers import Contender, Layer, Mode, contenders, exact_mode
-from benchmarks.kernels.picture import draw
 from benchmarks.kernels.problem import (
     CPU_SETTINGS,
     GPU_SETTINGS,
@@ -54,7 +53,7 @@ from benchmarks.kernels.problem import (
     result_of,
 )
 from benchmarks.memory import saved_bytes
-from benchmarks.report import RESULTS, environment, save
+from benchmarks.report import RESULTS, save
 from moebius.distributed.process.host_memory import keep_freed_memory
 from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.kernels.cpu import workspace
@@ -156,8 +155,6 @@ def main() -> None:
                 )  # what there is, should a later setting fail
                 console.print(table_of(f"{setting.name}, {name_of(dtype)}", found))
     print(written)
-    if not options.no_picture:
-        print(draw(figures | {"environment": environment()}, options.out / f"{name}.png"))
     if any(
         entry["role"] == "ours" and (entry["why_not"] or "").startswith(WRONG) for entry in entries
     ):
@@ -190,7 +187,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", help="only contenders whose name contains this, and the ceiling")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--suffix", default="", help="of the files' names")
-    parser.add_argument("--no-picture", action="store_true")
     return parser.parse_args()
 
 

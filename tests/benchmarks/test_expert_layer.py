@@ -126,7 +126,7 @@ def test_onednn_mode_is_put_back() -> None:
     assert mkldnn.matmul.fp32_precision == before
 
 
-def test_the_layer_benchmark_runs_from_settings_to_picture(
+def test_the_layer_benchmark_runs_from_settings_to_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_layer, "CPU_SETTINGS", (MLP, ATTENTION))
@@ -155,7 +155,6 @@ def test_the_layer_benchmark_runs_from_settings_to_picture(
         for cell in e["cells"]
     )
     assert best == 1
-    assert (tmp_path / "expert_layer_cpu.png").stat().st_size > 5000
 
 
 TINY_STEP = """
@@ -223,13 +222,3 @@ def test_a_part_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) -> 
     )
     late = gpu.run_all(every[2:], gpu.LEAST_S - 1, log, Console(file=StringIO()))
     assert late[0].state.startswith("not begun")
-
-
-def test_expectations_stand_beside_contenders_that_exist() -> None:
-    expected = json.loads(gpu.EXPECTED.read_text(encoding="utf-8"))
-    bank = draw_bank(MLP, torch.float32, torch.Generator().manual_seed(0))
-    names = {contender.name for contender in contenders(bank, ("default",))}
-    beside = {"ScatterMoE", "Liger fused MoE, SwiGLU"}  # installed packages, on a GPU only
-    assert set(expected["expected_ms"]) - {"ours: triton"} <= names | beside
-    assert gpu.range_text({"low": 1.35, "high": 1.5}) == "1.35 to 1.5"
-    assert gpu.range_text({"low": 7.0, "high": None}) == "≥ 7"

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from benchmarks.gpu.compiling import (  # noqa: E402
+from triton_compiling import (  # noqa: E402
     CHIPS,
     NORM_WIDTHS,
     PRODUCTS,
@@ -34,6 +34,7 @@ from benchmarks.gpu.compiling import (  # noqa: E402
     resources,
     tensorfloat_calls,
 )
+
 from moebius.kernels.addresses import Addresses  # noqa: E402
 from moebius.kernels.triton import rotary as rotations  # noqa: E402
 from moebius.kernels.triton import router, router_gradients, sends  # noqa: E402

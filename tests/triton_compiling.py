@@ -3,7 +3,7 @@ without one, and says what came out.
 
 What a call of the backend would launch is written down instead (`recorded`), and compiled as it
 would have been there. tests/kernels/triton/test_compiles.py holds the result to what is asked of
-it; compile_table.py writes it down.
+it.
 """
 
 import re
@@ -328,10 +328,3 @@ def tensorfloat_calls() -> Iterator[Callable[[], None]]:
         yield partial(call_mlp, load, (412, 128), FP32, options=fused)
         yield partial(call_mlp, load, (1024, 128), FP32, "swiglu", options=fused)
         yield partial(call_mlp, load, (1024, 82), FP32, options=tf32)
-
-
-def row_calls() -> Iterator[Callable[[], None]]:
-    """Calls of the kernels that have no entry in the tiles' table: routers and norms."""
-    yield call_routers
-    for width in NORM_WIDTHS:
-        yield partial(call_norms, width)
