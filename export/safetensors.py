@@ -35,6 +35,7 @@ from ..data_pipeline.tokenizers.interface import (
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..distributed.checkpoint.format import (
     CheckpointError,
+    StartProgress,
     StoredCheckpoint,
     open_checkpoint,
     open_verified,
@@ -42,7 +43,6 @@ from ..distributed.checkpoint.format import (
     tensor_checksum,
 )
 from ..distributed.checkpoint.reading import dtype_named, read_tensor
-from ..distributed.checkpoint.reshard import StartProgress
 from ..distributed.checkpoint.writing import atomic_directory, refuse_existing, write_synced
 from ..distributed.parallelize import expert_names
 from ..model.config.model_config import ModelConfig

@@ -364,7 +364,6 @@ COMMANDS = (
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
     ["layout", "--world-size", "8", "--ep", "4"], ["layout", "--world-size", "16", "--dp-shard", "2"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
-    ["ckpt", "reshard", "runs/mine", "--out", "new", "--world-size", "2"],
     ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
     ["completion", "bash"], ["--version"], ["--help"],
 )  # fmt: skip

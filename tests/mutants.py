@@ -234,13 +234,6 @@ MUTANTS = (
         (f"{MOVING}::test_copies_answer_as_the_one_expert_would[dedup]",),
     ),
     Mutant(
-        "two ranks get each other's slices of a rewritten "
-        "checkpoint", "distributed/checkpoint/reshard.py",
-        "for rank, slice_ in "
-        "mine:", "for (rank, _), (_, slice_) in zip(mine, reversed(mine), strict=True):",
-        ("tests/distributed/checkpoint/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
-    ),
-    Mutant(
         "the loss is divided by this rank's counted targets, not by all ranks'", "train/micro_batches.py",
         "    dist.all_reduce(total)\n", "",
         (f"{MASKS}::test_the_loss_is_the_mean_over_counted_targets_on_every_layout",),

@@ -60,7 +60,6 @@ _PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "moebius.distributed.parallelize",
-    "moebius.distributed.checkpoint.reshard",
     "moebius.simulation.dispatch",
     "moebius.train.config.run_config",
     "moebius.train.expert_placement",

@@ -1,14 +1,10 @@
-"""What `moebius ckpt` shows and does: a run's checkpoints as a table, verified, and rewritten for
-other ranks.
-"""
+"""Shows a run's checkpoints as a table, and verifies them, for `moebius ckpt`."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +12,7 @@ from ...distributed.checkpoint.checkpoint_folder import list_set_aside
 from ...distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
+    StartProgress,
     find_checkpoint,
     list_checkpoints,
     missing_files,
@@ -23,9 +20,6 @@ from ...distributed.checkpoint.format import (
     read_meta,
     step_name,
 )
-from ...distributed.checkpoint.reshard import StartProgress, reshard
-from ...distributed.dispatch.expert_map import ExpertMap
-from ...distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 
 
 def list_table(path: Path) -> Table:
@@ -118,87 +112,9 @@ def _verified(
     )
 
 
-def reshard_for(
-    path: Path,
-    out: Path,
-    mesh: dict[str, Any],
-    *,
-    world_size: int,
-    step: int | None,
-    start_progress: StartProgress,
-) -> str:
-    """Writes a checkpoint anew for other ranks and returns a few lines about what was written.
-
-    Args:
-        mesh: the values of MeshConfig for the new ranks.
-
-    Raises:
-        ValueError: no such checkpoint or it is damaged, the mesh does not fit, or `out` cannot be
-            written.
-    """
-    try:
-        config = MeshConfig(**mesh)
-    except ValidationError as error:
-        told = "; ".join(
-            f"{'.'.join(map(str, one['loc']))} {one['input']}: {one['msg']}"
-            for one in error.errors()
-        )
-        raise CheckpointError(f"the mesh is not valid: {told}") from None
-    check_runnable(config)
-    layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
-    before = read_meta(source)
-    started = time.monotonic()
-    expert_maps, placed = _expert_maps(before.meta, layout, config.sharding)
-    reshard(
-        source,
-        out,
-        layout,
-        sharding=config.sharding,
-        expert_maps=expert_maps,
-        start_progress=start_progress,
-    )
-    files = sum(file.suffix == ".distcp" for file in out.iterdir())
-    return (
-        f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
-        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding "
-        f"{config.sharding}\n{placed}"
-        f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; "
-        f"{time.monotonic() - started:.1f} s"
-    )
-
-
-def _expert_maps(
-    meta: dict[str, Any], layout: Layout, sharding: str
-) -> tuple[dict[str, ExpertMap], str]:
-    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up
-    again. And words of it.
-    """
-    expert_maps = {
-        name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()
-    }
-    if not expert_maps:
-        return {}, ""
-    eps = sorted({len(own.slots_P) for own in expert_maps.values()})
-    if sharding == "none" and eps == [layout.ep]:
-        return expert_maps, "  experts     where the run had moved them\n"
-    was = ", ".join(map(str, eps))
-    return (
-        {},
-        f"  experts     in contiguous blocks again: the run had moved them, for ep {was} and "
-        "sharding none\n",
-    )
-
-
 def _size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def _time_of(path: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-
-
-def _short(layout: Layout) -> str:
-    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
-    return (
-        f"{ranks}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, ep {layout.ep}"
-    )

@@ -1,4 +1,4 @@
-"""`moebius ckpt`: lists, verifies, rewrites, exports and imports checkpoints."""
+"""`moebius ckpt`: lists, verifies, exports and imports checkpoints."""
 
 import argparse
 from functools import partial
@@ -9,7 +9,7 @@ from ..arguments import Commands, add_command, add_overrides, add_run_argument
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius ckpt` and its actions."""
-    text = "list, verify, rewrite, export and import checkpoints"
+    text = "list, verify, export and import checkpoints"
     parser = add_command(
         commands,
         "ckpt",
@@ -20,7 +20,6 @@ def add_commands(commands: Commands) -> None:
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add_ls(actions)
     _add_verify(actions)
-    _add_reshard(actions)
     _add_export(actions)
     _add_import(actions)
 
@@ -84,59 +83,11 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_reshard(actions: Commands) -> None:
-    text = "rewrite a checkpoint into the files of other ranks"
-    parser = add_command(
-        actions,
-        "reshard",
-        _reshard,
-        text,
-        examples=["ckpt reshard runs/mine --out resharded --world-size 8 --ep 4"],
-    )
-    _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
-    _add_out_argument(parser)
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="as mesh.ep")
-    parser.add_argument(
-        "--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep"
-    )
-    parser.add_argument(
-        "--dp-replicate",
-        type=int,
-        metavar="N",
-        help="as mesh.dp_replicate; default: fills the world",
-    )
-    parser.add_argument(
-        "--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding"
-    )
-
-
 def _add_out_argument(parser: argparse.ArgumentParser) -> None:
     """Declares where something is written that must not be there yet."""
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet"
     )
-
-
-def _reshard(options: argparse.Namespace) -> int:
-    """Carries out `moebius ckpt reshard`."""
-    from rich.console import Console
-
-    from ..progress import progress_bars
-    from .checkpoint_report import reshard_for
-
-    mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
-    with progress_bars(Console(stderr=True)) as start_progress:
-        words = reshard_for(
-            options.path,
-            options.out,
-            mesh,
-            world_size=options.world_size,
-            step=options.step,
-            start_progress=start_progress,
-        )
-    print(words)
-    return 0
 
 
 def _add_export(actions: Commands) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints under global names that any layout loads: reading, writing, resharding, files."""
+"""Saves and loads checkpoints under global names: any layout loads any other's."""

@@ -35,8 +35,10 @@ Model = TypeVar("Model", bound=BaseModel)
 # of a chunk, in all dims but the first: offsets and sizes
 _Column = tuple[tuple[int, ...], tuple[int, ...]]
 _Columns = tuple[_Column, ...]
-# told how many bytes were read or written since it was last called
 OnBytes = Callable[[int], None]
+"""Hears how many bytes were read or written since its last call."""
+StartProgress = Callable[[str, int], OnBytes]
+"""Starts a progress bar of a name and a number of bytes."""
 
 
 class CheckpointError(ValueError):

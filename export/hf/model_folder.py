@@ -16,8 +16,7 @@ import numpy as np
 from ...data_pipeline.errors import DataError, ShardError
 from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
-from ...distributed.checkpoint.format import StoredCheckpoint, open_checkpoint
-from ...distributed.checkpoint.reshard import StartProgress
+from ...distributed.checkpoint.format import StartProgress, StoredCheckpoint, open_checkpoint
 from ...model.config.model_config import ModelConfig
 from ...train.config.run_config import Config, ConfigError
 from ..safetensors import (

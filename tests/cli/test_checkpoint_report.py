@@ -1,8 +1,7 @@
-"""`moebius ckpt ls`, `verify` and `reshard` on a run of two checkpoints: what is shown, what is
+"""`moebius ckpt ls` and `verify` on a run of two checkpoints: what is shown, what is
 wrong, and the exit codes.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -17,12 +16,9 @@ from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import (
     Checkpoint,
     list_checkpoints,
-    open_checkpoint,
-    read_meta,
 )
-from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import ExpertMap
-from moebius.distributed.layout import Layout, MeshConfig, plan_layout
+from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
@@ -211,98 +207,3 @@ def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixt
         "__0_0.distcp does not fit its checksum: bytes have changed (it holds experts 0-5 of model."
         in said
     )
-
-
-def test_reshard_from_the_command_line(
-    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "other" / "checkpoints" / "step_00000010"
-    arguments = ["--world-size", "4", "--ep", "2", "--dp-shard", "4", "--sharding", "fsdp"]
-    code, lines, said = run(capfd, "reshard", str(run_dir), "--out", str(out), *arguments)
-    assert code == 0, said
-    assert lines[0].endswith("step_00000010, bit for bit")
-    assert (
-        lines[2].split("rewritten")[1].strip()
-        == "4 ranks: dp_replicate 1 × dp_shard 4, ep 2, sharding fsdp"
-    )
-    assert read_meta(out).layout == plan_layout(MeshConfig(ep=2, dp_shard=4), 4)
-    assert run(capfd, "verify", str(tmp_path / "other"))[0] == 0
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
-    assert load(out, loaded) == {**META, "experts": read_meta(out).meta["experts"]}
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
-
-
-@pytest.mark.parametrize("ep", [2, 3])
-def test_experts_stay_where_they_were_moved_if_that_fits(
-    ep: int, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    arguments = ["--out", str(out), "--world-size", str(ep), "--ep", str(ep)]
-    code, lines, _ = run(capfd, "reshard", str(run_dir), *arguments)
-    assert code == 0
-    assert (
-        lines[3].split(maxsplit=1)[1]
-        == {
-            2: "where the run had moved them",
-            3: "in contiguous blocks again: the run had moved them, for ep 2 and sharding none",
-        }[ep]
-    )
-    chunks = open_checkpoint(out).index.tensors[f"model.{BANK}.experts.w_up"].chunks
-    if ep == 2:  # the expert maps are for two ranks, in reverse order: every expert lies by itself
-        assert {(chunk.offsets[0], chunk.file) for chunk in chunks} == {
-            (expert, "__1_0.distcp" if expert < 3 else "__0_0.distcp") for expert in range(6)
-        }
-    else:
-        assert {(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks} == {
-            (0, 2),
-            (2, 4),
-            (4, 6),
-        }
-
-
-def test_a_run_that_never_moved_its_experts_has_nothing_to_take_up_again() -> None:
-    assert checkpoint_report._expert_maps({"progress": {}}, Layout(2, ep=2), "none") == ({}, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere", "--world-size", "2"], "nowhere: has no checkpoint"),
-        (
-            ["run", "--world-size", "2", "--step", "6"],
-            "has no checkpoint of step 6; there are those of 5, 10",
-        ),
-        (
-            ["run", "--world-size", "6", "--ep", "4"],
-            "mesh.ep 4 does not divide the world's 6 ranks",
-        ),
-        (["run", "--world-size", "8", "--ep", "8"], "ep 8 is more than the experts"),
-        (["run", "--world-size", "0"], "a world has 1 to 131,072 ranks, got world_size = 0"),
-        (
-            ["run", "--world-size", "2", "--ep", "0"],
-            "the mesh is not valid: ep 0: Input should be greater than",
-        ),
-        (["run", "--world-size", "2", "--out", "run"], "run exists already and is not overwritten"),
-        (
-            ["run", "--world-size", "2", "--out", "new/step_00000011"],
-            "new/step_00000011: the checkpoint is of step 10, and runs go by the name: call it "
-            "step_00000010",
-        ),
-        (
-            ["run", "--world-size", "2", "--step", "5", "--out", "step_5"],
-            "of step 5, and runs go by the name: call it",
-        ),
-    ],
-)
-def test_what_cannot_be_resharded(
-    arguments: list[str],
-    message: str,
-    run_dir: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(run_dir.parent)
-    code, lines, said = run(capfd, "reshard", "--out", "out", *arguments)
-    assert (code, lines) == (2, [])
-    assert message in said, said
-    assert os.listdir() == ["run"]
