@@ -1,28 +1,21 @@
-"""Runs a function of a test file on N real processes, as torchrun would start them, and brings back
-what they return.
+"""Runs a function of a test file on several real processes, as torchrun would start them.
 
     from world import run_ranks
 
-    def sum_of_ranks(offset):                       # a module-level function of the test file; runs on every rank
+    def sum_of_ranks(offset):  # a module-level function of the test file; every rank runs it
         with start_process("cpu", timeout_s=20) as process:
             value = torch.tensor(float(process.rank + offset))
             dist.all_reduce(value)
             return value.item()
 
     def test_sum():
-        assert run_ranks(sum_of_ranks, 4, 10) == [46.0] * 4    # one result per rank, in the order of ranks
+        assert run_ranks(sum_of_ranks, 4, 10) == [46.0] * 4  # one result per rank, in their order
 
-The function is called as fn(*args), with torchrun's variables in its environment (RANK, WORLD_SIZE,
-LOCAL_RANK, …), one thread for torch, and no process group: it starts one itself if it wants one.
-Arguments and results travel by pickle.
+The function finds torchrun's variables in its environment (RANK, WORLD_SIZE, …). torch has one thread, and
+no process group is open. Arguments and results travel by pickle.
 
-How: a fork server that has imported torch and most of moebius once forks the ranks, so four of them
-cost 0.15 s (4 s the first time). The test file is loaded in each rank from its path under the name
-that pytest gave it, for in importlib mode no import would find it. The store for the rendezvous
-lives in this process, as torchrun's agent keeps it, so no port is ever guessed. A rank that raises
-ends the world and its traceback becomes the test's error; a rank that does not come is shown with
-its stacks. Ranks die with the fork server (PR_SET_PDEATHSIG), and the fork server with this
-process.
+A fork server that has imported torch and most of moebius forks the ranks, so four of them cost 0.15 s
+(4 s the first time). Ranks die with the fork server (PR_SET_PDEATHSIG), and it dies with this process.
 """
 
 import atexit
@@ -49,10 +42,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-# how long the other ranks may still report after the first failure, so that the cause is among them
+# How long other ranks may still report after the first failure, so that its cause is among the reports.
 _AFTERMATH_S = 0.3
-# Half a second per rank of what every test would import anew. Nothing that starts a thread, since a
-# fork takes none along: pyarrow's allocator does.
+# What every rank would import for itself, at half a second each. Nothing here may start a thread, because
+# a fork copies none: pyarrow's allocator does.
 _PRELOAD = [
     "hypothesis",
     "pytest",
@@ -63,22 +56,18 @@ _PRELOAD = [
     "moebius.simulation.dispatch",
     "moebius.train.config.run_config",
     "moebius.train.expert_placement",
-    "moebius.train.metrics.step_metrics",
 ]
-
 
 _fork_servers: set[int] = set()
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not come; the message carries the tracebacks."""
+    """Says that a rank raised, died or was late; the message carries the tracebacks."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank needs to find the function; `payload` is unpickled only after the test file is
-    loaded.
-    """
+    """Describes one rank's work. `payload` is unpickled only after the test file is loaded."""
 
     file: str
     module: str
@@ -91,9 +80,13 @@ class _Task:
 @dataclass
 class _Rank:
     process: Any
-    results: Any  # a Connection; the type checker knows it by another platform's name
+    results: Any  # a Connection, which the type checker knows by another platform's name
     stacks_file: str
     outcome: tuple[bool, Any] | None = None  # (succeeded, value or traceback)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.outcome is not None and not self.outcome[0]
 
 
 def run_ranks(
@@ -103,42 +96,32 @@ def run_ranks(
     timeout_s: float = 150,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """fn(*args) on `world_size` processes; their results by rank. RankFailed if one raises, dies or
-    is late.
+    """Calls fn(*args) on `world_size` processes and returns their results by rank.
 
-    `environment` adds to torchrun's variables, for example {"MOEBIUS_GENERATION": "3"}.
+    Args:
+        environment: adds to torchrun's variables, for example {"MOEBIUS_GENERATION": "3"}.
+
+    Raises:
+        RankFailed: a rank raised, died or was late.
     """
+    # torchrun's agent keeps the store of the rendezvous too, so no port is ever guessed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
-        tasks = [
-            _task(fn, args, rank, world_size, store.port, environment or {}, folder)
-            for rank in range(world_size)
-        ]
         ranks: list[_Rank] = []
         try:
-            ranks.extend(_start(task) for task in tasks)
-            _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+            for rank in range(world_size):
+                variables = _torchrun_variables(rank, world_size, store.port)
+                stacks_file = os.path.join(folder, f"stacks{rank}.txt")
+                task = _task(fn, args, variables | dict(environment or {}), stacks_file)
+                ranks.append(_start(task))
+            _collect(ranks, timeout_s)
             return [rank.outcome[1] for rank in ranks if rank.outcome]
         finally:
             _end(ranks)
 
 
-def _task(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    extra: Mapping[str, str],
-    folder: str,
-) -> _Task:
-    module = sys.modules[fn.__module__]
-    if "<" in fn.__qualname__ or module.__file__ is None:
-        raise ValueError(
-            f"{fn.__qualname__} must be a module-level function of a file: a rank finds it by its "
-            "name"
-        )
-    torchrun = {
+def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": rank,
@@ -150,14 +133,17 @@ def _task(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": 1,
     }
-    return _Task(
-        file=module.__file__,
-        module=fn.__module__,
-        qualname=fn.__qualname__,
-        payload=pickle.dumps(tuple(args)),
-        environment={**{name: str(value) for name, value in torchrun.items()}, **extra},
-        stacks_file=os.path.join(folder, f"stacks{rank}.txt"),
-    )
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _task(
+    fn: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str], stacks_file: str
+) -> _Task:
+    file = sys.modules[fn.__module__].__file__
+    if "<" in fn.__qualname__ or file is None:
+        raise ValueError(f"{fn.__qualname__} is not a module-level function: no rank can find it")
+    payload = pickle.dumps(tuple(args))
+    return _Task(file, fn.__module__, fn.__qualname__, payload, environment, stacks_file)
 
 
 def _start(task: _Task) -> _Rank:
@@ -170,74 +156,62 @@ def _start(task: _Task) -> _Rank:
     return _Rank(process, receiving, task.stacks_file)
 
 
-def _stop_fork_server() -> None:
-    """By itself it would outlive us by half a second."""
-    for pid in _fork_servers:
-        os.kill(
-            pid, signal.SIGKILL
-        )  # still our child, if only a dead one: the number cannot be another's
-        os.waitpid(pid, 0)
-
-
-def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> None:
-    """Waits for every rank's outcome; raises RankFailed at the first failure (and its aftermath) or
-    the deadline.
-    """
-    failed = False
+def _collect(ranks: list[_Rank], timeout_s: float) -> None:
+    """Waits for every rank's outcome; raises RankFailed at a failure or when time is up."""
+    deadline = time.monotonic() + timeout_s
     while pending := [rank for rank in ranks if rank.outcome is None]:
-        ready = wait(
-            [rank.results for rank in pending], timeout=max(0.0, deadline - time.monotonic())
-        )
+        left_s = max(0.0, deadline - time.monotonic())
+        ready = wait([rank.results for rank in pending], timeout=left_s)
         if not ready:
             break
+        had_failed = any(rank.has_failed for rank in ranks)
         for rank in pending:
             if rank.results in ready:
-                rank.outcome = _outcome(rank)
-                if not rank.outcome[0] and not failed:
-                    failed, deadline = True, min(deadline, time.monotonic() + _AFTERMATH_S)
-    failures = [
-        (index, rank.outcome[1])
-        for index, rank in enumerate(ranks)
-        if rank.outcome and not rank.outcome[0]
-    ]
+                rank.outcome = _receive(rank)
+        if not had_failed and any(rank.has_failed for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
+    outcomes = {index: rank.outcome for index, rank in enumerate(ranks) if rank.outcome}
+    failures = {index: value for index, (succeeded, value) in outcomes.items() if not succeeded}
     if failures:
-        raise RankFailed(
-            "\n".join(f"rank {index} of {len(ranks)} failed:\n{trace}" for index, trace in failures)
-        )
-    if late := [index for index, rank in enumerate(ranks) if rank.outcome is None]:
-        came = [index for index in range(len(ranks)) if index not in late]
+        traces = [f"rank {n} of {len(ranks)} failed:\n{trace}" for n, trace in failures.items()]
+        raise RankFailed("\n".join(traces))
+    if late := [index for index in range(len(ranks)) if index not in outcomes]:
+        came = list(outcomes)
         stacks = "\n".join(f"rank {index} stands at:\n{_stacks(ranks[index])}" for index in late)
         raise RankFailed(
             f"after {timeout_s:g} s ranks {late} did not come back (ranks {came} did)\n{stacks}"
         )
 
 
-def _outcome(rank: _Rank) -> tuple[bool, Any]:
+def _receive(rank: _Rank) -> tuple[bool, Any]:
     try:
         fork_server, *outcome = pickle.loads(rank.results.recv_bytes())
     except EOFError:
         rank.process.join(5)
         return False, f"the process died without a word (exit code {rank.process.exitcode})"
-    if fork_server not in _fork_servers:
-        if not _fork_servers:
-            atexit.register(_stop_fork_server)
-        _fork_servers.add(fork_server)
+    if not _fork_servers:
+        atexit.register(_stop_fork_servers)
+    _fork_servers.add(fork_server)
     return tuple(outcome)
+
+
+def _stop_fork_servers() -> None:
+    """Ends them at once; by themselves they would outlive this process by half a second."""
+    for pid in _fork_servers:
+        os.kill(pid, signal.SIGKILL)  # still our child, so the number is nobody else's
+        os.waitpid(pid, 0)
 
 
 def _stacks(rank: _Rank) -> str:
     os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.2)  # faulthandler writes at once; nothing tells us when
-    return (
-        Path(rank.stacks_file).read_text()
-        if Path(rank.stacks_file).exists()
-        else "(not started yet)"
-    )
+    file = Path(rank.stacks_file)
+    return file.read_text() if file.exists() else "(not started yet)"
 
 
 def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
-        if rank.outcome is None or not rank.outcome[0]:
+        if rank.outcome is None or rank.has_failed:
             rank.process.kill()
     for rank in ranks:
         rank.process.join(5)
@@ -248,14 +222,14 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _serve(task: _Task, results: Connection) -> None:
-    """The life of a rank's process."""
+    """Is the whole life of a rank's process."""
     _die_with_parent()
     os.environ.update(task.environment)
     torch.set_num_threads(1)
     with open(task.stacks_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
-            fn = _find(task)
+            fn = _load_function(task)
             message = pickle.dumps((os.getppid(), True, fn(*pickle.loads(task.payload))))
         except BaseException:  # noqa: BLE001 - whatever ends a rank is the test's business
             message = pickle.dumps((os.getppid(), False, traceback.format_exc()))
@@ -266,21 +240,19 @@ def _serve(task: _Task, results: Connection) -> None:
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _find(task: _Task) -> Callable[..., Any]:
-    """Loads the test file under pytest's name for it, so that its classes pickle in both
-    directions.
+def _load_function(task: _Task) -> Callable[..., Any]:
+    """Loads the test file under the name that pytest gave it, so that its classes can be pickled.
+
+    pytest's importlib mode gives names that no import would find.
     """
     if task.module not in sys.modules:
         spec = importlib.util.spec_from_file_location(task.module, task.file)
         if spec is None or spec.loader is None:
             raise ImportError(f"cannot load {task.file}")
+        parents = task.module.split(".")[:-1]
+        for parent in itertools.accumulate(parents, lambda path, name: f"{path}.{name}"):
+            sys.modules.setdefault(parent, types.ModuleType(parent))  # pickle imports them first
         module = importlib.util.module_from_spec(spec)
-        for parent in itertools.accumulate(
-            task.module.split(".")[:-1], lambda path, name: f"{path}.{name}"
-        ):
-            sys.modules.setdefault(
-                parent, types.ModuleType(parent)
-            )  # pickle imports a module's parents first
         sys.modules[task.module] = module
         spec.loader.exec_module(module)
     found: Any = sys.modules[task.module]
