@@ -16,6 +16,8 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from moebius.cli.main import main
 from moebius.kernels.cpu import library as brgemm_library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
@@ -31,6 +34,34 @@ LEAVE_S = 5.0  # how long a process that is on its way out may take
 LEFT_BEHIND = pytest.StashKey[dict[int, str]]()
 
 settings.register_profile("house", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds what a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """Returns everything printed, with line breaks folded."""
+        return " ".join((self.out + self.err).split())
+
+
+@pytest.fixture
+def moebius(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Runs a command line in this process: `moebius("status", run_dir).code`."""
+
+    def run(*words: object) -> Answer:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        answer = Answer(int(ended.value.code or 0), *capfd.readouterr())
+        assert "Traceback" not in answer.err, answer.err
+        return answer
+
+    return run
 
 
 def pytest_configure(config: pytest.Config) -> None:
