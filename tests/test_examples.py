@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and the documentation quotes what is in the files."""
+"""The examples of a router and a dispatcher hold what they promise; docs/extending.md quotes them."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import start_process
+from moebius.distributed.process.process import Process, start_process
 from moebius.model.balance import RunningSum
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
@@ -31,7 +31,6 @@ from moebius.planning.workload import Bank
 ROOT = Path(__file__).resolve().parents[1]
 DISPATCHER = ROOT / "examples" / "add_a_dispatcher.py"
 ROUTER = ROOT / "examples" / "add_a_router.py"
-EXTENDING = ROOT / "docs" / "extending.md"
 
 
 def load_example(path: Path = ROUTER) -> ModuleType:
@@ -77,6 +76,13 @@ def tokens_of(rank: int) -> Tensor:
     return torch.randint(31, (3, 7), generator=torch.Generator().manual_seed(rank))
 
 
+def built(config: ModelConfig, process: Process, *, dispatcher: str) -> Transformer:
+    """Returns this rank's part of the model on two ranks, EP 2."""
+    mesh = build_mesh(plan_layout(MeshConfig(ep=2, dispatcher=dispatcher), 2), process)
+    options: dict[str, Any] = {"backend": "auto", "seed": 0, "device": process.device}
+    return build_model(config, mesh, dispatcher=dispatcher, **options)
+
+
 @pytest.mark.slow
 def test_the_example_learns_and_says_so() -> None:
     done = subprocess.run(
@@ -93,19 +99,26 @@ def test_the_example_learns_and_says_so() -> None:
     assert all(1 <= load <= 8 for load in loads)
 
 
-def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
-    """A loop over rows: experts are added until the probability of those before reaches p."""
+def routed(example: ModuleType) -> tuple[Any, Tensor, Any]:
+    """Returns the example's router, 40 rows and where it sends them."""
     router = example.TopPRouter(
         example.TopPConfig(p=0.6), 5, 6, init=lambda shape, generator: torch.randn(shape)
     )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
-    routes = router(x_TD, batch_size=4).routes
-    found = [dict() for _ in x_TD]
+    return router, x_TD, router(x_TD, batch_size=4)
+
+
+def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
+    """A loop over rows: experts are added until the probability of those before reaches p."""
+    router, x_TD, routing = routed(example)
+    routes = routing.routes
+    found: list[dict[int, float]] = [{} for _ in x_TD]
     for row, expert, weight in zip(routes.source_N, routes.expert_N, routes.weight_N, strict=True):
         found[row][expert.item()] = weight.item()
     for x_D, chosen in zip(x_TD, found, strict=True):
-        p_E, expected, total = (router.weight @ x_D).softmax(0), {}, 0.0
+        p_E = (router.weight @ x_D).softmax(0)
+        expected, total = {}, 0.0
         for expert in p_E.argsort(descending=True).tolist():
             if total >= 0.6:
                 break
@@ -117,20 +130,12 @@ def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
 
 
 def test_its_losses_count_what_was_served(example: ModuleType) -> None:
-    """Against a loop: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices
-    of the micro-batch.
-    """
-    router = example.TopPRouter(
-        example.TopPConfig(p=0.6), 5, 6, init=lambda shape, generator: torch.randn(shape)
-    )
-    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-    x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
-    routing = router(x_TD, batch_size=4)
+    """A loop again: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices."""
+    router, x_TD, routing = routed(example)
     sums = router.statistics(routing, 4)
     load_BE = torch.zeros(4, 6, dtype=torch.int64)
-    for row, expert in zip(
-        routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True
-    ):
+    served = zip(routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True)
+    for row, expert in served:
         load_BE[row // 10, expert] += 1
     assert torch.equal(sums["load"], load_BE)
     p_TE = (x_TD @ router.weight.T).softmax(-1)
@@ -161,10 +166,7 @@ def test_the_family_knows_what_it_costs(example: ModuleType) -> None:
 def logits_on_ranks() -> Tensor:
     load_example()
     with start_process("cpu", timeout_s=30) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
-        model = build_model(
-            config_of(0.5), mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
-        )
+        model = built(config_of(0.5), process, dispatcher="auto")
         return model(tokens_of(process.rank)).logits_BSV.detach()
 
 
@@ -192,16 +194,9 @@ def recomputed_with_the_dispatcher() -> list[dict[str, Tensor]]:
     load_example(DISPATCHER)
     found = []
     with start_process("cpu", timeout_s=30) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=2, dispatcher="sorted"), 2), process)
         for mode in ("none", "selective", "full"):
-            model = build_model(
-                config_with({"kind": "token_choice", "top_k": 2}),
-                mesh,
-                dispatcher="sorted",
-                backend="auto",
-                seed=0,
-                device=process.device,
-            )
+            config = config_with({"kind": "token_choice", "top_k": 2})
+            model = built(config, process, dispatcher="sorted")
             model.recompute_layers(mode)
             logits_BSV = model(tokens_of(process.rank)).logits_BSV
             logits_BSV.square().mean().backward()
@@ -243,52 +238,3 @@ def test_the_command_and_the_planner_know_the_dispatcher() -> None:
         )
     finally:
         del DISPATCHERS["sorted"]
-
-
-# The documentation --------------------------------------------------------------------------------------------------
-
-
-def quotations(text: str) -> list[tuple[str, str]]:
-    """(file, code) of every Python block: the file is the last one that was named in brackets at
-    the end of a sentence.
-    """
-    found, file = [], ""
-    pattern = r"\(`([\w/]+\.py)`\):?|`([\w/]+\.py)`:\n|```python\n(.*?)```"
-    for named, chosen, code in re.findall(pattern, text, flags=re.DOTALL):
-        file = named or chosen or file
-        if code:
-            found.append((file, code))
-    return found
-
-
-def test_the_documentation_quotes_the_files() -> None:
-    found = quotations(EXTENDING.read_text(encoding="utf-8"))
-    assert len(found) == 10
-    for file, code in found:
-        assert code in (ROOT / file).read_text(encoding="utf-8"), (
-            f"{EXTENDING.name} differs from {file}:\n{code}"
-        )
-
-
-def test_the_documentation_shows_the_whole_router() -> None:
-    """Nothing but the docstring of the class is left out."""
-    quoted = "".join(
-        code
-        for file, code in quotations(EXTENDING.read_text(encoding="utf-8"))
-        if file == "examples/add_a_router.py"
-    )
-    source = ROUTER.read_text(encoding="utf-8")
-    router = source[source.index("class TopPConfig") : source.index('ROUTERS["top_p"]')]
-    missing = {line for line in router.splitlines() if line.strip()} - set(quoted.splitlines())
-    assert {line.strip()[:20] for line in missing} == {
-        "class TopPRouter(Cho",
-        '"""Takes the likelie',
-        "Config = TopPConfig",
-        "config: TopPConfig",
-    }
-
-
-def test_every_file_that_the_documentation_names_is_there() -> None:
-    text = EXTENDING.read_text(encoding="utf-8")
-    for path in set(re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|md))`", text)):
-        assert (ROOT / path).is_file(), path
