@@ -19,8 +19,8 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main
 from moebius.train.config.run_config import Config, ConfigError, MeshConfig, TrainConfig
+from moebius.train.metrics.log import finite
 from moebius.train.run import assemble, check_generation
-from moebius.train.sinks.json_lines import finite
 
 MODEL = ModelConfig(
     vocab_size=8000,

@@ -1,26 +1,29 @@
-"""Which errors of a rank no restart mends, and how a rank says so.
+"""Errors of a configuration, and which errors of a rank no restart can fix.
 
-A job starts again what a crash has ended. A configuration that cannot be run, data that is not
-there, a device that the machine does not have: these will be the same after any number of restarts,
-so the rank ends with an exit code of its own, and the supervision ends the job with it.
+A job restarts what a crash has ended. A configuration that cannot run, data that is not there, a
+device that the machine lacks: these stay the same after any number of restarts. A rank that meets
+one exits with EXIT_MISTAKE, and the supervisor ends the job with it.
 
-Nothing heavy is imported at the top: the supervision knows the exit code and needs no torch.
+The supervisor imports this module, so it must not import torch at the top.
 """
 
 from ...data_pipeline.errors import DataError
 
-EXIT_MISTAKE = 78  # EX_CONFIG of sysexits.h; ranks of other programs may use it alike
+EXIT_MISTAKE = 78  # EX_CONFIG of sysexits.h; ranks of other programs may use it too
 
 _PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+class ConfigError(ValueError):
+    """Says why a configuration cannot be run: which value, why, and what to do."""
 
 
 def no_restart_mends(error: BaseException) -> bool:
     """Returns whether a rank that raised this would raise it again after any restart.
 
-    Data that a file system failed to deliver (an I/O error, a stale handle) may be readable again.
+    Data that a file system failed to deliver (an I/O error, a stale handle) may be readable later.
     """
     from ...distributed.process.process import DeviceError
-    from .run_config import ConfigError
 
     if not isinstance(error, ConfigError | DataError | DeviceError):
         return False

@@ -1,33 +1,23 @@
 """Which writers a run's metrics have beside metrics.jsonl: the section `train.metrics`."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
-SinkName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class MetricsConfig(BaseModel):
     """Configures where metrics are written (docs/metrics.md); metrics.jsonl always is."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    # Keys and servers' addresses come from the environment alone: WANDB_API_KEY,
-    # MLFLOW_TRACKING_URI, …
     sinks: tuple[SinkName, ...] = ("tensorboard",)
-    # of W&B, and the experiment of MLflow; none: what $WANDB_PROJECT and $MLFLOW_EXPERIMENT_NAME
-    # say, or else "moebius"
-    project: str | None = Field(default=None, min_length=1, max_length=128)
-    # lines about steps from one picture of the experts' load to the next; 0: no pictures
-    heat_map_every: NonNegativeInt = 100
-    # lines from one with all depth steps to the next; those between have the worst depth step only
-    depths_every: PositiveInt = 10
-    # what the model writes after each of four beginnings of validation rows, at every evaluation; 0:
-    # nothing. As many forward passes over short rows
+    """The sinks beside metrics.jsonl. Their keys and server addresses come from the environment."""
+
     sample_tokens: NonNegativeInt = 0
-    # where Prometheus finds the gauges, on rank 0's machine; port 0: a free one, which the log tells
-    prometheus_host: str = "127.0.0.1"
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """How many tokens the model writes after each of four validation prompts, at every evaluation;
+    0: none. It costs as many forward passes over short rows."""
 
     def check_samples(self, *, seq_len: int, causal: bool, paired: bool) -> None:
         """Checks that the model can write what `sample_tokens` asks for.

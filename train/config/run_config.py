@@ -45,6 +45,7 @@ from ...model.execution.precision import Precision
 from ...model.execution.recompute import Recompute
 from ..optim import OptimConfig
 from ..record.redaction import secret_places
+from .errors import ConfigError
 from .job_config import JobConfig
 from .metrics_config import MetricsConfig
 from .spike_config import SpikeConfig
@@ -99,10 +100,6 @@ _SECTIONS_OF_TRAIN: dict[str, type[BaseModel]] = {
 }
 Model = TypeVar("Model", bound=BaseModel)
 _SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
-
-
-class ConfigError(ValueError):
-    """Says why a configuration cannot be run: which value, why, and what to do."""
 
 
 class TrainConfig(BaseModel):

@@ -1,17 +1,15 @@
-"""What the numbers of a line are called where people look at curves, the same in every sink.
+"""Names the curve of every number in the metrics, the same in every sink.
 
-`METRICS` is the list, with units; docs/metrics.md shows it. A number that is not in it is called
-"kind/field", so that what a line newly tells is not lost.
+`METRICS` lists the names with their units; docs/metrics.md shows them. A number that is not listed
+is called "kind/field", so a new field of a line is not lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from .records import Record, is_matrix
+from .log import Record
 from .step_metrics import LOAD_KINDS
-
-_DEPTHS = "experts_by_depth"
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,10 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("start", "generation"): Metric("run/generation", "", "of the job; each restart begins one"),
     ("start", "world_size"): Metric("run/ranks", "ranks", "that train"),
     ("start", "parameters"): Metric("run/parameters", "", "of the model"),
-    ("in_place", "round"): Metric("run/replacements", "", "rounds in which ranks were replaced"),
     ("rollback", "number"): Metric("run/rollbacks", "", "of the run so far"),
 }
-# Fields that are no measurement.
-_LEFT_OUT = {
+# Fields that are not measurements.
+_NOT_MEASURED = {
     ("train", "digest"),
     ("start", "steps"),
     ("spike", "first_sample"),
@@ -127,52 +124,49 @@ _WORST: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """One number of a record: a curve's name, what it is about, and its value."""
-
-    name: str  # "experts_by_depth/max_violation"
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)  # kind, depth, layer or name
-
-    @property
-    def path(self) -> str:
-        """Returns the name with its labels: experts_by_depth/max_violation/feed_forward/depth_03."""
-        parts = [
-            f"depth_{int(value):02d}" if label == "depth" else value
-            for label, value in self.labels.items()
-        ]
-        return "/".join([self.name, *parts])
-
-
-def points_of(record: Record, *, depths: Sequence[int], by_depth: bool) -> Iterator[Point]:
-    """Yields the numbers of a record under the names that people look for.
+def points_of(
+    record: Record, *, depths: Sequence[int], by_depth: bool
+) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a record, each with the name of its curve.
 
     Args:
-        record: one line.
+        record: one line of the metrics.
         depths: depth steps whose feed-forward has experts, from 1.
-        by_depth: a point for every depth step as well.
+        by_depth: whether to yield a number for every depth step as well.
     """
     for name, value in record.values.items():
-        if (record.kind, name) in _LEFT_OUT or is_matrix(value):
+        if (record.kind, name) in _NOT_MEASURED:
             continue
-        if is_number(value):
-            yield Point(_name_of(record.kind, name), float(value))
+        if _is_number(value):
+            metric = METRICS.get((record.kind, name))
+            yield metric.name if metric else f"{record.kind}/{name}", float(value)
         elif record.kind == "train" and isinstance(value, list):
-            yield from _of_depths(name, value, depths, by_depth=by_depth)
+            yield from _by_depth(name, value, depths, by_depth=by_depth)
         elif record.kind == "train" and isinstance(value, dict):
-            yield from _of_groups(name, value)
+            yield from _by_group(name, value)
 
 
-def is_number(value: Any) -> bool:
-    """Returns whether a value of a record is one number; a truth is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _by_depth(
+    name: str, values: Sequence[Any], depths: Sequence[int], *, by_depth: bool
+) -> Iterator[tuple[str, float]]:
+    """Yields a router's statistic: the worst depth step's, and if wanted every depth step's."""
+    kind, statistic = _router_of(name)
+    worst = _WORST.get(statistic)
+    if worst is None or not values:
+        return
+    yield f"experts/{statistic}/{kind}", worst(values)
+    if not by_depth:
+        return
+    all_steps = range(1, len(values) + 1)
+    steps = depths if kind == LOAD_KINDS[0] and len(depths) == len(values) else all_steps
+    for step, value in zip(steps, values, strict=True):
+        yield f"experts_by_depth/{statistic}/{kind}/depth_{step:02d}", value
 
 
-def router_of(field_name: str) -> tuple[str, str]:
-    """Returns whose statistic a field is, and which: ("value", "max_violation").
+def _router_of(field_name: str) -> tuple[str, str]:
+    """Returns the kind of router that a field is about, and the statistic: "value", "gate_mean".
 
-    The feed-forward's go under plain names in a line, the others' with the kind as prefix.
+    Fields of the feed-forward have no prefix; those of other kinds begin with the kind.
     """
     for kind in LOAD_KINDS[1:]:
         if field_name.startswith(f"{kind}_"):
@@ -180,37 +174,15 @@ def router_of(field_name: str) -> tuple[str, str]:
     return LOAD_KINDS[0], field_name
 
 
-def depth_numbers(kind: str, count: int, depths: Sequence[int]) -> Sequence[int]:
-    """Returns which depth steps the `count` entries of a statistic are, from 1."""
-    if kind == LOAD_KINDS[0] and len(depths) == count:
-        return depths
-    return range(1, count + 1)
-
-
-def _name_of(kind: str, name: str) -> str:
-    metric = METRICS.get((kind, name))
-    return metric.name if metric else f"{kind}/{name}"
-
-
-def _of_depths(
-    name: str, values: Sequence[Any], depths: Sequence[int], *, by_depth: bool
-) -> Iterator[Point]:
-    kind, statistic = router_of(name)
-    worst = _WORST.get(statistic)
-    if worst is None or not values or not all(map(is_number, values)):
-        return
-    yield Point(f"experts/{statistic}", worst(values), {"kind": kind})
-    if by_depth:
-        for depth, value in zip(depth_numbers(kind, len(values), depths), values, strict=True):
-            yield Point(f"{_DEPTHS}/{statistic}", value, {"kind": kind, "depth": str(depth)})
-
-
-def _of_groups(name: str, values: Mapping[str, Any]) -> Iterator[Point]:
-    """Yields the points of the two fields that are tables: auxiliary losses and exchanges."""
+def _by_group(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of the two fields that are tables: auxiliary losses and exchanges."""
     for key, entry in values.items():
-        if name == "auxiliary_losses" and is_number(entry):
-            yield Point("loss/auxiliary", float(entry), {"name": key})
-        elif name == "exchange" and isinstance(entry, dict):
+        if name == "auxiliary_losses" and _is_number(entry):
+            yield f"loss/auxiliary/{key}", float(entry)
+        elif name == "exchange":
             for figure, value in entry.items():
-                if is_number(value):
-                    yield Point(f"exchange/{figure}", float(value), {"layer": key})
+                yield f"exchange/{figure}/{key}", float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

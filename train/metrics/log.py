@@ -1,42 +1,58 @@
-"""The one log of a run's metrics: each line goes to metrics.jsonl at once, and to the other sinks
-from threads of their own.
+"""The log of a run's metrics: each line goes to metrics.jsonl at once, and to the other sinks from
+threads of their own.
 """
 
+import errno
+import json
 import logging
+import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..record.redaction import redact, redact_values
-from ..sinks.json_lines import JsonLines
-from .background import BackgroundSink
-from .records import Record
+
+if TYPE_CHECKING:
+    from .background import BackgroundSink
 
 logger = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
-_CLOSE_S = 60.0  # how long a run that has ended waits for its sinks
-_CLOSE_FAILED_S = 5.0  # and one that has failed, which others wait for
+_CLOSE_S = 60.0  # how long a finished run waits for its sinks
+_CLOSE_FAILED_S = 5.0  # how long a failed run does, since other ranks wait for it
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the metrics, without secrets."""
+
+    kind: str  # "train", "eval", "checkpoint", …
+    step: int
+    time_s: float  # since the epoch
+    values: Mapping[str, Any]
+    number: int = 0  # among this process's lines of the same kind, from 0
 
 
 class MetricsLog:
-    """Takes the lines of a run, on rank 0; silent on every other rank."""
+    """Writes the metrics of a run on rank 0; does nothing on any other rank."""
 
     def __init__(
-        self, run_dir: Path, *, active: bool, sinks: Sequence[BackgroundSink] = ()
+        self, run_dir: Path, *, active: bool, sinks: Sequence["BackgroundSink"] = ()
     ) -> None:
-        """Opens metrics.jsonl, if `active`; the sinks are closed with it."""
-        self._lines = JsonLines(run_dir / FILE) if active else None
+        """Opens metrics.jsonl if `active`; the log owns the sinks."""
+        self._file = _JsonLines(run_dir / FILE) if active else None
         self._sinks = tuple(sinks)
         self._numbers: Counter[str] = Counter()
-        self._state = "failed"  # until a line says how the run has ended
-        self._is_failing = False  # the last line was not written, and that was told
+        self._state = "failed"  # until a line says how the run ended
+        self._is_failing = False  # the last line could not be written, and the log said so
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Returns the log itself."""
         return self
 
     def __exit__(
@@ -45,41 +61,37 @@ class MetricsLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes the log, in a hurry after an error."""
+        """Closes the log."""
         self.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Writes one line; it is in the file when this returns, for readers follow it.
+        """Writes one line, which readers can see as soon as this returns.
 
-        A line that cannot be written, to a full disk for example, is lost: a warning says so, once.
+        A line that cannot be written (the disk is full, say) is lost; the first such loss is logged.
         """
-        if self._lines is None:
+        if self._file is None:
             return
         record = Record(kind, step, time.time(), _redacted(values), self._numbers[kind])
         self._numbers[kind] += 1
         if kind == "end":
             self._state = str(values.get("state"))
         try:
-            self._lines.write_one(record)
+            self._file.write_one(record)
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
                 logger.warning("step %d: the metrics could not be written: %s", step, error)
             self._is_failing = True
+        slim = replace(record, values=_without_matrices(record.values))
         for sink in self._sinks:
-            sink.write(record)
-
-    def go_back_to(self, step: int) -> None:
-        """Makes sinks that can forget what was written beyond a step; metrics.jsonl keeps it."""
-        for sink in self._sinks:
-            sink.go_back_to(step)
+            sink.write(slim)
 
     def close(self) -> None:
-        """Flushes and closes all; once is enough, twice is harmless."""
-        if self._lines is None:
+        """Closes the file and the sinks; a second call does nothing."""
+        if self._file is None:
             return
-        self._lines.close()
-        self._lines = None
+        self._file.close()
+        self._file = None
         for sink in self._sinks:
             sink.begin_to_close(self._state)
         limit_s = _CLOSE_FAILED_S if self._state == "failed" else _CLOSE_S
@@ -88,13 +100,59 @@ class MetricsLog:
             sink.close(self._state, limit_s=max(0.0, end_s - time.monotonic()))
 
 
-def _redacted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Blots secrets out of texts, lists and tables of them, and looks at no list of numbers."""
+class _JsonLines:
+    """Appends each record to a file as one line of JSON."""
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: a line that a full disk refused must not appear later, inside another line.
+        self._file = path.open("ab", buffering=0)
+        self._is_torn = False  # the last line is incomplete
+
+    def write_one(self, record: Record) -> None:
+        """Writes a line, and first ends an incomplete one.
+
+        Raises:
+            OSError: the line could not be written, or not all of it.
+        """
+        values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
+        line = json.dumps(finite(values | dict(record.values))).encode()
+        line = b"\n" * self._is_torn + line + b"\n"
+        written = self._file.write(line)
+        self._is_torn = written < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """Replaces numbers that are not finite by strings, since JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return value
+
+
+def _without_matrices(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops what holds a number per expert and depth step, which no sink but the file shows."""
     return {
-        name: redact(value)
-        if isinstance(value, str)
-        else redact_values(value)
-        if isinstance(value, list) and value and isinstance(value[0], str | dict)
-        else value
+        name: value
         for name, value in values.items()
+        if not (isinstance(value, list) and value and isinstance(value[0], list))
     }
+
+
+def _redacted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes secrets from texts and from lists of texts or tables; skips lists of numbers."""
+    redacted = {}
+    for name, value in values.items():
+        holds_text = isinstance(value, list) and value and isinstance(value[0], str | dict)
+        if isinstance(value, str):
+            redacted[name] = redact(value)
+        else:
+            redacted[name] = redact_values(value) if holds_text else value
+    return redacted

@@ -1,75 +1,325 @@
-"""Which sinks there are, what each needs, and how a run opens those that its configuration names."""
+"""The sinks that a run can write to beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+
+Server addresses and keys come from the environment alone: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
+
+A service that can only append must not get a step twice. After a restart the repeated steps have
+the same numbers, so `SentLines` remembers in the run folder what was sent and skips it. After a
+rollback (docs/training.md) the numbers differ; there the service shows the abandoned steps until
+the run has passed them. TensorBoard hides steps instead.
+"""
 
 import importlib
-import logging
+import json
 import os
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..config.run_config import Config, ConfigError
+from ..config.errors import ConfigError
+from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
-from ..sinks.mlflow import URI, MLflow
-from ..sinks.prometheus import Prometheus
-from ..sinks.tensorboard import TensorBoard
-from ..sinks.wandb import WandB
-from .background import BackgroundSink
-from .log import MetricsLog
-from .records import RunFacts, Sink
+from .background import BackgroundSink, Sink
+from .curves import points_of
+from .log import MetricsLog, Record
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_DEPTHS_EVERY = 10  # lines from one with every depth step to the next
+# TensorBoard's page "Custom Scalars": one chart per statistic, with a curve for each depth step.
+_LAYOUT = {
+    "loss": {"train and validation": ["Multiline", [r"loss/(train|validation)"]]},
+    "experts by depth step": {
+        statistic: ["Multiline", [rf"experts_by_depth/{statistic}/.*"]]
+        for statistic in ("max_violation", "effective_experts", "drop_fraction", "gate_mean")
+    },
+}
+_MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request to MLflow
+_MOST_CHARS = 500  # of a parameter's value, which older MLflow servers accept
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# In these kinds of lines a step occurs once; every line of another kind is an event of its own.
+_ONCE_PER_STEP = {"train", "eval", "checkpoint", "checkpoint_copy", "expert_placement", "spike"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a sink knows about its run."""
+
+    run_dir: Path
+    config: Mapping[str, Any]  # the configuration as plain values, without secrets
+    expert_depths: tuple[int, ...]  # depth steps that have experts, from 1
+
+    @property
+    def name(self) -> str:
+        """Returns the run's name, which is that of its folder."""
+        return self.run_dir.absolute().name
+
+    def points(self, record: Record) -> Iterator[tuple[str, float]]:
+        """Yields a line's curves and numbers; every tenth line has those of every depth step."""
+        by_depth = record.number % _DEPTHS_EVERY == 0
+        return points_of(record, depths=self.expert_depths, by_depth=by_depth)
+
+
+class TensorBoard:
+    """Writes event files into the run folder; `purge_step` hides the steps of abandoned attempts.
+
+    Everything goes into one folder. `SummaryWriter.add_hparams` would make a second run.
+    """
+
+    def __init__(self, facts: RunFacts, first_step: int | None) -> None:
+        """Opens a new event file; hides what is there from `first_step` on, unless it is None."""
+        self._facts = facts
+        self._writer = self._open(first_step)
+        self._writer.add_custom_scalars(_LAYOUT)
+        configuration = json.dumps(facts.config, indent=2).replace("\n", "\n    ")
+        self._writer.add_text("configuration", f"    {configuration}", 0)
+        self._add_hparams(has_finished=False)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes numbers as curves, and samples and events as text."""
+        for record in records:
+            if record.kind == "rollback":
+                self._writer.close()
+                self._writer = self._open(record.values["to_step"] + 1)
+            for curve, value in self._facts.points(record):
+                self._writer.add_scalar(curve, value, record.step, record.time_s)
+            for name, text in texts_of(record):
+                self._writer.add_text(name, text, record.step, record.time_s)
+
+    def close(self, state: str) -> None:
+        """Closes the file."""
+        if state == "finished":
+            self._add_hparams(has_finished=True)
+        self._writer.close()
+
+    def _open(self, first_step: int | None) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(self._facts.run_dir / "tensorboard")
+        return SummaryWriter(folder, purge_step=first_step, flush_secs=20)
+
+    def _add_hparams(self, *, has_finished: bool) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        judged_by = {"loss/validation": 0.0, "loss/train": 0.0}  # only the names are written
+        begun, started, ended = hparams(flat_values(self._facts.config), judged_by)
+        file_writer = self._writer.file_writer
+        assert file_writer is not None, "an open writer has a file"
+        for summary in (ended,) if has_finished else (begun, started):
+            file_writer.add_summary(summary)
+
+
+class WandB:
+    """Sends numbers to Weights & Biases, as one run per run folder.
+
+    The step is a number of each line and every chart's axis. W&B's own counter only grows, and
+    would refuse what a checkpoint says of an earlier step.
+    """
+
+    def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
+        """Creates the run, or continues the one that the run folder names."""
+        import wandb
+
+        self._facts = facts
+        self._sent = SentLines(facts.run_dir, "wandb")
+        if self._sent.run is None:
+            self._sent.begin_run(secrets.token_hex(4))
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "moebius",
+            id=self._sent.run,
+            name=facts.name,
+            resume="allow",
+            dir=str(facts.run_dir),
+            settings=wandb.Settings(
+                console="off",  # the ranks' output stays here
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                disable_job_creation=True,
+                init_timeout=60.0,
+            ),
+        )
+        self._run.config.update(dict(facts.config), allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Sends the lines that were not sent before."""
+        for record in self._sent.unsent(records):
+            row = dict(self._facts.points(record))
+            if row:
+                self._run.log(row | {"step": record.step})
+        self._sent.note(records)
+
+    def close(self, state: str) -> None:
+        """Waits until the server has everything, and ends W&B's process."""
+        import wandb
+
+        try:
+            self._run.finish(exit_code=1 if state == "failed" else 0)
+        finally:
+            wandb.teardown()
+
+
+class MLflow:
+    """Sends numbers to an MLflow tracking server, as one run per run folder."""
+
+    def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
+        """Creates the run, or continues the one that the run folder names."""
+        from mlflow.tracking import MlflowClient
+
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # our thread retries
+        self._facts = facts
+        self._sent = SentLines(facts.run_dir, "mlflow")
+        self._client = MlflowClient()
+        run = self._sent.run
+        self._run = run if run is not None and self._has_resumed(run) else self._create_run()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Sends the lines that were not sent before."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(curve, value, round(record.time_s * 1000), record.step)
+            for record in self._sent.unsent(records)
+            for curve, value in self._facts.points(record)
+        ]
+        for some in _batches(metrics, _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=some)
+        self._sent.note(records)
+
+    def close(self, state: str) -> None:
+        """Tells the server how the run ended."""
+        self._client.set_terminated(self._run, status=_MLFLOW_STATUS[state])
+
+    def _has_resumed(self, run: str) -> bool:
+        """Continues a run; returns False if the server does not know it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
+
+    def _create_run(self) -> str:
+        """Creates the run, with the configuration as its parameters."""
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "moebius"
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        run = self._client.create_run(experiment, run_name=self._facts.name).info.run_id
+        self._sent.begin_run(run)
+        flat = flat_values(self._facts.config)
+        parameters = [Param(key, str(flat[key])[:_MOST_CHARS]) for key in flat]
+        for some in _batches(parameters, _MOST_PARAMETERS):
+            self._client.log_batch(run, params=some)
+        return run
+
+
+class SentLines:
+    """Remembers a service's run id and what was sent to it, in `sinks/NAME.json` of the run folder."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        """Reads the file; an absent or damaged one counts as empty."""
+        self._path = run_dir / "sinks" / f"{name}.json"
+        self.run: str | None = None
+        self._last_steps: dict[str, int] = {}
+        try:
+            values: Any = json.loads(self._path.read_text(encoding="utf-8"))
+            self.run = str(values["run"])
+            self._last_steps = {str(kind): int(step) for kind, step in values["sent"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+
+    def begin_run(self, run: str) -> None:
+        """Begins with another run of the service, to which nothing was sent."""
+        self.run, self._last_steps = run, {}
+        self._save()
+
+    def unsent(self, records: Sequence[Record]) -> list[Record]:
+        """Returns the records that were not sent yet."""
+        return [one for one in records if one.step > self._last_steps.get(one.kind, -1)]
+
+    def note(self, records: Sequence[Record]) -> None:
+        """Remembers, on the disk too, that records were sent."""
+        for record in records:
+            if record.kind in _ONCE_PER_STEP:
+                last = self._last_steps.get(record.kind, -1)
+                self._last_steps[record.kind] = max(last, record.step)
+        self._save()
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        partial_file = self._path.with_suffix(".tmp")
+        partial_file.write_text(json.dumps({"run": self.run, "sent": self._last_steps}) + "\n")
+        partial_file.replace(self._path)
+
+
+# Opening them -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SinkKind:
-    """One kind of sink: how it is opened, and what it needs."""
+    """How a kind of sink is opened, and what it needs."""
 
     open: Callable[[RunFacts, int | None], Sink]
     module: str  # imported before the first step, in the main thread
-    extra: str | None  # of moebius that brings it; None: it is a dependency
-    advice: str  # where it fails
-    variable: str | None = None  # of the environment, without which it cannot be
-    takes_matrices: bool = False
+    advice: str  # for when it fails
+    extra: str | None = None  # of moebius, which installs the module; None: a dependency does
+    variable: str | None = None  # of the environment, without which the sink cannot work
 
 
 SINKS: Mapping[str, SinkKind] = {
     "tensorboard": SinkKind(
-        TensorBoard,
-        "torch.utils.tensorboard",
-        None,
-        "the disk of the run folder may be full",
-        takes_matrices=True,
+        TensorBoard, "torch.utils.tensorboard", "the disk of the run folder may be full"
     ),
     "wandb": SinkKind(
-        lambda facts, _: WandB(facts),
+        WandB,
         "wandb",
-        "wandb",
-        "set WANDB_API_KEY where the run is started, or WANDB_MODE=offline where no server is "
-        "reached, and send it later with `wandb sync`",
+        "set WANDB_API_KEY where the run is started, or WANDB_MODE=offline where no server can be "
+        "reached, and send the run later with `wandb sync`",
+        extra="wandb",
     ),
     "mlflow": SinkKind(
-        lambda facts, _: MLflow(facts),
+        MLflow,
         "mlflow.tracking",
-        "mlflow",
-        f"look whether the server of ${URI} is there, and takes MLFLOW_TRACKING_USERNAME and "
-        "_PASSWORD, or _TOKEN",
-        variable=URI,
-    ),
-    "prometheus": SinkKind(
-        lambda facts, _: Prometheus(facts),
-        "prometheus_client",
-        "prometheus",
-        "if the port is taken, train.metrics.prometheus_port=0 takes a free one",
+        "check that the server of $MLFLOW_TRACKING_URI is up and accepts MLFLOW_TRACKING_USERNAME "
+        "and _PASSWORD, or _TOKEN",
+        extra="mlflow",
+        variable="MLFLOW_TRACKING_URI",
     ),
 }
 
 
-def why_not_open(names: tuple[str, ...]) -> str:
-    """Returns which sinks of these cannot be here, why, and what to do; "": all can.
+def check_sinks(config: Config, on_rank_0: Callable[[Callable[[], str]], str | None]) -> None:
+    """Checks before the first step that the configured sinks can work; all ranks raise alike.
 
-    It imports what they need, in the main thread: two threads that import parts of one library may
-    see each other's halves.
+    Args:
+        config: the run's configuration.
+        on_rank_0: calls a function on rank 0 and returns its result on all ranks; collective.
+
+    Raises:
+        ConfigError: rank 0 lacks a package or an environment variable.
+    """
+    names = config.train.metrics.sinks
+    if why := on_rank_0(lambda: _missing(names)):
+        raise ConfigError(
+            f"train.metrics.sinks={list(names)}: {why} (on the machine of rank 0), or leave it out"
+        )
+
+
+def _missing(names: Sequence[str]) -> str:
+    """Returns what these sinks lack and what to do; "" if nothing is missing.
+
+    It imports their modules in the main thread: two threads that import parts of one library may
+    each see the other's half-imported modules.
     """
     faults = []
     for name in names:
@@ -88,51 +338,82 @@ def why_not_open(names: tuple[str, ...]) -> str:
     return "; ".join(faults)
 
 
-def check_sinks(config: Config, on_rank_0: Callable[[Callable[[], str]], str | None]) -> None:
-    """Checks, before the first step, that the sinks can be; all ranks raise alike.
-
-    Args:
-        config: of the run.
-        on_rank_0: calls a function there and tells all ranks its result; a collective call.
-
-    Raises:
-        ConfigError: a package or a variable is missing on rank 0.
-    """
-    names = config.train.metrics.sinks
-    if why := on_rank_0(lambda: why_not_open(names)):
-        raise ConfigError(
-            f"train.metrics.sinks={list(names)}: {why} (on the machine of rank 0), or leave it out"
-        )
-
-
 def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int) -> MetricsLog:
-    """Opens the log of a run's metrics with the sinks that its configuration names.
+    """Opens the metrics log of a run with the sinks that its configuration names.
 
     Args:
-        config: of the run.
-        run_dir: its folder.
-        active: whether this is rank 0; the others have a silent log.
-        first_step: the one after a resumed checkpoint; sinks that can forget what a lost
-            generation wrote from there on.
+        config: the run's configuration.
+        run_dir: the run's folder.
+        active: whether this is rank 0; on other ranks the log writes nothing.
+        first_step: the first step that will be written. Sinks that can, hide what a lost process
+            wrote from there on.
     """
     if not active:
         return MetricsLog(run_dir, active=False)
-    facts = RunFacts(
-        run_dir,
-        config.train.metrics,
-        redact_values(config.model_dump(mode="json")),
-        tuple(config.model.expert_depths),
-    )
-    if why := why_not_open(config.train.metrics.sinks):  # of a rank that takes another's place
-        logger.warning("metrics: %s", why)
+    values = redact_values(config.model_dump(mode="json"))
+    facts = RunFacts(run_dir, values, tuple(config.model.expert_depths))
     sinks = [
         BackgroundSink(
             name,
             partial(SINKS[name].open, facts),
             first_step=first_step,
             advice=SINKS[name].advice,
-            takes_matrices=SINKS[name].takes_matrices,
         )
         for name in config.train.metrics.sinks
     ]
     return MetricsLog(run_dir, active=True, sinks=sinks)
+
+
+# What they share --------------------------------------------------------------------------------
+
+
+def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool | str | float | int]:
+    """Returns nested values under dotted names; lists and None become text."""
+    flat: dict[str, bool | str | float | int] = {}
+    for key, value in values.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            flat |= flat_values(value, f"{name}.")
+        elif isinstance(value, bool | str | float | int):
+            flat[name] = value
+        else:
+            flat[name] = "none" if value is None else json.dumps(value)
+    return flat
+
+
+def texts_of(record: Record) -> Iterator[tuple[str, str]]:
+    """Yields the texts of a line with their names: samples, and what happened to the run."""
+    for index, sample in enumerate(record.values.get("samples", ()), start=1):
+        whole = f"{sample['prompt']} ▶ {sample['continuation']}"
+        # an indented block, which is no Markdown
+        yield f"samples/{index}", "\n".join(f"    {line}" for line in whole.splitlines())
+    if event := _event_of(record):
+        yield "events", event
+
+
+def _event_of(record: Record) -> str:
+    """Returns what happened to the run as a sentence; "" for a line of numbers."""
+    values = record.values
+    match record.kind:
+        case "start" if values.get("resumed_from_step") is not None:
+            return (
+                f"generation {values.get('generation')} continues from step "
+                f"{values['resumed_from_step']} with {values.get('world_size')} ranks"
+            )
+        case "start":
+            return f"started with {values.get('world_size')} ranks"
+        case "rollback":
+            return f"went back to step {values.get('to_step')}: {values.get('why')}"
+        case "checkpoint" | "checkpoint_copy" if values.get("error"):
+            return f"{record.kind.replace('_', ' ')} failed: {values['error']}"
+        case "checkpoint_set_aside":
+            return f"a damaged checkpoint was set aside: {values.get('why')}"
+        case "end":
+            return str(values.get("state"))
+        case _:
+            return ""
+
+
+def _batches(values: list[Any], size: int) -> Iterator[list[Any]]:
+    for first in range(0, len(values), size):
+        yield values[first : first + size]

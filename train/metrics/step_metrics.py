@@ -1,6 +1,6 @@
 """What a step reports: sums over micro-batches on every rank, and one reduction.
 
-Where the numbers are written is train/sinks/.
+train/metrics/log.py writes the numbers.
 """
 
 import time

@@ -95,10 +95,9 @@ def _go_back(run: Run, spikes: SpikeDetector, log: MetricsLog, why: str) -> dict
 
 
 def _tell(run: Run, log: MetricsLog, abandoned: Sequence[str]) -> None:
-    """Writes to the log what the run has gone back from, and makes TensorBoard forget it."""
+    """Writes to the log what the run has gone back from."""
     rollback = run.rollbacks[-1]
     log_set_aside(run, log)
-    log.go_back_to(rollback.to_step)
     log.write(
         "rollback",
         rollback.from_step,

@@ -1,9 +1,10 @@
-"""What the numbers of a line are called, in every sink."""
+"""The names of curves, the same in every sink."""
 
 from pathlib import Path
 
 from moebius.train.metrics.curves import METRICS, points_of
-from moebius.train.metrics.records import Record, flat_values
+from moebius.train.metrics.log import Record
+from moebius.train.metrics.sinks import flat_values
 
 LINE = Record(
     "train",
@@ -25,8 +26,7 @@ LINE = Record(
 
 
 def paths(record: Record, *, by_depth: bool) -> dict[str, float]:
-    found = points_of(record, depths=(2, 4), by_depth=by_depth)
-    return {point.path: point.value for point in found}
+    return dict(points_of(record, depths=(2, 4), by_depth=by_depth))
 
 
 def test_a_line_about_a_step_has_the_names_that_people_look_for() -> None:

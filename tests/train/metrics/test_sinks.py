@@ -1,68 +1,245 @@
-"""Which sinks a configuration opens; one that cannot be is one clear error on all ranks, before the
-first step.
+"""The sinks of a configuration: TensorBoard, W&B and MLflow get every step once, whatever restarts
+come between; a sink that cannot work is one clear error on all ranks before the first step.
 """
 
 import json
+import struct
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from small_corpus import data_of_words
-from small_model import TINY
+from fake_sink import facts_of, line, read_board
+from parts import make_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+from tensorboard.summary.writer import event_file_writer
 from world import RankFailed, run_ranks
 
-from moebius.train.config.metrics_config import MetricsConfig
-from moebius.train.config.run_config import Config, ConfigError, TrainConfig, resolve
+from moebius.train.config.errors import ConfigError
+from moebius.train.config.run_config import Config, resolve
 from moebius.train.loop import train
-from moebius.train.metrics.sinks import check_sinks, open_metrics, why_not_open
+from moebius.train.metrics.log import Record
+from moebius.train.metrics.sinks import MLflow, TensorBoard, WandB, check_sinks, open_metrics
 from moebius.train.recipes.smoke import RECIPES
 
-
-def config_of(data: Path, *sinks: str) -> Config:
-    return Config(
-        model=TINY,
-        data=data_of_words(data, seq_len=16),
-        train=TrainConfig(
-            steps=2,
-            global_batch=4,
-            micro_batch=2,
-            eval_rows=4,
-            metrics=MetricsConfig.model_validate({"sinks": sinks}),
-        ),
-    )
+# TensorBoard ------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read_board(run_dir).Scalars("loss/train")]
+
+
+def texts(board: EventAccumulator, name: str) -> list[bytes]:
+    return [event.tensor_proto.string_val[0] for event in board.Tensors(f"{name}/text_summary")]
+
+
+def test_tensorboard_shows_curves_hyper_parameters_and_events(tmp_path: Path) -> None:
+    board = TensorBoard(facts_of(tmp_path), first_step=1)
+    board.write([Record("start", 0, 100.0, {"world_size": 2, "resumed_from_step": None})])
+    board.write([line(step) for step in range(1, 13)])
+    board.close("finished")
+    found = read_board(tmp_path)
+    assert losses(tmp_path) == [(step, 1.0) for step in range(1, 13)]
+    assert found.Scalars("loss/train")[0].wall_time == 101.0
+    assert found.Scalars("experts/max_violation/feed_forward")[3].value == 0.5
+    second = found.Scalars("experts_by_depth/max_violation/feed_forward/depth_02")
+    assert [(event.step, event.value) for event in second] == [(1, 0.25), (11, 0.25)]
+    assert texts(found, "events") == [b"started with 2 ranks"]
+    assert b'"d_model": 16' in texts(found, "configuration")[0]
+    summary = found.summary_metadata["_hparams_/session_start_info"]
+    given = metadata.parse_session_start_info_plugin_data(summary.plugin_data.content).hparams
+    assert given["train.steps"].number_value == 9
+    assert "_hparams_/session_end_info" in found.summary_metadata
+    assert all(file.is_file() for file in Path(found.path).iterdir())
+
+
+def test_tensorboard_hides_abandoned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files are read by name: second, host, process, number. Here all are of one second and process,
+    # and a process's tenth file would come before its ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    board = TensorBoard(facts_of(tmp_path), first_step=1)
+    board.write([line(step) for step in (1, 2, 3)])
+    board.write([Record("rollback", 3, 0.0, {"to_step": 1, "why": "spikes"})])
+    board.write([line(2, 5.0)])
+    assert losses(tmp_path) == [(1, 1.0), (2, 5.0)]
+    board.close("failed")
+    # another process continues from the checkpoint of step 1
+    board = TensorBoard(facts_of(tmp_path), first_step=2)
+    board.write([line(2, 7.0)])
+    board.close("stopped")
+    assert losses(tmp_path) == [(1, 1.0), (2, 7.0)]
+
+
+def test_tensorboard_that_is_reopened_after_a_failure_hides_nothing(tmp_path: Path) -> None:
+    TensorBoard(facts_of(tmp_path), first_step=1).write([line(1)])
+    time.sleep(1)  # files of one second are read in the order of their numbers as text
+    board = TensorBoard(facts_of(tmp_path), first_step=None)
+    board.write([line(2)])
+    board.close("finished")
+    assert losses(tmp_path)[-1] == (2, 1.0)
+
+
+# Weights & Biases -------------------------------------------------------------------------------
+
+
+class FakeRun:
+    """The part of W&B's run that we use."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.config = self
+        self.values: dict[str, Any] = {}
+        self.rows: list[dict[str, float]] = []
+        self.exit_code: int | None = None
+
+    def update(self, config: dict[str, Any], *, allow_val_change: bool) -> None:
+        assert allow_val_change
+        self.values |= config
+
+    def define_metric(self, name: str, *, step_metric: str | None = None) -> None:
+        assert step_metric == ("step" if name == "*" else None)
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def test_wandb_continues_one_run_and_gets_no_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[FakeRun] = []
+
+    def init(**settings: Any) -> FakeRun:
+        runs.append(FakeRun(settings))
+        return runs[-1]
+
+    fake = SimpleNamespace(init=init, Settings=dict, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    sink = WandB(facts_of(tmp_path))
+    sink.write([line(1), line(2), line(3), Record("eval", 3, 0.0, {"loss": 1.25})])
+    sink.close("failed")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    sink = WandB(facts_of(tmp_path))
+    sink.write([Record("start", 1, 0.0, {"generation": 2}), line(2), line(3), line(4)])
+    sink.close("finished")
+    first, second = runs
+    assert (first.settings["project"], second.settings["project"]) == ("moebius", "mine")
+    assert first.settings["id"] == second.settings["id"]
+    assert first.settings["settings"]["console"] == "off"
+    assert [row["step"] for row in first.rows] == [1, 2, 3, 3]
+    assert first.rows[-1] == {"loss/validation": 1.25, "step": 3}
+    assert second.rows[0] == {"run/generation": 2.0, "step": 1}
+    assert [row["step"] for row in second.rows] == [1, 4]
+    assert (first.exit_code, second.exit_code) == (1, 0)
+    assert first.values["train"]["steps"] == 9
+
+
+def stored_records(data: bytes) -> Iterator[bytes]:
+    """Reads a .wandb file: LevelDB's log format, after seven bytes that say which version.
+
+    Blocks of 32 KiB; a record is a checksum, a length, whether it goes on, and so many bytes.
+    """
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # too little room for another header
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+def test_wandb_offline_writes_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    stored: Any = wandb_internal_pb2
+    for name, value in {"MODE": "offline", "API_KEY": "a" * 40, "CACHE_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for steps, state in (((1, 2, 3), "failed"), ((2, 3, 4), "finished")):
+        sink = WandB(facts_of(tmp_path))
+        sink.write([line(step) for step in steps])
+        sink.close(state)
+    found: list[int] = []
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        for data in stored_records(file.read_bytes()):
+            for item in stored.Record.FromString(data).history.item:
+                if [item.key, *item.nested_key][-1] == "step":
+                    found.append(json.loads(item.value_json))
+        assert b"a" * 40 not in file.read_bytes()
+    assert found == [1, 2, 3, 4]
+
+
+# MLflow -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """MLflow's own client, with a store of files in place of a server."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    return tracking.MlflowClient()
+
+
+@pytest.mark.slow
+def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, client: Any) -> None:
+    sink = MLflow(facts_of(tmp_path))
+    sink.write([line(step) for step in range(1, 401)])  # 2 numbers each, and more in every tenth
+    sink.close("failed")
+    sink = MLflow(facts_of(tmp_path))
+    sink.write([line(399, 9.0), line(400, 9.0), line(401)])
+    sink.write([Record("eval", 401, 0.0, {"loss": 1.25})])
+    sink.close("finished")
+    experiment = client.get_experiment_by_name("moebius")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", tmp_path.name)
+    found = client.get_metric_history(run.info.run_id, "loss/train")
+    assert [(one.step, one.value) for one in found] == [(step, 1.0) for step in range(1, 402)]
+    assert run.data.metrics["loss/validation"] == 1.25
+    assert run.data.params["train.steps"] == "9"
+
+
+@pytest.mark.slow
+def test_mlflow_begins_a_new_run_where_the_server_does_not_know_the_old_one(
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MLflow(facts_of(tmp_path)).write([line(3)])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/other")
+    sink = MLflow(facts_of(tmp_path))
+    sink.write([line(2)])
+    sink.close("stopped")
+    assert len(list((tmp_path / "other").glob("*/*/metrics/loss/train"))) == 1
+
+
+# A run's sinks ----------------------------------------------------------------------------------
+
+
+def test_what_a_sink_lacks_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config = resolve("smoke", ['train.metrics.sinks=["tensorboard", "wandb"]'], RECIPES)
-    with pytest.raises(ConfigError, match=r"'wandb' cannot be imported .*moebius\[wandb\]"):
-        check_sinks(config, lambda act: act())
-
-
-def test_a_server_that_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow.tracking", pytest)  # any module
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert "'mlflow' needs the environment variable MLFLOW_TRACKING_URI" in why_not_open(
-        ("mlflow",)
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    assert why_not_open(("mlflow",)) == ""
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ('train.metrics.sinks=["tensorbord"]', "'tensorboard', 'wandb', 'mlflow' or 'prometheus'"),
-        ('train.metrics.sinks=["wandb", "wandb"]', "names a sink twice"),
-        ("train.metrics.sink=[]", "did you mean train.metrics.sinks"),
-        ("train.metrics.prometheus_port=70000", "less than or equal to 65535"),
-        ("train.metrics.depths_every=0", "greater than 0"),
-    ],
-)
-def test_bad_settings_are_refused_in_words(override: str, problem: str) -> None:
+    config = resolve("smoke", ['train.metrics.sinks=["wandb", "mlflow"]'], RECIPES)
     with pytest.raises(ConfigError) as caught:
-        resolve("smoke", [override], RECIPES)
-    assert problem in str(caught.value)
+        check_sinks(config, lambda act: act())
+    assert "moebius[wandb]" in str(caught.value)
+    assert "MLFLOW_TRACKING_URI" in str(caught.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    check_sinks(resolve("smoke", ['train.metrics.sinks=["mlflow"]'], RECIPES), lambda act: act())
 
 
 def test_no_sink_but_the_lines(tmp_path: Path) -> None:
@@ -70,17 +247,6 @@ def test_no_sink_but_the_lines(tmp_path: Path) -> None:
     with open_metrics(config, tmp_path, active=True, first_step=1) as log:
         log.write("train", 1, loss=1.0)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_rank_that_takes_the_place_of_rank_0_goes_on_without_a_sink_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = resolve("smoke", ['train.metrics.sinks=["wandb"]'], RECIPES)
-    with open_metrics(config, tmp_path, active=True, first_step=1) as log:
-        log.write("train", 1, loss=1.0)
-    assert "'wandb' cannot be imported" in caplog.text
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.0
 
 
 def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
@@ -91,19 +257,51 @@ def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
     with open_metrics(config, tmp_path, active=True, first_step=1) as log:
         log.write("train", 1, loss=1.0)
         log.write("end", 1, state="finished")
-    assert "tensorboard cannot be written" in caplog.text
-    assert "lacks 2 lines in all" in caplog.text
+    assert "tensorboard lacks 2 lines in all" in caplog.text
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def train_without_wandb(config: Config, run_dir: Path) -> str:
-    """Only rank 0 lacks it, and only rank 0 would use it."""
+    """Trains where rank 0 lacks W&B, which only rank 0 would use."""
     sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
     return train(config, run_dir)
 
 
 @pytest.mark.slow
 def test_all_ranks_end_before_the_first_step(data: Path, tmp_path: Path) -> None:
+    config = make_config(data, train__metrics={"sinks": ("wandb",)})
     with pytest.raises(RankFailed, match=r"ConfigError: train\.metrics\.sinks=\['wandb'\]"):
-        run_ranks(train_without_wandb, 2, config_of(data, "wandb"), tmp_path)
+        run_ranks(train_without_wandb, 2, config, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_that_resume_write_every_step_once(data: Path, tmp_path: Path) -> None:
+    def config(steps: int) -> Config:
+        return make_config(
+            data,
+            mesh__ep=2,
+            checkpoint__every=2,
+            train={
+                "steps": steps,
+                "global_batch": 4,
+                "micro_batch": 2,
+                "eval_rows": 4,
+                "metrics": {"sample_tokens": 4},
+            },
+        )
+
+    run_ranks(train, 2, config(2), tmp_path)
+    run_ranks(train, 2, config(4), tmp_path)
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = {line["step"]: line for line in lines if line["kind"] == "train"}
+    assert losses(tmp_path) == [(step, pytest.approx(told[step]["loss"])) for step in (1, 2, 3, 4)]
+    board = read_board(tmp_path)
+    sent = board.Scalars("exchange/rows_sent/0/feed_forward")
+    assert sent[0].value == told[1]["exchange"]["0/feed_forward"]["rows_sent"]
+    samples = [line["samples"] for line in lines if line["kind"] == "samples"]
+    assert len(samples) == len(texts(board, "samples/1")) == 3  # at step 0, and at both ends
+    assert all("▶".encode() in text for text in texts(board, "samples/1"))
+    assert all(set(sample) == {"prompt", "continuation"} for sample in samples[0])
+    events = texts(board, "events")
+    assert b"generation 0 continues from step 2 with 2 ranks" in events
