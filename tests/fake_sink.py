@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moebius.train.metrics.background import CAPACITY, BackgroundSink
-from moebius.train.metrics.log import Record
+from moebius.train.metrics.background import CAPACITY, BackgroundSink, Record
 from moebius.train.metrics.sinks import RunFacts
 
 

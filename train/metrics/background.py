@@ -9,11 +9,11 @@ The first failure is logged with advice. The sink is then reopened after 5 s, 10
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ..record.redaction import redact
-from .log import Record
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,17 @@ CAPACITY = 1000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _BATCH = 200
 _ATTEMPTS = 3  # with the same lines; after that they are dropped, since they may be the cause
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the metrics, without secrets."""
+
+    kind: str  # "train", "eval", "checkpoint", …
+    step: int
+    time_s: float  # since the epoch
+    values: Mapping[str, Any]
+    number: int = 0  # among this process's lines of the same kind, from 0
 
 
 class Sink(Protocol):

@@ -10,15 +10,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ..record.redaction import redact, redact_values
-
-if TYPE_CHECKING:
-    from .background import BackgroundSink
+from .background import BackgroundSink, Record
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +25,11 @@ _CLOSE_S = 60.0  # how long a finished run waits for its sinks
 _CLOSE_FAILED_S = 5.0  # how long a failed run does, since other ranks wait for it
 
 
-@dataclass(frozen=True)
-class Record:
-    """One line of the metrics, without secrets."""
-
-    kind: str  # "train", "eval", "checkpoint", …
-    step: int
-    time_s: float  # since the epoch
-    values: Mapping[str, Any]
-    number: int = 0  # among this process's lines of the same kind, from 0
-
-
 class MetricsLog:
     """Writes the metrics of a run on rank 0; does nothing on any other rank."""
 
     def __init__(
-        self, run_dir: Path, *, active: bool, sinks: Sequence["BackgroundSink"] = ()
+        self, run_dir: Path, *, active: bool, sinks: Sequence[BackgroundSink] = ()
     ) -> None:
         """Opens metrics.jsonl if `active`; the log owns the sinks."""
         self._file = _JsonLines(run_dir / FILE) if active else None

@@ -22,7 +22,7 @@ from world import RankFailed, run_ranks
 from moebius.train.config.errors import ConfigError
 from moebius.train.config.run_config import Config, resolve
 from moebius.train.loop import train
-from moebius.train.metrics.log import Record
+from moebius.train.metrics.background import Record
 from moebius.train.metrics.sinks import MLflow, TensorBoard, WandB, check_sinks, open_metrics
 from moebius.train.recipes.smoke import RECIPES
 
