@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import analyze, compare, completion, dashboard, layout
+from . import analyze, compare, completion, dashboard
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
@@ -37,7 +37,6 @@ GROUPS = (
     analyze,
     compare,
     recipes,
-    layout,
     plan,
     simulate,
     checkpoints,

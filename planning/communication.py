@@ -1,4 +1,4 @@
-"""What a collective costs: bytes by arithmetic, seconds by Hockney's form or by a measured table.
+"""Prices a collective: bytes by arithmetic, seconds by Hockney's form or by a measured table.
 
 Rows that travel to experts. With P ranks in contiguous blocks, K of E experts chosen, a row has
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
-from ..distributed.dispatch.table import DISPATCHERS, needs_outbox
+from ..distributed.dispatch.table import DISPATCHERS
 from .hardware import Hardware
 from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
@@ -142,7 +142,6 @@ def exchange_traffic(
     ep: int,
     ranks_per_node: int,
     dispatcher: str,
-    node_limit: int | None = None,
 ) -> Traffic:
     """Returns the mean traffic of one rank under balanced routing.
 
@@ -152,7 +151,6 @@ def exchange_traffic(
         ep: ranks that share the experts.
         ranks_per_node: of which the fast links join that many.
         dispatcher: how rows travel (not allgather: that is a dense collective).
-        node_limit: nodes that a token may be sent to, at most.
     """
     local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
@@ -161,8 +159,6 @@ def exchange_traffic(
     held = tokens * direction.tokens_bytes(copies.rows)
     if pattern.node_first and nodes > 1:
         reached = row_copies(bank, unit, nodes).rows
-        if node_limit:
-            reached = min(reached, bank.units(unit) * node_limit)
         slow = tokens * direction.tokens_bytes(reached) * (nodes - 1) / nodes
         return Traffic(
             fast_bytes=held * (local - 1) / local,
@@ -190,7 +186,6 @@ def exchange_s(
     skew: float = 1.0,
     staged: bool = False,
     table: MeasuredTable | None = None,
-    chunks: int = 1,
 ) -> float:
     """Returns the seconds of one direction of an exchange of rows; 0 where one rank is alone.
 
@@ -202,30 +197,27 @@ def exchange_s(
         staged: `hierarchical` sends between nodes first and inside them afterwards, with a copy
             between, as ours does; else the two overlap, as in DeepEP.
         table: measured times, which go before the formulas where the table has them.
-        chunks: pieces that are sent one after the other.
     """
     if traffic.fast_peers + traffic.slow_peers == 0:
         return 0.0
     load = min(skew, traffic.cap)
     node_first = DISPATCHERS[dispatcher].pattern.node_first
-    by_collectives = not needs_outbox(dispatcher) and not (node_first and traffic.slow_peers)
-    if table is not None and by_collectives:
-        found = _measured_s(table, traffic, load * traffic.held_bytes / chunks)
+    one_collective = not (node_first and traffic.slow_peers)
+    if table is not None and one_collective:
+        found = _measured_s(table, traffic, load * traffic.held_bytes)
         if found is not None:
-            return chunks * found
+            return found
     fast_s = load * traffic.fast_bytes / hardware.fast
     slow_s = load * traffic.slow_bytes / hardware.slow
     fixed_s = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
-    if needs_outbox(dispatcher):
-        fixed_s = hardware.meet_s
-    elif node_first:
+    if node_first:
         fixed_s += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
     else:
         fixed_s += traffic.slow_peers * hardware.slow_post_s
     if not (node_first and staged):
-        return chunks * fixed_s + max(fast_s, slow_s)
+        return fixed_s + max(fast_s, slow_s)
     copied_bytes = 2 * load * traffic.held_bytes if traffic.slow_peers else 0.0
-    return chunks * fixed_s + (fast_s + slow_s) + copied_bytes / hardware.memory_bandwidth
+    return fixed_s + (fast_s + slow_s) + copied_bytes / hardware.memory_bandwidth
 
 
 def _measured_s(table: MeasuredTable, traffic: Traffic, num_bytes: float) -> float | None:
@@ -235,13 +227,6 @@ def _measured_s(table: MeasuredTable, traffic: Traffic, num_bytes: float) -> flo
         ranks_per_node=1 + traffic.fast_peers,
         num_bytes=num_bytes,
     )
-
-
-def effective_bandwidth(message_bytes: float, *, latency_s: float, bandwidth: float) -> float:
-    """Returns the bytes/s that messages of this size reach; half of the bandwidth at latency ·
-    bandwidth bytes.
-    """
-    return bandwidth * message_bytes / (message_bytes + latency_s * bandwidth)
 
 
 # Dense collectives --------------------------------------------------------------------------------

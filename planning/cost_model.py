@@ -1,5 +1,4 @@
-"""What a step costs on a given layout: memory of a rank, bytes of every collective, seconds by
-part.
+"""Predicts what a step costs on a layout: memory of a rank, bytes of collectives, seconds by part.
 
 A model whose layers repeat can pay for its experts in two ways, and this module puts both into the
 same units:
@@ -13,21 +12,17 @@ same units:
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer,
            no less than the host needs to launch the operations one by one,
            and σ·√(2 ln n) of it for the slowest of n ranks
-    core = computation + exchanges, each exchange hidden behind its experts' computation as far as
-           chunks allow
+    core = computation + exchanges of rows, which nothing hides
 
-Where graphs are compiled or captured, a smaller `launch_s` of the hardware says what they save.
+Computation is a roofline per group of operations: routed experts by their products or the bytes
+these move, dense products by a share of the peak, all else by passes over memory. Where graphs are
+compiled or captured, a smaller `launch_s` of the hardware says what they save.
 
-Of a step's micro-batches each computes, exchanges rows, gathers weights and scatters gradients;
-sums of unsharded gradients and the optimizer come once. Assumed of the trainer, as it is built:
-gradients of unsharded weights are summed after the backward pass, in float32, and nothing hides
-that; rows travel in the precision of the products; one exchange in each direction per bank and use,
-in the forward and again in the backward pass. Recomputation (model/execution/recompute.py) keeps decisions;
-selective keeps also what travelled, and full sends it once more.
-
-Computation is that of a step's kernels, one by one (kernel_times.py, roofline.py), where the list of
-kernels knows the model; else, and where the machine's figures were fitted to measured runs, that of
-products at a flat share of the peak and of passes over memory, below.
+Every micro-batch of a step computes, exchanges rows, gathers weights and scatters gradients; sums
+of unsharded gradients and the optimizer come once. The trainer is taken as it is built: it sums
+unsharded gradients in float32 after the backward pass, with nothing to hide that; rows travel in
+the precision of the products, once in each direction per bank, use and pass. Recomputation keeps
+routing decisions; selective recomputation also keeps what travelled, and full sends it once more.
 
 step_collectives.py counts what travels, step_memory.py what a rank must hold.
 """
@@ -37,7 +32,6 @@ from math import log, sqrt
 
 from .communication import collective_s, strided_group
 from .prediction import Collective, LayoutCandidate, Prediction, Scenario, StepTime
-from .rank_kernels import kernel_launches, kernel_seconds, rank_kernels
 from .step_collectives import (
     GRADIENT_BYTES,
     dispatch_launches,
@@ -98,65 +92,36 @@ def _step_time(
     quantile: str,
 ) -> StepTime:
     hardware, work = scenario.hardware, scenario.workload
-    experts, others = computation_s(scenario, candidate, quantile)
-    compute = experts + others
+    passes = scenario.micro_batches * _passes(candidate.recompute)
+    experts = sum(
+        uses * expert_s(scenario, bank, candidate.ep, _skew(scenario, bank, candidate, quantile))
+        for bank, uses in work.uses
+    )
+    compute = passes * (experts + dense_s(scenario) + elementwise_s(scenario))
     moved = sum(call.seconds for call in exchanges)
-    hidden = 0.0 if scenario.chunks == 1 else min(experts, hardware.chunk_overlap * moved)
-    core, gathered = compute + moved - hidden, sum(call.seconds for call in gathers)
+    core, gathered = compute + moved, sum(call.seconds for call in gathers)
     overlapped = hardware.gather_overlap * gathered
     gather = max(core, overlapped) + (gathered - overlapped) - core
     gradients = sum(call.seconds for call in sums)
     optimizer = OPTIMIZER_PASSES_BYTES * weights_held(work, candidate) / hardware.memory_bandwidth
     device = core + gather + gradients + optimizer
     waiting = max(0.0, host_s(scenario, candidate) - device)
-    late = (
-        hardware.straggler * sqrt(2 * log(candidate.world_size))
-        if candidate.world_size > 1
-        else 0.0
-    )
-    straggler = late * (device + waiting)
-    return StepTime(compute, moved - hidden, gather, gradients, optimizer, waiting, straggler)
+    straggler = hardware.straggler * sqrt(2 * log(candidate.world_size)) * (device + waiting)
+    return StepTime(compute, moved, gather, gradients, optimizer, waiting, straggler)
 
 
-def computation_s(
-    scenario: Scenario, candidate: LayoutCandidate, quantile: str = "p50"
-) -> tuple[float, float]:
-    """Returns the seconds of a step's computation: of the experts, and of all else.
-
-    Kernel by kernel (kernel_times.py) where the model's are known and the machine is one of the
-    catalogue; else by what large products reach of the peak.
-    """
-    kernels = rank_kernels(scenario, candidate, quantile)
-    if kernels is not None:
-        experts, others = kernel_seconds(kernels)
-        return scenario.micro_batches * experts, scenario.micro_batches * others
-    passes = scenario.micro_batches * _passes(candidate.recompute)
-    experts = passes * sum(
-        uses
-        * expert_s(
-            scenario, bank, candidate.ep, scenario.skew.factor(bank, candidate.ep).at(quantile)
-        )
-        for bank, uses in scenario.workload.uses
-    )
-    return experts, passes * dense_s(scenario) + elementwise_s(scenario, passes)
+def _skew(scenario: Scenario, bank: Bank, candidate: LayoutCandidate, quantile: str) -> float:
+    return scenario.skew.factor(bank, candidate.ep).at(quantile)
 
 
 def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """Returns the seconds that the host needs to launch a step's operations one by one.
 
     A step that is shorter waits for the host. The model's are launched anew where it is
-    recomputed, the dispatcher's only where rows travel again. They are those that were counted
-    (`Scenario.launches`), or those of the list of kernels, or where the list does not know the model
-    three times the operations of a forward pass.
+    recomputed, the dispatcher's only where rows travel again.
     """
     work = scenario.workload
-    passes, kernels = _passes(candidate.recompute), rank_kernels(scenario, candidate)
-    if scenario.launches is not None:
-        launches = passes / 3 * scenario.launches
-    elif kernels is not None:
-        launches = kernel_launches(kernels)
-    else:
-        launches = passes * work.launches
+    launches = _passes(candidate.recompute) * work.launches
     if candidate.ep > 1:
         again = 4 if candidate.recompute == "full" else 3
         uses = sum(uses for _, uses in work.uses)
@@ -175,13 +140,14 @@ def dense_s(scenario: Scenario) -> float:
     return flops / _flops_per_s(scenario, scenario.tokens)
 
 
-def elementwise_s(scenario: Scenario, passes: int) -> float:
-    """Returns the seconds of norms, residuals, gates and all else that the memory bus bounds.
+def elementwise_s(scenario: Scenario) -> float:
+    """Returns the seconds of a forward pass through norms, residuals and gates.
 
-    Every byte that is kept for the backward pass crosses the bus `memory_passes` times.
+    The memory bus bounds them: in a step of three passes, every byte that is kept for the backward
+    pass crosses it `memory_passes` times.
     """
     kept = scenario.tokens * scenario.workload.saved_bytes
-    return kept * scenario.hardware.memory_passes * passes / 3 / scenario.hardware.memory_bandwidth
+    return kept * scenario.hardware.memory_passes / 3 / scenario.hardware.memory_bandwidth
 
 
 def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
@@ -227,27 +193,25 @@ def compare(scenario: Scenario, *, ep: int, dispatcher: str) -> Comparison:
     """Compares both ways of sharing the experts among the same `ep` ranks."""
     work, hardware = scenario.workload, scenario.hardware
     candidate = LayoutCandidate(1, ep, ep, "none", dispatcher)
-    exchanges = [
-        call for call in row_exchanges(scenario, candidate, "p50") if "counts" not in call.name
-    ]
+    calls = row_exchanges(scenario, candidate, "p50")
+    exchanges = [call for call in calls if "counts" not in call.name]
+    tokens_bytes = sum(call.num_bytes for call in exchanges)
     group = strided_group(ep, 1, hardware.ranks_per_node)
     gathers = gathers_per_pass(work)
+    gathered_bytes = work.expert_parameters * work.bytes_per_element
+    scattered_bytes = work.expert_parameters * GRADIENT_BYTES
+    gather_s = collective_s("all_gather", gathered_bytes, group, hardware, scenario.table)
+    scatter_s = collective_s("reduce_scatter", scattered_bytes, group, hardware, scenario.table)
     once, anew = (
-        work.expert_parameters * (count * work.bytes_per_element + GRADIENT_BYTES) * (ep - 1) / ep
+        (count * gathered_bytes + scattered_bytes) * (ep - 1) / ep
         for count in (gathers, 2 * work.repeats)
-    )
-    tokens_bytes = sum(call.num_bytes for call in exchanges)
-    gathered = work.expert_parameters * work.bytes_per_element
-    weights_s = gathers * collective_s("all_gather", gathered, group, hardware, scenario.table)
-    weights_s += collective_s(
-        "reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, scenario.table
     )
     return Comparison(
         ep,
-        tokens_bytes,
-        once,
-        anew,
-        scenario.tokens * once / tokens_bytes,
-        sum(call.seconds for call in exchanges),
-        weights_s,
+        tokens_bytes=tokens_bytes,
+        weights_bytes=once,
+        weights_bytes_per_use=anew,
+        break_even_tokens=scenario.tokens * once / tokens_bytes,
+        tokens_s=sum(call.seconds for call in exchanges),
+        weights_s=gathers * gather_s + scatter_s,
     )

@@ -1,5 +1,4 @@
-"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it; and of
-kernels, what they took of their prediction.
+"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it.
 
     t = α + β·bytes         α: latency, 1/β: bandwidth,
                             α/β: the message size at which half of the bandwidth is reached
@@ -10,14 +9,13 @@ world was placed; without it all ranks shared a node. A table speaks only for gr
 as it was measured; elsewhere the formulas of communication.py hold.
 """
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, Field, PositiveFloat, ValidationError
@@ -114,55 +112,42 @@ class MeasuredTable:
         )
 
 
+class _Row(BaseModel):
+    """One measurement of a collective."""
+
+    op: Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+    world: int = Field(ge=2)
+    bytes: PositiveFloat
+    seconds: PositiveFloat
+
+
+class _File(BaseModel):
+    """A file of measurements, as benchmarks/gloo_table.py writes it."""
+
+    rows: list[_Row] = Field(min_length=1)
+    ranks_per_node: int | None = None
+
+
 def read_table(path: Path) -> MeasuredTable:
     """Reads the table in a JSON file.
 
     Raises:
-        ValueError: the file cannot be read, or a row is not one.
+        ValueError: the file cannot be read, or is no file of measurements.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _File.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: is not valid JSON: {error}") from None
-    rows = content.get("rows") if isinstance(content, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f'{path}: has no "rows"; benchmarks/gloo_table.py writes such a file')
-    found: dict[tuple[str, int], dict[float, float]] = {}
-    for row in (_checked(entry, path) for entry in rows):
-        found.setdefault((row.op, row.world), {})[row.bytes] = row.seconds
-    return make_table(found, ranks_per_node=content.get("ranks_per_node"), source=str(path))
-
-
-def read_kernel_ratios(path: Path) -> tuple[dict[str, float], str | None]:
-    """Reads what kernels took over their prediction, by name, and the GPU that they were predicted for.
-
-    The file is what benchmarks/gpu/kernel_times.py writes: {"hardware", "kernels": [{"name", "ratio"}
-    …]}. Of several by one name it takes the mean; those without a prediction are left out.
-
-    Raises:
-        ValueError: the file cannot be read, or has no such kernel.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: is not valid JSON: {error}") from None
-    try:
-        measured = _Kernels.model_validate(content)
     except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{path}: is no file of benchmarks/gpu/kernel_times.py: {_why(error)}"
+            f"{path}: {where}: {first['msg']}; benchmarks/gloo_table.py writes such a file"
         ) from None
-    found: dict[str, list[float]] = {}
-    for kernel in measured.kernels:
-        if kernel.ratio is not None:
-            found.setdefault(kernel.name, []).append(kernel.ratio)
-    if not found:
-        raise ValueError(f"{path}: none of its kernels has a prediction that it was compared with")
-    return {name: sum(of) / len(of) for name, of in found.items()}, measured.hardware
+    found: dict[tuple[str, int], dict[float, float]] = {}
+    for row in content.rows:
+        found.setdefault((row.op, row.world), {})[row.bytes] = row.seconds
+    return make_table(found, ranks_per_node=content.ranks_per_node, source=str(path))
 
 
 def make_table(
@@ -175,43 +160,6 @@ def make_table(
     points = {}
     for key, of_size in times.items():
         sizes = sorted(of_size)
-        points[key] = tuple(
-            zip(sizes, accumulate((of_size[size] for size in sizes), max), strict=True)
-        )
+        growing = accumulate((of_size[size] for size in sizes), max)
+        points[key] = tuple(zip(sizes, growing, strict=True))
     return MeasuredTable(points, ranks_per_node, source)
-
-
-class _Row(BaseModel):
-    """One measurement."""
-
-    op: Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
-    world: int = Field(ge=2)
-    bytes: PositiveFloat
-    seconds: PositiveFloat
-
-
-class _Kernel(BaseModel):
-    """One measured kernel."""
-
-    name: str
-    ratio: PositiveFloat | None
-
-
-class _Kernels(BaseModel):
-    """A file of measured kernels."""
-
-    hardware: str | None
-    kernels: list[_Kernel]
-
-
-def _checked(row: Any, path: Path) -> _Row:
-    try:
-        return _Row.model_validate(row)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {row!r} is no measurement: {_why(error)}") from None
-
-
-def _why(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}" for entry in error.errors()
-    )

@@ -1,10 +1,6 @@
-"""`moebius plan` for people: which layout, how fast, and whether to move tokens or weights: table,
-words, JSON and picture.
-"""
+"""Presents ranked layouts: a table with its explanations, JSON for scripts, and a picture."""
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,127 +10,21 @@ from rich.table import Table
 from rich.text import Text
 
 from .cost_model import Comparison, compare, host_s, predict
-from .kernel_report import computation_line, kernels_as_json
 from .planner import (
     UNCONSTRAINED,
     Constraints,
     Plan,
     RankedPlans,
     SizeRange,
-    experts_at_break_even,
     rank_plans,
     size_ranges,
 )
-from .prediction import Prediction, Scenario
+from .prediction import Scenario
 from .routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
-SKIPS = ("…", "...", "..")
 QUANTILES = ("p50", "p90", "p99")
 
-
-@dataclass(frozen=True)
-class PlanReport:
-    """The plans of all sizes that have one, and what follows from them."""
-
-    scenario: Scenario
-    sizes: tuple[RankedPlans, ...]
-    impossible: dict[int, str]  # nodes → why not
-    comparison: Comparison | None  # None: the model has no experts, or no node could share them
-    size_ranges: tuple[SizeRange, ...]
-    # By how much the experts must grow in number until EP pays at the largest size; None: unknown.
-    growth: int | None
-
-
-def parse_nodes(words: Sequence[str]) -> list[int]:
-    """Reads numbers of nodes, in ascending order.
-
-    "…" (or "..") between two doubles the first until the second is reached: 1 … 6 is 1 2 4 6.
-
-    Raises:
-        ValueError: a word is no number of nodes, or nothing stands before or after "…".
-    """
-    nodes: list[int] = []
-    skip = False
-    for word in words:
-        if word in SKIPS:
-            if skip or not nodes:
-                raise ValueError(
-                    f"--nodes {' '.join(words)}: {word} must stand between two numbers"
-                )
-            skip = True
-            continue
-        if not word.isdecimal() or int(word) < 1:
-            raise ValueError(
-                f"--nodes {' '.join(words)}: {word!r} is no number of nodes; write 1 2 8, or 1 … "
-                "1250"
-            )
-        last = int(word)
-        while skip and nodes[-1] * 2 < last:
-            nodes.append(nodes[-1] * 2)
-        nodes, skip = [*nodes, last], False
-    if skip:
-        raise ValueError(f"--nodes {' '.join(words)}: a number must follow {words[-1]}")
-    return sorted(set(nodes))
-
-
-def make_report(
-    scenario: Scenario, nodes: Sequence[int], constraints: Constraints = UNCONSTRAINED
-) -> PlanReport:
-    """Plans every size and compares moving tokens with moving weights.
-
-    Args:
-        scenario: model, machine, tokens and routing.
-        nodes: the sizes, in numbers of nodes.
-        constraints: what the user has decided.
-
-    Raises:
-        ValueError: none of them has a layout; the message is that of the largest.
-    """
-    plans, impossible = [], {}
-    for count in nodes:
-        try:
-            plans.append(rank_plans(scenario, count, constraints))
-        except ValueError as error:
-            impossible[count] = str(error)
-    if not plans:
-        raise ValueError(impossible[max(impossible)])
-    found = size_ranges(plans, scenario.hardware.ranks_per_node) if constraints.ep is None else []
-    never = found and not any(size_range.ep_pays for size_range in found)
-    growth = experts_at_break_even(scenario, plans[-1].nodes) if never else None
-    return PlanReport(scenario, tuple(plans), impossible, _comparison(plans), tuple(found), growth)
-
-
-def _comparison(plans: Sequence[RankedPlans]) -> Comparison | None:
-    """Compares over the ranks of the best plan with EP, at the largest size that has one."""
-    best = _largest_with_ep(plans)
-    if best is None:
-        return None
-    return compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
-
-
-def host_lines(report: PlanReport) -> list[str]:
-    """Warns where the best layout of the largest size waits for the host."""
-    best = report.sizes[-1].fitting[0]
-    waiting = best.prediction.time.host
-    if waiting == 0:
-        return []
-    launching = host_s(best.scenario, best.candidate)
-    return [
-        f"the host: to launch a step's operations one by one takes {_ms(launching)}, "
-        f"{_ms(waiting)} more than what they do, and the times and MFU above are with that; compile "
-        "the model, or give a rank more tokens"
-    ]
-
-
-def _largest_with_ep(plans: Sequence[RankedPlans]) -> Plan | None:
-    found = (ranked.best(with_ep=True) for ranked in reversed(plans))
-    return next((best for best in found if best is not None), None)
-
-
-# The table ----------------------------------------------------------------------------------------
-
-
-# What a column shows may be folded to more lines where the terminal is narrow, and is never cut.
+# A narrow terminal folds a column and never cuts it.
 _COLUMNS = {
     "GPUs": "right",
     "layout": "right",
@@ -148,16 +38,63 @@ _COLUMNS = {
     "tok/s": "right",
     "MFU": "right",
 }
+_LEGEND = (
+    "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
+    "GB: on the fullest rank; c+x+w %: share of the step for computation, row exchanges, and weights",
+    "MFU in %, without recomputation",
+    "all figures are predictions; --sources says where they come from",
+)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plans of every size that has one, and what follows from them."""
+
+    scenario: Scenario
+    sizes: tuple[RankedPlans, ...]
+    impossible: dict[int, str]  # nodes → why not
+    size_ranges: tuple[SizeRange, ...]
+
+    @property
+    def best_with_ep(self) -> Plan | None:
+        """Returns the best plan with expert parallelism, of the largest size that has one."""
+        found = (ranked.best(with_ep=True) for ranked in reversed(self.sizes))
+        return next((best for best in found if best is not None), None)
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Compares moving tokens with moving weights; None if no layout spreads the experts."""
+        best = self.best_with_ep
+        if best is None:
+            return None
+        return compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
+
+
+def make_report(
+    scenario: Scenario, nodes: Sequence[int], constraints: Constraints = UNCONSTRAINED
+) -> PlanReport:
+    """Plans every number of nodes.
+
+    Raises:
+        ValueError: no size has a layout; the message is that of the largest.
+    """
+    sizes, impossible = [], {}
+    for count in nodes:
+        try:
+            sizes.append(rank_plans(scenario, count, constraints))
+        except ValueError as error:
+            impossible[count] = str(error)
+    if not sizes:
+        raise ValueError(impossible[max(impossible)])
+    ranges = size_ranges(sizes, scenario.hardware.ranks_per_node) if constraints.ep is None else []
+    return PlanReport(scenario, tuple(sizes), impossible, tuple(ranges))
+
+
+# The table ----------------------------------------------------------------------------------------
 
 
 def render_plans(report: PlanReport, *, top: int) -> Group:
-    """Renders the table of plans and below it what they mean; it fits 80 columns.
-
-    Args:
-        report: the plans of every size.
-        top: how many of every size are shown, and the best one with or without expert parallelism
-            if it is not among them.
-    """
+    """Renders the `top` plans of every size, and the best with and without EP, in 80 columns."""
     table = _table(_COLUMNS)
     shown: list[Plan] = []
     for ranked in report.sizes:
@@ -165,8 +102,16 @@ def render_plans(report: PlanReport, *, top: int) -> Group:
             style = "bold" if row == 0 else "" if plan.prediction.fits else "dim"
             table.add_row(*map(Text, _cells(plan)), style=style)
             shown.append(plan)
-    lines = [Text(line, style=style) for line, style in _explanations(report, shown)]
-    return Group(table, Text(""), *lines)
+    lines = [*_tokens_or_weights(report), *_skew(report)]
+    warnings = [*_impossible(report), *_host_waits(report)]
+    return Group(
+        table,
+        Text(""),
+        *map(Text, lines),
+        *(Text(line, style="yellow") for line in warnings),
+        Text(""),
+        *(Text(line, style="dim") for line in (*_LEGEND, *_notes(report.scenario, shown))),
+    )
 
 
 def _table(columns: Mapping[str, str]) -> Table:
@@ -177,7 +122,6 @@ def _table(columns: Mapping[str, str]) -> Table:
 
 
 def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
-    """Returns the best plans, and the best with or without EP if it is not among them."""
     best = list(ranked.fitting[:top])
     for with_ep in (True, False):
         other = ranked.best(with_ep=with_ep)
@@ -186,28 +130,19 @@ def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
     return best
 
 
-def _cells(entry: Plan) -> tuple[str, ...]:
-    candidate, found = entry.candidate, entry.prediction
+def _cells(plan: Plan) -> Iterator[str]:
+    candidate, found, time = plan.candidate, plan.prediction, plan.prediction.time
     world = candidate.world_size
-    return (
-        f"{world}" if not entry.unused_ranks else f"{world}/{world + entry.unused_ranks}",
-        f"{candidate.dp_replicate}×{candidate.dp_shard}",
-        f"{candidate.ep}{'~' if entry.changes else ''}",
-        candidate.sharding,
-        candidate.dispatcher,
-        candidate.recompute,
-        f"{found.memory.total / 1e9:.1f}",
-        f"{1e3 * found.time.total:.1f}",
-        _shares(found),
-        _large(found.tokens_per_s),
-        f"{100 * found.mfu:.1f}",
-    )
-
-
-def _shares(found: Prediction) -> str:
-    time = found.time
+    yield f"{world}/{world + plan.unused_ranks}" if plan.unused_ranks else f"{world}"
+    yield f"{candidate.dp_replicate}×{candidate.dp_shard}"
+    yield f"{candidate.ep}{'~' if plan.changes else ''}"
+    yield from (candidate.sharding, candidate.dispatcher, candidate.recompute)
+    yield f"{found.memory.total / 1e9:.1f}"
+    yield _ms(time.total)
     parts = (time.compute, time.exchange, time.gather + time.gradients)
-    return "+".join(f"{100 * part / time.total:.0f}" for part in parts)
+    yield "+".join(f"{100 * part / time.total:.0f}" for part in parts)
+    yield _large(found.tokens_per_s)
+    yield f"{100 * found.mfu:.1f}"
 
 
 def _large(number: float) -> str:
@@ -217,58 +152,53 @@ def _large(number: float) -> str:
     return f"{number:.0f}"
 
 
-# The words ----------------------------------------------------------------------------------------
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
-def _explanations(report: PlanReport, shown: Sequence[Plan]) -> list[tuple[str, str]]:
-    lines = [(line, "") for line in (*tokens_or_weights_lines(report), *skew_lines(report))]
-    lines += [
-        (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow")
-        for count, why in report.impossible.items()
-    ]
-    lines += [(line, "yellow") for line in host_lines(report)]
-    return [*lines, ("", ""), *((line, "dim") for line in _legend(report, shown))]
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
-def tokens_or_weights_lines(report: PlanReport) -> list[str]:
-    """Tells whether to move tokens or weights, and from which size expert parallelism pays."""
-    if report.comparison is None:
-        if not report.scenario.workload.uses:
-            return ["tokens or weights: the model has no experts; only weights can move"]
-        return ["tokens or weights: no layout spreads the experts over several ranks"]
-    found, repeats = report.comparison, report.scenario.workload.repeats
-    anew = ""
-    if repeats > 1:
-        per_use = _bytes(found.weights_bytes_per_use)
-        anew = f"; gathered anew for each of {repeats} repeats: {per_use}"
-    return [
-        f"tokens or weights: among {found.ep} ranks, moving tokens sends "
-        f"{_bytes(found.tokens_bytes)} per rank and step ({_ms(found.tokens_s)}), moving the "
-        f"experts' weights {_bytes(found.weights_bytes)} "
-        f"({_ms(found.weights_s)}{anew})",
-        f"below {_large(found.break_even_tokens)} tokens per rank and step tokens are less to "
-        "move, above it weights; "
-        f"planned: {report.scenario.tokens:,}",
-        f"expert parallelism {_where_it_pays(report)}",
-    ]
+# Below the table ----------------------------------------------------------------------------------
 
 
-def _where_it_pays(report: PlanReport) -> str:
-    if not report.size_ranges:
-        return (
-            "cannot be compared: only layouts without it, or only ones with it, were planned or fit"
+def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
+    """Yields whether tokens or weights are less to move, and from which size EP pays."""
+    found = report.comparison
+    if found is None:
+        has_experts = bool(report.scenario.workload.uses)
+        yield "tokens or weights: " + (
+            "no layout spreads the experts over several ranks"
+            if has_experts
+            else "the model has no experts; only weights can move"
         )
-    paying = [size_range for size_range in report.size_ranges if size_range.ep_pays]
+        return
+    yield (
+        f"tokens or weights: among {found.ep} ranks, moving tokens sends "
+        f"{_bytes(found.tokens_bytes)} per rank and step ({_ms(found.tokens_s)} ms), moving the "
+        f"experts' weights {_bytes(found.weights_bytes)} ({_ms(found.weights_s)} ms)"
+    )
+    if report.scenario.workload.repeats > 1:
+        yield (
+            f"gathered anew for each of {report.scenario.workload.repeats} repeats, weights would "
+            f"be {_bytes(found.weights_bytes_per_use)}"
+        )
+    yield (
+        f"tokens are less to move below {_large(found.break_even_tokens)} tokens per rank and step; "
+        f"planned: {report.scenario.tokens:,}"
+    )
+    yield f"expert parallelism {_where_ep_pays(report.size_ranges)}"
+
+
+def _where_ep_pays(ranges: Sequence[SizeRange]) -> str:
+    if not ranges:
+        return "cannot be compared: every plan has it, or none has"
+    paying = [_span(sizes) for sizes in ranges if sizes.ep_pays]
     if not paying:
-        first, last = report.size_ranges[0].first_ranks, report.size_ranges[-1].last_ranks
-        sizes = _span(SizeRange(first, last, ep_pays=False))
-        grown = ""
-        if report.growth:
-            grown = f"; at {last:,} it would with {report.growth} times as many experts"
-        return f"pays at none of the sizes planned ({sizes} GPUs){grown}"
-    if paying[-1] is report.size_ranges[-1] and len(paying) == 1:
-        return f"pays from {paying[0].first_ranks:,} GPUs on, as far as planned"
-    return f"pays at {', '.join(f'{_span(size_range)} GPUs' for size_range in paying)}"
+        whole = SizeRange(ranges[0].first_ranks, ranges[-1].last_ranks, ep_pays=False)
+        return f"pays at none of the sizes planned ({_span(whole)} GPUs)"
+    return f"pays at {', '.join(paying)} GPUs"
 
 
 def _span(sizes: SizeRange) -> str:
@@ -276,30 +206,33 @@ def _span(sizes: SizeRange) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def skew_lines(report: PlanReport) -> list[str]:
-    """Tells how hot the hottest rank of the best plan with EP is, and what it costs."""
-    best = _largest_with_ep(report.sizes)
+def _skew(report: PlanReport) -> Iterator[str]:
+    """Yields how hot the hottest rank of the best plan with EP is, and what that costs."""
+    best = report.best_with_ep
     if best is None:
-        return []
-    named = []
-    for kind, at in hottest_factors(best).items():
-        named.append(f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}")
-    candidate, source = best.candidate, report.scenario.skew.source
+        return
+    factors = "; ".join(
+        f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}"
+        for kind, at in hottest_factors(best).items()
+    )
     times = " / ".join(_ms(seconds) for seconds in step_quantiles(best).values())
-    return [
-        f"hottest of {candidate.ep} ranks over their mean, {' / '.join(QUANTILES)}: "
-        f"{'; '.join(named)} ({source})",
+    candidate = best.candidate
+    yield (
+        f"hottest of {candidate.ep} ranks over their mean, {' / '.join(QUANTILES)}: {factors} "
+        f"({report.scenario.skew.source})"
+    )
+    yield (
         f"a step of the best layout with ep {candidate.ep} on {candidate.world_size:,} GPUs: "
-        f"{times}",
-    ]
+        f"{times} ms"
+    )
 
 
 def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
     """Returns the hottest rank's load over the mean, by bank and quantile."""
-    scenario, ep = plan.scenario, plan.candidate.ep
+    skew, ep = plan.scenario.skew, plan.candidate.ep
     return {
-        bank.kind: {name: scenario.skew.factor(bank, ep).at(name) for name in QUANTILES}
-        for bank, _ in scenario.workload.uses
+        bank.kind: {name: skew.factor(bank, ep).at(name) for name in QUANTILES}
+        for bank, _ in plan.scenario.workload.uses
     }
 
 
@@ -310,119 +243,73 @@ def step_quantiles(plan: Plan) -> dict[str, float]:
     }
 
 
-def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
-    lines = [
-        "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense "
-        "ones whole",
-        "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers "
-        "and sums of weights",
-        f"{_work(report.scenario)} per rank and step, "
-        f"{report.scenario.workload.precision}; MFU in %, without recomputation",
-    ]
-    if any(entry.unused_ranks for entry in shown):
-        lines.append("GPUs a/b: b − a ranks stay unused, because the rest divides better")
-    changes = {change for entry in shown for change in entry.changes}
-    if changes:
-        lines.append(
-            "~: ep must divide every bank of experts, so this is planned with more of them: "
-            f"{_rounded_up(report.scenario, changes)}"
+def _impossible(report: PlanReport) -> Iterator[str]:
+    for count, why in report.impossible.items():
+        yield f"{count} {'node' if count == 1 else 'nodes'}: {why}"
+
+
+def _host_waits(report: PlanReport) -> Iterator[str]:
+    best = report.sizes[-1].fitting[0]
+    waiting = best.prediction.time.host
+    if waiting:
+        launching = host_s(best.scenario, best.candidate)
+        yield (
+            f"the host: launching a step's operations takes {_ms(launching)} ms, {_ms(waiting)} ms "
+            "more than the device computes; compile the model, or give a rank more tokens"
         )
-    lines.append(computation_line(report.scenario))
-    lines.append(
-        "--sources says where every figure comes from; speeds are predictions, not measurements"
-    )
-    return lines
 
 
-def _work(scenario: Scenario) -> str:
-    if scenario.micro_batches == 1:
-        return f"{scenario.tokens:,} tokens"
-    return f"{scenario.micro_batches} micro-batches of {scenario.tokens:,} tokens"
-
-
-def _rounded_up(scenario: Scenario, changes: Set[tuple[str, int]]) -> str:
-    found = []
-    for bank, _ in scenario.workload.uses:
-        counts = sorted(count for kind, count in changes if kind == bank.kind)
-        if counts:
-            of_head = "" if bank.kind == "feed_forward" else " (per head)"
-            more = ", ".join(map(str, counts))
-            found.append(f"{bank.kind}{of_head} {bank.num_experts} → {more}")
-    return "; ".join(sorted(found))
-
-
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+def _notes(scenario: Scenario, shown: Sequence[Plan]) -> Iterator[str]:
+    batches = f"{scenario.micro_batches} micro-batches of " if scenario.micro_batches > 1 else ""
+    yield (f"{batches}{scenario.tokens:,} tokens per rank and step, {scenario.workload.precision}")
+    if any(plan.unused_ranks for plan in shown):
+        yield "GPUs a/b: b − a ranks stay unused, because the rest divides better"
+    changes = sorted({change for plan in shown for change in plan.changes})
+    if changes:
+        counts = ", ".join(f"{kind} {count}" for kind, count in changes)
+        yield f"~: planned with more experts, so that ep divides every bank (of heads: each): {counts}"
 
 
 def render_detail(plan: Plan) -> Group:
     """Renders where a plan's memory and time go, and every kind of collective of a step."""
-    candidate, found = plan.candidate, plan.prediction
-    memory = ", ".join(
-        f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size
-    )
-    time = ", ".join(
-        f"{name} {_ms(seconds)}" for name, seconds in asdict(found.time).items() if seconds
-    )
-    table = _table(
-        {
-            "collective": "left",
-            "operation": "left",
-            "ranks": "right",
-            "links": "left",
-            "calls": "right",
-            "each": "right",
-            "each takes": "right",
-            "all": "right",
-        }
-    )
+    found = plan.prediction
+    memory = (f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
+    time = (f"{name} {_ms(value)} ms" for name, value in asdict(found.time).items() if value)
+    columns = ("collective", "operation", "ranks", "links", "calls", "each", "each takes", "all")
+    table = _table(dict.fromkeys(columns, "left"))
     for call in found.collectives:
-        links = "slow" if call.crosses_nodes else "fast"
         table.add_row(
             call.name,
             call.op,
             str(call.group_size),
-            links,
+            "slow" if call.crosses_nodes else "fast",
             f"{call.calls:g}",
             _bytes(call.bytes_per_call),
             f"{1e6 * call.seconds_per_call:,.0f} µs",
-            _ms(call.seconds),
+            f"{_ms(call.seconds)} ms",
         )
-    title = (
-        f"dp_replicate {candidate.dp_replicate} × dp_shard {candidate.dp_shard}, "
-        f"ep {candidate.ep}, {candidate.world_size:,} GPUs"
-    )
     return Group(
-        Text(""), Text(title, style="bold"), Text(f"memory: {memory}"), Text(f"step: {time}"), table
+        Text(""),
+        Text(f"{plan.candidate}, {plan.candidate.world_size:,} GPUs", style="bold"),
+        Text(f"memory: {', '.join(memory)}"),
+        Text(f"step: {', '.join(time)}"),
+        table,
     )
 
 
 def render_sources(scenario: Scenario) -> Table:
     """Renders every figure of the machine and of the routing, and where it comes from."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("figure", "value", "source"):
-        table.add_column(heading, no_wrap=heading != "source")
+    table = _table({"figure": "left", "value": "left", "source": "left"})
     for key, source in sorted(scenario.hardware.sources.items()):
         table.add_row(key, f"{getattr(scenario.hardware, key):.4g}", Text(source))
-    origin = (
-        CONCENTRATION_SOURCE if scenario.skew.concentration == CONCENTRATION else "as asked for"
-    )
+    is_default = scenario.skew.concentration == CONCENTRATION
+    origin = CONCENTRATION_SOURCE if is_default else "as asked for"
     table.add_row("routing skew", "", Text(f"{scenario.skew.source}: {origin}"))
-    table.add_row(
-        "bytes kept per token",
-        f"{scenario.workload.saved_bytes:.4g}",
-        Text("counted on the meta device, autograd's own"),
-    )
+    kept = f"{scenario.workload.saved_bytes:.4g}"
+    table.add_row("bytes kept per token", kept, "counted on the meta device, autograd's own")
     if scenario.table is not None:
-        table.add_row(
-            "collectives",
-            "",
-            Text(f"{scenario.table.source}, where groups of that size were measured"),
-        )
+        source = f"{scenario.table.source}, where groups of that size were measured"
+        table.add_row("collectives", "", Text(source))
     return table
 
 
@@ -430,162 +317,79 @@ def render_sources(scenario: Scenario) -> Table:
 
 
 def plans_as_json(report: PlanReport) -> dict[str, Any]:
-    """Returns the whole report as plain values for JSON: bytes, seconds, tokens per second."""
-    scenario, best = report.scenario, _largest_with_ep(report.sizes)
+    """Returns the report as plain values for JSON: bytes, seconds, tokens per second."""
+    scenario, best = report.scenario, report.best_with_ep
+    hardware = scenario.hardware
     return {
-        "hardware": {
-            key: getattr(scenario.hardware, key) for key in ("name", *scenario.hardware.sources)
-        },
-        "sources": {**scenario.hardware.sources, "routing skew": scenario.skew.source},
+        "hardware": {key: getattr(hardware, key) for key in ("name", *hardware.sources)},
+        "sources": {**hardware.sources, "routing skew": scenario.skew.source},
         "tokens_per_rank": scenario.tokens,
         "micro_batches": scenario.micro_batches,
         "precision": scenario.workload.precision,
-        "plans": [_plain_plan(ranked, scenario.hardware.ranks_per_node) for ranked in report.sizes],
+        "plans": [_plain_plans(ranked, hardware.ranks_per_node) for ranked in report.sizes],
         "impossible": {str(count): why for count, why in report.impossible.items()},
-        "tokens_or_weights": None if report.comparison is None else asdict(report.comparison),
-        "hottest_rank": None
-        if best is None
-        else {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
+        "tokens_or_weights": report.comparison and asdict(report.comparison),
+        "hottest_rank": best
+        and {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
         "expert_parallelism": [asdict(size_range) for size_range in report.size_ranges],
-        "experts_grow_until_it_pays": report.growth,
-        "kernels": kernels_as_json(report.sizes[-1].fitting[0]),
     }
 
 
-def _plain_plan(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
-    layouts = []
-    for entry in ranked.plans:
-        found = entry.prediction
-        calls = [
+def _plain_plans(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
+    layouts = [_plain_plan(plan) for plan in ranked.plans]
+    return {"nodes": ranked.nodes, "ranks": ranked.nodes * ranks_per_node, "layouts": layouts}
+
+
+def _plain_plan(plan: Plan) -> dict[str, Any]:
+    found = plan.prediction
+    return {
+        **asdict(plan.candidate),
+        "world_size": plan.candidate.world_size,
+        "unused_ranks": plan.unused_ranks,
+        "rounded_up": dict(plan.changes),
+        "fits": found.fits,
+        "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+        "seconds": {**asdict(found.time), "total": found.time.total},
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "collectives": [
             {**asdict(call), "bytes_per_step": call.num_bytes, "seconds_per_step": call.seconds}
             for call in found.collectives
-        ]
-        layouts.append(
-            {
-                **asdict(entry.candidate),
-                "world_size": entry.candidate.world_size,
-                "unused_ranks": entry.unused_ranks,
-                "rounded_up": dict(entry.changes),
-                "fits": found.fits,
-                "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
-                "seconds": {**asdict(found.time), "total": found.time.total},
-                "tokens_per_s": found.tokens_per_s,
-                "mfu": found.mfu,
-                "collectives": calls,
-            }
-        )
-    return {"nodes": ranked.nodes, "ranks": ranked.nodes * ranks_per_node, "layouts": layouts}
+        ],
+    }
 
 
 # The picture --------------------------------------------------------------------------------------
 
-_INK, _TOKENS, _WEIGHTS, _CROSSING = "#22313f", "#d1495b", "#2e6f95", "#8d6a9f"
+_WEIGHTS, _TOKENS = "#2e6f95", "#d1495b"
 
 
-def draw_plans(report: PlanReport, path: Path, *, title: str) -> Path:
-    """Draws step time and MFU against the number of GPUs, with and without expert parallelism, and
-    where one overtakes the other. Returns the path.
-    """
+def draw_plans(report: PlanReport, path: Path, *, title: str) -> None:
+    """Draws the step time against the number of GPUs, with and without expert parallelism."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(12, 5.2), dpi=110, layout="constrained")
+    figure: Any = Figure(figsize=(8, 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
-    panels = figure.subplots(1, 2)
-    _draw_lines(
-        panels[0],
-        report,
-        "milliseconds per step",
-        lambda plan: 1e3 * plan.prediction.time.total,
-    )
-    _draw_band(panels[0], report)
-    _draw_lines(panels[1], report, "MFU in %", lambda plan: 100 * plan.prediction.mfu)
-    for panel in panels:
-        panel.set_ylim(bottom=0)
-        _draw_crossings(panel, report)
-    panels[0].legend(frameon=False, fontsize=10.5, loc="best")
-    hardware, tokens = report.scenario.hardware.name, report.scenario.tokens
-    figure.suptitle(
-        f"{title} on {hardware}, {tokens:,} tokens per rank and step: predicted",
-        x=0.01,
-        ha="left",
-        fontsize=14,
-        fontweight="bold",
-        color=_INK,
-    )
-    figure.savefig(path)
-    return path
-
-
-def _draw_lines(panel: Any, report: PlanReport, label: str, value: Any) -> None:
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(color="#e4e8ec", linewidth=0.8)
-    panel.set_axisbelow(True)
-    for with_ep, color, name in (
+    panel = figure.subplots()
+    for with_ep, color, label in (
         (False, _WEIGHTS, "without EP: weights move"),
         (True, _TOKENS, "with EP: tokens move"),
     ):
         points = [
-            (ranked.nodes * report.scenario.hardware.ranks_per_node, value(best))
+            (best.candidate.world_size, 1e3 * best.prediction.time.total)
             for ranked in report.sizes
             if (best := ranked.best(with_ep=with_ep)) is not None
         ]
         if points:
-            panel.plot(
-                *zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5, label=name
-            )
-    ranks = [ranked.nodes * report.scenario.hardware.ranks_per_node for ranked in report.sizes]
-    if len(ranks) > 1:
+            panel.plot(*zip(*points, strict=True), "o-", color=color, linewidth=2, label=label)
+    if len(report.sizes) > 1:
         panel.set_xscale("log", base=2)
-    named = [
-        count
-        for count, after in zip(ranks, [*ranks[1:], math.inf], strict=True)
-        if after > 1.4 * count
-    ]
-    panel.set_xticks(named, [f"{count:,}" for count in named], rotation=45 if len(named) > 6 else 0)
-    panel.minorticks_off()
-    panel.set_xlabel("GPUs", fontsize=11)
-    panel.set_ylabel(label, fontsize=11)
-
-
-def _draw_band(panel: Any, report: PlanReport) -> None:
-    """Draws the band between the median and the 99th percentile of the hottest rank's factor."""
-    found = [(ranked.nodes, ranked.best(with_ep=True)) for ranked in report.sizes]
-    bands = [(nodes, step_quantiles(best)) for nodes, best in found if best is not None]
-    if not bands:
-        return
-    ranks = [nodes * report.scenario.hardware.ranks_per_node for nodes, _ in bands]
-    low, high = ([1e3 * band[name] for _, band in bands] for name in ("p50", "p99"))
-    panel.fill_between(
-        ranks,
-        low,
-        high,
-        color=_TOKENS,
-        alpha=0.18,
-        linewidth=0,
-        label="its routing skew, p50 to p99",
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("GPUs")
+    panel.set_ylabel("milliseconds per step, predicted")
+    panel.legend(frameon=False)
+    panel.set_title(
+        f"{title} on {report.scenario.hardware.name}, {report.scenario.tokens:,} tokens per rank"
     )
-
-
-def _draw_crossings(panel: Any, report: PlanReport) -> None:
-    spans = report.size_ranges
-    for before, after in itertools.pairwise(spans):
-        at = math.sqrt(before.last_ranks * after.first_ranks)
-        panel.axvline(at, color=_CROSSING, linestyle="--", linewidth=1.4)
-        words = "EP pays" if after.ep_pays else "EP no longer pays"
-        panel.annotate(
-            f"{words}\nfrom {after.first_ranks:,} GPUs",
-            (at, 0.06),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            xytext=(5, 0),
-            color=_CROSSING,
-            fontsize=10,
-        )
-    if len(spans) == 1:
-        always = (
-            "EP pays at all of these sizes"
-            if spans[0].ep_pays
-            else "no crossover: EP pays at none of these sizes"
-        )
-        panel.annotate(always, (0.03, 0.06), xycoords="axes fraction", color=_CROSSING, fontsize=10)
+    figure.savefig(path)

@@ -15,7 +15,7 @@ About 0.5 ms per layout.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes, needs_outbox
+from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes
 from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
@@ -127,14 +127,8 @@ def _of_world(
         changed = replace(scenario, workload=workload)
         for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
             layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
-            if not _dispatchers(changed, layout, constraints):
-                continue
-            yield Plan(
-                best_way(changed, layout, constraints),
-                changed,
-                unused,
-                tuple(sorted(changes.items())),
-            )
+            best = best_way(changed, layout, constraints)
+            yield Plan(best, changed, unused, tuple(sorted(changes.items())))
 
 
 def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, int]]:
@@ -178,8 +172,7 @@ def _dispatchers(
     per_node = scenario.hardware.ranks_per_node
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
     if constraints.dispatcher:
-        reaches = one_node or not needs_outbox(constraints.dispatcher)
-        return [constraints.dispatcher] if reaches else []
+        return [constraints.dispatcher]
     return [name for name in by_collectives() if not (one_node and needs_nodes(name))]
 
 
@@ -216,20 +209,12 @@ def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[Plan]) -> str
     return (
         f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of "
         f"{scenario.hardware.name}: the smallest, "
-        f"{describe_candidate(least.candidate)} with {least.candidate.recompute} recomputation, "
+        f"{least.candidate} with {least.candidate.recompute} recomputation, "
         f"needs {memory.total / 1e9:.1f} GB of {room / 1e9:.1f} GB per rank, "
         f"{(memory.total - room) / 1e9:.1f} GB too many; most of it "
         f"{', '.join(f'{name} {size / 1e9:.1f} GB' for name, size in parts)}. "
         "More nodes share weights further, fewer --tokens-per-rank need less for activations and "
         "logits"
-    )
-
-
-def describe_candidate(candidate: LayoutCandidate) -> str:
-    """Describes a layout by the mesh's sizes."""
-    return (
-        f"dp_replicate {candidate.dp_replicate} × dp_shard {candidate.dp_shard}, "
-        f"ep {candidate.ep}, sharding {candidate.sharding}"
     )
 
 
@@ -269,21 +254,3 @@ def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeR
         else:
             found.append(SizeRange(ranks, ranks, pays))
     return found
-
-
-def experts_at_break_even(scenario: Scenario, nodes: int, *, limit: int = 256) -> int | None:
-    """Returns the smallest power of two by which the experts must grow in number for EP to pay.
-
-    top_k stays as it is; None where no factor up to `limit` is enough.
-    """
-    factor = 1
-    while factor <= limit:
-        counts = {bank: bank.num_experts * factor for bank, _ in scenario.workload.uses}
-        grown = replace(scenario, workload=scenario.workload.with_experts(counts))
-        try:
-            if ep_pays(rank_plans(grown, nodes)):
-                return factor
-        except ValueError:  # it fits nowhere any more
-            return None
-        factor *= 2
-    return None

@@ -1,7 +1,6 @@
-"""What is asked of the cost model, and what it answers: records without arithmetic of their own."""
+"""Holds the cost model's question (a scenario, a layout) and its answer (memory, time, calls)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from .hardware import Hardware
 from .measured import MeasuredTable
@@ -18,13 +17,7 @@ class Scenario:
     tokens: int  # per rank and micro-batch
     skew: RoutingSkew
     table: MeasuredTable | None = None
-    chunks: int = 1  # that an exchange is cut into, to hide it behind the experts
     micro_batches: int = 1  # whose gradients a rank adds up in a step
-    # Operations that the host launches in a micro-batch without expert parallelism, where they were
-    # counted; None: those of the list of kernels, or three times a forward pass's on the meta device.
-    launches: float | None = None
-    # What kernels took of their prediction, by name, where a GPU has measured them.
-    kernel_ratios: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +40,12 @@ class LayoutCandidate:
     def efsdp(self) -> int:
         """Returns how many ranks of a shard group hold the same experts."""
         return self.dp_shard // self.ep
+
+    def __str__(self) -> str:
+        return (
+            f"dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard}, ep {self.ep}, "
+            f"sharding {self.sharding}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""How unevenly rows fall on ranks: the hottest rank's load over the mean, as a distribution and not
-as one number.
+"""Models how unevenly rows fall on ranks: a distribution of the hottest rank's load over the mean.
 
-Either recorded, from a run's metrics.jsonl (the load of every expert, per logged step and depth
+It is recorded, from a run's metrics.jsonl (the load of every expert, per logged step and depth
 step), or drawn: the shares of a row's experts follow a symmetric Dirichlet distribution with
 `concentration` per expert, whose coefficient of variation is about 1/√concentration. Ranks hold
 contiguous blocks, so the more experts a rank has, the more evens out by itself.
@@ -66,15 +65,6 @@ class RoutingSkew:
             loads_of = self._recorded_loads if self.recorded else self._draw
             self._known[key] = _quantiles(loads_of(bank, num_ranks))
         return self._known[key]
-
-    def spread(self, bank: Bank) -> float:
-        """Returns the coefficient of variation of the loads of a bank's experts."""
-        if bank.balanced:
-            return 0.0
-        if self.recorded:
-            loads = self.recorded[bank.router]
-            return float((loads.std(-1) / loads.mean(-1)).mean())
-        return 0.0 if self.concentration is None else self.concentration**-0.5
 
     def check(self, banks: list[Bank]) -> None:
         """Checks that the recorded loads are of these banks.

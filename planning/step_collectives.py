@@ -1,12 +1,12 @@
-"""The collectives of a step on a layout: how often each is called, its bytes and seconds.
+"""Lists the collectives of a step on a layout: calls, bytes and seconds of each.
 
-Exchanges of rows (EP), gathers and scatters of sharded weights (FSDP), sums of gradients.
+They are exchanges of rows (EP), gathers and scatters of sharded weights (FSDP), and gradient sums.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..distributed.dispatch.table import DEFAULT, DISPATCHERS, needs_outbox
+from ..distributed.dispatch.table import DEFAULT, DISPATCHERS
 from .communication import (
     Direction,
     Group,
@@ -35,11 +35,6 @@ def row_exchanges(
     crosses = ranks_sharing_a_node(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
     for bank, uses in scenario.workload.uses:
         skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
-        counted = 0.0
-        if not knows_counts(bank, candidate):
-            counted = scenario.hardware.host_sync_s
-            if not needs_outbox(candidate.dispatcher):  # sizes travel with the rows
-                counted += _counts_s(scenario, candidate)
         for number, direction in enumerate((dispatch_direction, combine_direction)):
             num_bytes, seconds = exchange_cost(
                 scenario,
@@ -57,7 +52,7 @@ def row_exchanges(
                 num_bytes,
                 seconds,
             )
-        if counted:
+        if not knows_counts(bank, candidate):
             yield Collective(
                 f"{bank.kind} counts",
                 "all_to_all",
@@ -65,7 +60,7 @@ def row_exchanges(
                 crosses,
                 uses,
                 8.0 * bank.total_experts,
-                counted,
+                _counts_s(scenario, candidate),
             )
 
 
@@ -103,7 +98,6 @@ def exchange_cost(
         skew=skew,
         staged=True,
         table=scenario.table,
-        chunks=scenario.chunks,
     )
     return traffic.num_bytes, seconds
 
@@ -112,12 +106,10 @@ def dispatch_launches(dispatcher: str) -> int:
     """Returns the operations that a dispatcher launches in a forward use of a bank, more than where
     nothing travels.
 
-    Counted on four ranks with Gloo, in one chunk (tests/planning/test_launches.py); and the kernels
-    by which a GPU writes down what it sends, which are calls of C++ there.
+    They were counted on four ranks with Gloo (tests/planning/test_launches.py); to them come the
+    kernels by which a GPU lists what it sends, which are calls of C++ there.
     """
     pattern = DISPATCHERS[dispatcher].pattern
-    if needs_outbox(dispatcher):
-        return 34  # those of distributed/symmetric/peer_outbox.py, counted by hand
     if pattern.to_all:
         return 36
     if pattern.node_first:
@@ -126,11 +118,12 @@ def dispatch_launches(dispatcher: str) -> int:
 
 
 def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
-    """Returns the seconds of the exchange of counts, which is latency only."""
+    """Returns the seconds of exchanging counts and reading them on the host: latency only."""
     hardware = scenario.hardware
     fast = ranks_sharing_a_node(candidate.ep, hardware.ranks_per_node) - 1
     slow = candidate.ep - 1 - fast
-    return hardware.exchange_start_s + fast * hardware.fast_post_s + slow * hardware.slow_post_s
+    posted = fast * hardware.fast_post_s + slow * hardware.slow_post_s
+    return hardware.host_sync_s + hardware.exchange_start_s + posted
 
 
 @dataclass(frozen=True)
@@ -145,6 +138,7 @@ class WeightUnit:
 
 
 def weight_units(work: Workload, ep: int) -> list[WeightUnit]:
+    """Returns the embedding with the head, and every layer of the group."""
     layers = [
         WeightUnit(
             "layer",

@@ -1,10 +1,9 @@
-"""What a model asks of a machine, per token: weights by where they are used, FLOPs, what the
-backward pass keeps, what is routed.
+"""Reduces a model to what it asks of a machine per token: weights, FLOPs, kept bytes, routes.
 
-Weights and FLOPs are those of model/cost.py. What autograd keeps is not estimated but counted: a
-forward pass on the meta device at three lengths, whose linear part is what every token adds
-(weights' copies are the constant part; attention scores, which a fused kernel keeps no more, the
-quadratic one). About 0.02 s per depth step.
+Weights and FLOPs are those of model/cost.py. Kept bytes are counted: a forward pass on the meta
+device at three lengths shows in its linear part what autograd keeps of every token (copies of
+weights are the constant part, attention scores, which a fused kernel does not keep, the quadratic
+one). About 0.02 s per depth step.
 
 Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
 """
@@ -33,9 +32,8 @@ from ..model.routers.soft import SlotMixingConfig
 from ..model.routers.transition import TransitionConfig
 from ..model.transformer import Layer, Transformer
 
-ROUTE_BYTES = (
-    16  # that travel with a row per route: expert, row, target (int32) and gate weight (float32)
-)
+# Travelling with a row, per route: expert, row, target (int32) and gate weight (float32).
+ROUTE_BYTES = 16
 KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
 
 _MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)
@@ -61,9 +59,7 @@ class Bank:
     rows: float = 1.0  # per token that choose: sub-tokens, or a mixture's rows
     source: Unit = "row"  # what travels to the experts
     target: Unit = "row"  # and what comes home
-    group_limit: tuple[int, int] | None = (
-        None  # (groups of neighbouring experts, so many of them may be chosen from)
-    )
+    group_limit: tuple[int, int] | None = None  # (groups of experts, groups that may be chosen)
     balanced: bool = False  # by construction
     route_bytes: float = ROUTE_BYTES
 
@@ -120,13 +116,7 @@ class Workload:
     d_model: int
     vocab_size: int
     precision: str  # of the products
-    launches: float = (
-        0.0  # operations of a forward pass, which the host must launch, whatever they work on
-    )
-    # What the kernels of a step follow from (kernel_times.py); None: the model is known by its
-    # sums alone.
-    model: ModelConfig | None = None
-    seq_len: int = 0
+    launches: float = 0.0  # operations of a forward pass, which the host must launch
 
     @property
     def bytes_per_element(self) -> int:
@@ -214,8 +204,6 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
         dense_flops=forward_flops(config, seq_len).forward - experts_flops,
         saved_bytes=saved_bytes - experts_bytes,
         launches=launches,
-        model=config,
-        seq_len=seq_len,
     )
 
 
@@ -266,9 +254,8 @@ class _Launches(TorchDispatchMode):
 
 def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
     """Returns the bytes of all storages that a forward pass keeps, parameters left out."""
-    kept: dict[
-        int, torch.UntypedStorage
-    ] = {}  # holding them keeps their numbers from being given again
+    # Holding the storages keeps their numbers from being given again.
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -302,9 +289,7 @@ def _feed_forward_bank(
     config: ExpertsConfig, layer: SparseFeedForward, d_row: int, seq_len: int
 ) -> Bank:
     router, active = config.router, config.experts_per_row(seq_len)
-    mixes = isinstance(
-        router, _MIXING
-    )  # then mixtures of rows travel, each to one expert, and not the rows
+    mixes = isinstance(router, _MIXING)  # mixtures travel, each to one expert, and not the rows
     groups = (getattr(router, "num_groups", 1), getattr(router, "kept_groups", 1))
     columns = columns_of(config.d_expert, config.activation)
     return Bank(

@@ -362,7 +362,7 @@ COMMANDS = (
     ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2", "--since", "10m"],
     ["logs", "runs/mine", "--json", "--generation", "1", "--color", "always"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
-    ["layout", "--world-size", "8", "--ep", "4"], ["layout", "--world-size", "16", "--dp-shard", "2"],
+    ["plan", "smoke", "--layout"], ["plan", "smoke", "--layout", "--nodes", "2", "--ep", "4"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
     ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
     ["completion", "bash"], ["--version"], ["--help"],

@@ -9,8 +9,8 @@ Entry by entry, in the order of what an expert layer costs: the call of the back
 387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few") is captured in a CUDA
 graph with each candidate, so that only the GPU's time counts, and replayed. All else stays the
 same, so the fastest call has the fastest tile. An entry is taken by other launches too: K1 forward's by
-GELU and by V's gate, whose 256 rows of odd widths spill on sm_90. So compile the table anew
-(compile_table.py) before one is kept. A candidate that does not fit the chip, or whose
+GELU and by V's gate, whose 256 rows of odd widths spill on sm_90, so run `make kernels` before one
+is kept. A candidate that does not fit the chip, or whose
 output is not that of the present tile, is out. When the time is over, what was not measured stays
 as it was.
 

@@ -1,18 +1,22 @@
-"""`moebius plan`: what every layout of a model on a machine would cost, ranked."""
+"""`moebius plan`: predicts the cost of every layout of a model on a machine, and ranks them."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...distributed.dispatch.table import DISPATCHERS
+from ...distributed.dispatch.table import by_collectives
 from ..arguments import Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from ...planning.hardware import Hardware
     from ...planning.plan_report import PlanReport
     from ...planning.prediction import Scenario
+    from ...planning.routing_skew import RoutingSkew
+    from ...train.config.run_config import Config
+
+_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def add_commands(commands: Commands) -> None:
@@ -26,6 +30,7 @@ def add_commands(commands: Commands) -> None:
         examples=[
             'plan moeut_1b --hardware h200 --nodes 1 "…" 64 --png plan.png',
             "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
+            "plan moeut_244m mesh.dp_shard=32 --nodes 8 --ep 8 --layout",
         ],
     )
     parser.add_argument(
@@ -38,12 +43,12 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the machine and the work that are planned for."""
+    """Declares the machine, the work, and what their costs are computed from."""
     parser.add_argument(
         "--hardware",
         default="h200",
         metavar="NAME|FILE.toml",
-        help="h100, h200, b200, gb200_nvl72 …",
+        help="h100, h200, b200, gb200_nvl72, a100",
     )
     parser.add_argument(
         "--nodes",
@@ -53,151 +58,187 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         help='for example 4, or 1 "…" 1250 (doubling)',
     )
     parser.add_argument(
-        "--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's"
+        "--precision", choices=list(_PRECISIONS), help="of the products; default: the recipe's"
     )
     parser.add_argument(
-        "--tokens-per-rank",
-        type=int,
-        metavar="N",
-        help="in a micro-batch; default: the recipe's",
+        "--tokens-per-rank", type=int, metavar="N", help="per micro-batch; default: the recipe's"
     )
     parser.add_argument(
-        "--micro-batches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="whose gradients a rank adds up in a step",
-    )
-
-
-def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the constraints of the layouts, and what their costs are computed from."""
-    parser.add_argument(
-        "--ep",
-        type=int,
-        metavar="N",
-        help="only layouts with this many ranks per copy of the experts",
-    )
-    parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
-    parser.add_argument(
-        "--dispatcher",
-        choices=list(DISPATCHERS),
-        help="only this one; symmetric, which no GPU has run, is planned only so, inside nodes",
-    )
-    parser.add_argument(
-        "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
-    )
-    parser.add_argument(
-        "--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel"
+        "--micro-batches", type=int, default=1, metavar="N", help="accumulated by a rank in a step"
     )
     parser.add_argument(
         "--skew",
-        default=None,
         metavar="RUN|ALPHA|balanced",
         help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
     )
     parser.add_argument(
-        "--launches",
-        type=float,
-        metavar="N",
-        help="operations that the host launches in a micro-batch; default: those of the list of kernels",
-    )
-    parser.add_argument(
         "--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults"
     )
+
+
+def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the constraints of the layouts."""
     parser.add_argument(
-        "--measured-kernels",
-        type=Path,
-        metavar="FILE.json",
-        help="gpu_kernels.json of benchmarks.gpu: corrects the predictions of kernels",
+        "--ep", type=int, metavar="N", help="only layouts with N ranks per copy of the experts"
+    )
+    parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
+    parser.add_argument("--dispatcher", choices=by_collectives(), help="only this one")
+    parser.add_argument(
+        "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
     )
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares how much of the plan is shown, and how."""
+    """Declares how the plan is shown."""
     parser.add_argument(
-        "--top", type=int, default=None, metavar="N", help="layouts to show of every size"
-    )
-    parser.add_argument(
-        "--detail",
+        "--layout",
         action="store_true",
-        help="memory, time and collectives of the largest size's best",
+        help="predict nothing; show which rank sits where in the configured mesh",
     )
     parser.add_argument(
-        "--kernels",
-        action="store_true",
-        help="the kernels of the largest size's best, with their predicted times and bounds",
+        "--detail", action="store_true", help="memory, time and collectives of the best layouts"
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs"
-    )
+    parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw step time against GPUs")
     parser.add_argument(
         "--json", action="store_true", help="everything, collectives included, as JSON"
     )
-    parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
 
 
 def _plan(options: argparse.Namespace) -> int:
     """Carries out `moebius plan`."""
     from rich.console import Console
 
-    from ...planning.plan_report import draw_plans, make_report, parse_nodes, plans_as_json
+    from ...planning.hardware import find_hardware
+    from ...planning.plan_report import draw_plans, make_report, plans_as_json
     from ...planning.planner import Constraints
     from ...train.config.run_config import resolve
     from ...train.recipes.smoke import RECIPES
-    from .plan_request import make_scenario
 
     nodes = parse_nodes(options.nodes)
+    machine = find_hardware(options.hardware)
+    if options.layout:
+        return _show_layout(options, nodes[-1], machine.ranks_per_node)
     config = resolve(options.name, options.overrides, RECIPES)
+    wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
     with Console(stderr=True).status("planning"):
-        scenario = make_scenario(
-            config,
-            hardware=options.hardware,
-            precision=options.precision,
-            tokens=options.tokens_per_rank,
-            skew=options.skew,
-            measured=options.measured,
-            chunks=options.overlap_chunks,
-            micro_batches=options.micro_batches,
-            launches=options.launches,
-            measured_kernels=options.measured_kernels,
-        )
-        constraints = Constraints(
-            options.ep, options.sharding, options.dispatcher, options.recompute
-        )
-        report = make_report(scenario, nodes, constraints)
+        report = make_report(_scenario(config, machine, options), nodes, wanted)
     if options.png:
         draw_plans(report, options.png, title=options.name)
     if options.json:
         print(json.dumps(plans_as_json(report), indent=2))
     else:
-        _show(report, scenario, options, Console(), top=10 if len(nodes) == 1 else 2)
+        _show_plans(report, options)
     return 0
 
 
-def _show(
-    report: "PlanReport",
-    scenario: "Scenario",
-    options: argparse.Namespace,
-    console: "Console",
-    *,
-    top: int,
-) -> None:
-    """Prints the ranked layouts, `top` of every size unless told otherwise, and what else was asked
-    for.
+def parse_nodes(words: Sequence[str]) -> list[int]:
+    """Reads numbers of nodes, in ascending order.
+
+    "…" between two of them doubles the first until the second is reached: 1 … 6 is 1 2 4 6.
+
+    Raises:
+        ValueError: a word is no number of nodes, or "…" does not stand between two numbers.
     """
-    from ...planning.kernel_report import render_kernels
+    nodes: list[int] = []
+    doubling = False
+    for word in words:
+        if word in ("…", "...") and nodes and not doubling:
+            doubling = True
+            continue
+        if not word.isdecimal() or int(word) < 1:
+            raise ValueError(
+                f"--nodes {' '.join(words)}: {word!r} is no number of nodes; write 1 2 8, or 1 … 64"
+            )
+        last = int(word)
+        while doubling and nodes[-1] * 2 < last:
+            nodes.append(nodes[-1] * 2)
+        nodes.append(last)
+        doubling = False
+    if doubling:
+        raise ValueError(f"--nodes {' '.join(words)}: a number must follow {words[-1]}")
+    return sorted(set(nodes))
+
+
+def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace) -> "Scenario":
+    """Returns the work of a run's configuration on a machine.
+
+    Raises:
+        ValueError: the planner does not model the configuration, or an option is out of range.
+    """
+    from ...planning.measured import read_table
+    from ...planning.prediction import Scenario
+    from ...planning.workload import describe
+
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: the planner does not model copies of hot "
+            "experts; plan with mesh.replicas=0"
+        )
+    precision = _PRECISIONS.get(options.precision, config.train.precision)
+    if precision == "bfloat16_only":
+        raise ValueError(
+            'train.precision="bfloat16_only": the planner counts float32 weights and moments; plan '
+            "with --precision bf16 or fp32"
+        )
+    tokens = options.tokens_per_rank
+    if tokens is None:
+        tokens = config.train.micro_batch * config.data.seq_len
+    if tokens < 1 or options.micro_batches < 1:
+        raise ValueError(
+            f"--tokens-per-rank {tokens}, --micro-batches {options.micro_batches}: both must be at "
+            "least 1"
+        )
+    workload = describe(config.model, seq_len=config.data.seq_len, precision=precision)
+    skew = _routing_skew(options.skew)
+    skew.check([bank for bank, _ in workload.uses])
+    table = read_table(options.measured) if options.measured else None
+    return Scenario(workload, machine, tokens, skew, table, options.micro_batches)
+
+
+def _routing_skew(text: str | None) -> "RoutingSkew":
+    """Returns the routing that --skew names."""
+    from ...planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
+
+    if text is None:
+        return dirichlet_skew(CONCENTRATION)
+    if text == "balanced":
+        return RoutingSkew()
+    try:
+        concentration = float(text)
+    except ValueError:
+        return recorded_skew(Path(text))
+    return dirichlet_skew(concentration)
+
+
+def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
+    """Prints the ranked layouts, and what else was asked for."""
+    from rich.console import Console
+
     from ...planning.plan_report import render_detail, render_plans, render_sources
 
-    console.print(render_plans(report, top=options.top or top))
+    console = Console()
+    console.print(render_plans(report, top=10 if len(report.sizes) == 1 else 2))
     if options.detail:
-        largest = report.sizes[-1]
         for with_ep in (False, True):
-            if plan := largest.best(with_ep=with_ep):
+            if plan := report.sizes[-1].best(with_ep=with_ep):
                 console.print(render_detail(plan))
-    if options.kernels:
-        console.print(render_kernels(report.sizes[-1].fitting[0]))
     if options.sources:
-        console.print(render_sources(scenario))
+        console.print(render_sources(report.scenario))
     if options.png:
         console.print(f"picture: {options.png}", markup=False, soft_wrap=True)
+
+
+def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:
+    """Prints which rank sits where in the configured mesh, and which links its groups use."""
+    from ...distributed.layout import plan_layout, render_layout
+    from ...train.config.run_config import resolve
+    from ...train.recipes.smoke import RECIPES
+
+    mesh = ["mesh.dp_replicate=none"]  # replicas fill the world
+    if options.ep is not None:
+        mesh.append(f"mesh.ep={options.ep}")
+    config = resolve(options.name, [*mesh, *options.overrides], RECIPES)
+    layout = plan_layout(config.mesh, nodes * ranks_per_node)
+    print(render_layout(layout, ranks_per_node, config.model.expert_counts()))
+    return 0

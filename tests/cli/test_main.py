@@ -178,8 +178,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("layout --world-size 8 --ep 0", "--ep 0: at least 1"),
-        ("layout --world-size 8 --dp-shard -2", "--dp-shard -2: at least 1"),
+        ("plan smoke --layout --ep 0", "mesh.ep: Input should be greater than or equal to 1"),
         ("status a b --watch", "--watch follows one run: name it"),
         ("logs run model.d_model=8", "unrecognized arguments: model.d_model=8"),
         ("train smoke --stepz=3", "unrecognized arguments: --stepz=3"),
@@ -194,8 +193,9 @@ def test_a_mistake_in_the_words_is_told(
 
 
 def test_a_layout_is_shown_with_the_experts_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = answer(capsys, *["layout", "--world-size", "4", "--ep", "2", "--model", "smoke"])
+    code, said = answer(capsys, *"plan smoke mesh.dp_shard=8 --ep 2 --layout".split())
     assert code == 0
+    assert "dp_shard 8" in said
     assert "ep 2" in said
     assert "0-7" in said
 

@@ -11,7 +11,7 @@ from moebius.planning.hardware import HARDWARE, Hardware, find_hardware
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_figure_has_a_source(name: str) -> None:
     found = find_hardware(name)
-    figures = {entry.name for entry in fields(Hardware)} - {"name", "fitted", "sources"}
+    figures = {entry.name for entry in fields(Hardware)} - {"name", "sources"}
     assert set(found.sources) == figures
     assert all(len(source) > 10 for source in found.sources.values())
 

@@ -14,7 +14,6 @@ from moebius.planning.planner import (
     Constraints,
     SizeRange,
     ep_pays,
-    experts_at_break_even,
     rank_plans,
     size_ranges,
 )
@@ -117,34 +116,6 @@ def test_constraints_are_kept() -> None:
     ]
 
 
-def test_what_no_gpu_has_run_is_planned_where_it_is_asked_for_and_inside_nodes() -> None:
-    base = scenario(tokens=16_384)
-    chosen = {entry.candidate.dispatcher for entry in rank_plans(base, 2).plans}
-    assert "symmetric" not in chosen
-    asked = rank_plans(base, 2, Constraints(dispatcher="symmetric")).plans
-    assert {entry.candidate.ep for entry in asked} == {1, 2, 4, 8}
-    with pytest.raises(ValueError, match="ep"):
-        rank_plans(base, 2, Constraints(ep=16, dispatcher="symmetric"))
-    for entry in asked:
-        if entry.candidate.ep == 1:
-            continue
-        memory, dedup = (
-            {
-                call.name: call
-                for call in predict(base, replace(entry.candidate, dispatcher=name)).collectives
-            }
-            for name in ("symmetric", "dedup")
-        )
-        for half in ("dispatch", "combine"):
-            own, other = memory[f"feed_forward {half}"], dedup[f"feed_forward {half}"]
-            assert own.num_bytes == other.num_bytes
-            saved = H200.exchange_start_s + (entry.candidate.ep - 1) * H200.fast_post_s
-            assert other.seconds_per_call - own.seconds_per_call == pytest.approx(
-                saved - H200.meet_s
-            )
-        assert memory["feed_forward counts"].seconds_per_call == H200.host_sync_s
-
-
 def test_ranks_that_do_not_divide_stay_unused() -> None:
     """10,000 ranks are no multiple of 64: 156 groups, 16 ranks unused."""
     found = rank_plans(scenario(64), 1250, Constraints(ep=64))
@@ -193,19 +164,6 @@ def test_many_experts_make_expert_parallelism_pay() -> None:
     few, many = rank_plans(scenario(8), 4), rank_plans(scenario(2048, d_model=1024), 4)
     assert ep_pays(few) is False
     assert ep_pays(many) is True
-    factor = experts_at_break_even(scenario(8), 4)
-    assert factor is not None
-    assert ep_pays(rank_plans(scenario(8 * factor), 4)) is True
-    assert ep_pays(rank_plans(scenario(4 * factor), 4)) is False
-
-
-def test_experts_that_fit_nowhere_any_more_have_no_break_even() -> None:
-    base = scenario(8, tokens=65_536)
-    small = replace(base, hardware=replace(H200, memory_bytes=4.5e9))
-    assert ep_pays(rank_plans(small, 1)) is False
-    assert experts_at_break_even(small, 1) is None
-    with pytest.raises(ValueError, match="fits on no layout"):
-        rank_plans(replace(small, workload=model(8 * 256)), 1)
 
 
 def test_a_model_without_experts_has_nothing_to_spread() -> None:

@@ -12,7 +12,7 @@ from pairwise import slow_but
 from torch import Tensor
 from world import run_ranks
 
-from moebius.cli.planning.plan_request import make_scenario
+from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.distributed.checkpoint.format import latest, open_checkpoint
 from moebius.distributed.checkpoint.reading import read_tensor
@@ -203,12 +203,15 @@ def test_what_does_not_work_in_it_is_refused(
         make_config(data, name, **mesh)
 
 
-def test_the_planner_and_the_simulator_refuse_it(data: Path) -> None:
-    config = make_config(data, "switch")
+def test_the_planner_and_the_simulator_refuse_it(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "switch", "train.precision=bfloat16_only"])
+    assert ended.value.code == 2
+    assert "bfloat16_only" in capsys.readouterr().err
     with pytest.raises(ValueError, match="bfloat16_only"):
-        make_scenario(config, hardware="h100")
-    with pytest.raises(ValueError, match="bfloat16_only"):
-        make_cluster(config, RequestedRanks(world_size=2))
+        make_cluster(make_config(data, "switch"), RequestedRanks(world_size=2))
 
 
 def test_an_unknown_precision_is_answered_with_those_there_are() -> None:
