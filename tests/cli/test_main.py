@@ -193,7 +193,7 @@ def test_a_mistake_in_the_words_is_told(
 
 
 def test_a_layout_is_shown_with_the_experts_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = answer(capsys, *"plan smoke mesh.dp_shard=8 --ep 2 --layout".split())
+    code, said = answer(capsys, *["plan", "smoke", "mesh.dp_shard=8", "--ep", "2", "--layout"])
     assert code == 0
     assert "dp_shard 8" in said
     assert "ep 2" in said
