@@ -1,7 +1,7 @@
 """How long a job stands still after a kill, and how long it takes to start, phase by phase.
 
     python -m benchmarks.recovery [--runs 5] [--only rank,node] [--minutes 9] [--keep FOLDER]
-                                  [--no-warm-start] [--in-place] [--vocabulary N] [--no-save]
+                                  [--no-warm-start] [--vocabulary N] [--no-save]
 
 A simulated cluster of 3 nodes trains the recipe `smoke` on 2 of them, 2 ranks each, with a
 checkpoint every 3 steps; the third node is a spare. One victim after the other is killed with
@@ -27,9 +27,7 @@ All are done in rounds, until --runs or --minutes are used up. A sample that fai
 counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json;
 with --only those of the victims that are named, beside what the file says of the others.
 
-With --in-place only ranks are killed, and replaced in place where that can be (`job.in_place`);
-every third of a node is a new generation, for a node has two spares. With --vocabulary the model is
-larger, so that building it and loading its checkpoint take time.
+With --vocabulary the model is larger, so that building it and loading its checkpoint take time.
 
 Cost: 90 s per round on two quiet cores.
 """
@@ -58,7 +56,6 @@ from rich.table import Table
 
 from benchmarks import report
 from moebius.cluster.job import (
-    IN_PLACE,
     JOURNAL,
     METRICS,
     JobError,
@@ -79,7 +76,7 @@ KILLS = ("rank", "agent", "template", "actor", "hang", "supervisor", "node")
 VICTIMS = (SUBMIT, SUBMIT_AGAIN, *KILLS)
 PHASES = (
     *("program", "before", "detect", "collect", "end", "wait", "place", "check", "data", "order"),
-    *("processes", "leave", "join", "build", "load", "loader", "eval", "step", "next_step"),
+    *("processes", "join", "build", "load", "loader", "eval", "step", "next_step"),
 )
 NOT_COUNTED = ("program", "next_step")
 STEPS_BETWEEN = 4  # more than a checkpoint's interval: the next recovery begins from a newer one
@@ -108,9 +105,7 @@ class Recovery:
     failure: str = ""  # why there is no time
 
 
-def config_for(
-    data: Path, *, warm_start: bool, in_place: bool = False, vocabulary: int | None = None
-) -> Config:
+def config_for(data: Path, *, warm_start: bool, vocabulary: int | None = None) -> Config:
     """Returns the recipe with checkpoints every 3 steps and without a drill of its own.
 
     A larger `vocabulary` than the tokenizer's makes a larger model, whose steps take hardly longer.
@@ -123,8 +118,6 @@ def config_for(
         "max_restarts": 1000,
         "max_node_losses": 1000,
         "warm_start": warm_start,
-        "in_place": in_place,
-        "snapshot_every": 3,
         "limits": recipe["job"]["limits"] | {"step_s": 5.0},
     }
     if vocabulary is not None:
@@ -145,10 +138,6 @@ class Observer:
         """Waits until so many steps were made since now."""
         began = time.time()
         self._await(lambda: len(self.steps_since(began)) >= number or None)
-
-    def was_in_place(self, began: float) -> bool:
-        """Returns whether the first recovery since then was one in place."""
-        return IN_PLACE in (self._entry(began, "phases_s") or {}).get("details", {})
 
     def start_of(self, began: float) -> tuple[float, dict[str, float]]:
         """Waits for the first step after `began`; returns its time, and the journal's phases."""
@@ -305,8 +294,6 @@ class Bench:
         os.kill(pid, signal.SIGSTOP if victim == "hang" else signal.SIGKILL)
         look = observer.takeover_of if victim == "supervisor" else observer.start_of
         when, phases = look(killed)
-        if observer.was_in_place(killed):
-            victim = f"{victim} in place"
         return _recovery(victim, when - killed, phases, "detect")
 
 
@@ -414,7 +401,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.5, help="then no sample is begun (8.5)")
     parser.add_argument("--keep", type=Path, help="folder to keep")
     parser.add_argument("--no-warm-start", action="store_true", help="job.warm_start=false")
-    parser.add_argument("--in-place", action="store_true", help="ranks only, job.in_place=true")
     parser.add_argument("--vocabulary", type=int, help="of the model: a larger one, to load")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
@@ -423,18 +409,16 @@ def main() -> None:
         configure = partial(
             config_for,
             warm_start=not options.no_warm_start,
-            in_place=options.in_place,
             vocabulary=options.vocabulary,
         )
-        victims = ("rank",) if options.in_place else options.only
-        found = measure(options.runs, victims, Bench(folder, configure), minutes=options.minutes)
+        bench = Bench(folder, configure)
+        found = measure(options.runs, options.only, bench, minutes=options.minutes)
     figures = medians(found)
     Console().print(draw(figures))
     if options.no_save:
         print(json.dumps(figures))
     else:
         name = "recovery" if not options.no_warm_start else "recovery_as_programs"
-        name += "_in_place" if options.in_place else ""
         print(report.save_parts(name, figures, {"load_average": os.getloadavg()}, under="kills"))
 
 

@@ -36,7 +36,6 @@ PAUSE = "pause"  # set by the supervision, for a generation that is to make way 
 SCALE = "scale.json"
 
 # Contents of the stop flag; empty, it asks for an end at a step boundary with a checkpoint.
-IN_PLACE = "in_place"  # in the details of the lines about a recovery in place
 STOP_NOW = "now"  # without a checkpoint
 STOP_PREEMPT = "preempt"  # the same end, because the machines are taken away
 
@@ -93,7 +92,6 @@ class Launch:
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
-    in_place: bool = False  # a rank that dies is replaced, and the others keep their processes
     placed_ahead: bool = False  # its nodes are being started already
     prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
     where: str = ""  # it was submitted to: THIS_MACHINE, SIMULATED, or a cluster's address
@@ -155,7 +153,6 @@ class JobStatus:
     state: State
     generation: int = 0
     restarts: int = 0
-    replaced_in_place: int = 0  # ranks that died while the others kept their processes
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
@@ -306,14 +303,7 @@ def read_status(run_dir: Path, *, life: LifeWatch | None = None) -> JobStatus:
         run_dir=run_dir,
         state=state,
         generation=last.generation,
-        restarts=sum(
-            entry.state is State.RECOVERING and IN_PLACE not in entry.details for entry in current
-        ),
-        replaced_in_place=sum(
-            len(entry.details[IN_PLACE]["ranks"])
-            for entry in current
-            if entry.state is State.RUNNING and IN_PLACE in entry.details
-        ),
+        restarts=sum(entry.state is State.RECOVERING for entry in current),
         step=newest["step"] if newest else None,
         total_steps=total_steps(run_dir),
         loss=float(newest["loss"]) if newest else None,  # what is not finite is a string there

@@ -68,7 +68,6 @@ def _launch_of(config: Config, run_dir: Path) -> Launch:
         warm_start=job.warm_start,
         log_max_bytes=job.log_max_bytes,
         log_pieces=job.log_pieces,
-        in_place=job.in_place and job.warm_start,
         prepares_data=prepares_beside(config),
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,

@@ -202,7 +202,6 @@ def make_launch(
         warm_start=job.warm_start,
         log_max_bytes=job.log_max_bytes,
         log_pieces=job.log_pieces,
-        in_place=job.in_place and job.warm_start,
         prepares_data=prepares_data,
         where=SIMULATED if address is None else address,
         needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,

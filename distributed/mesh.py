@@ -28,7 +28,6 @@ from .layout import (
     offsets,
     spell_ranks,
 )
-from .process.connections import noting_connections
 from .process.process import Process
 
 # What a group is used for. Axes of one use never wait for each other's messages, so they may share
@@ -158,13 +157,12 @@ def _new_group(name: str, ranks: tuple[int, ...], process: Process) -> dist.Proc
     All ranks make their groups in the order of AXES, and each axis divides the world, so nobody
     waits in a circle.
     """
-    with noting_connections():
-        group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=process.timeout_s),
-            group_desc=f"{name} of ranks {spell_ranks(ranks)}",
-            use_local_synchronization=True,
-        )
+    group = dist.new_group(
+        list(ranks),
+        timeout=timedelta(seconds=process.timeout_s),
+        group_desc=f"{name} of ranks {spell_ranks(ranks)}",
+        use_local_synchronization=True,
+    )
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError(f"rank {process.rank} is not in its own group {name}: {ranks}")
     return group

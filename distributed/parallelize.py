@@ -20,7 +20,7 @@ from ..model.execution.precision import store_in
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
-from .dispatch.base import ExpertParallelDispatcher, build_node_groups
+from .dispatch.base import build_node_groups
 from .dispatch.choose import make_dispatcher
 from .dispatch.measure import choose_dispatcher, memory_inside
 from .dispatch.table import needs_nodes
@@ -63,7 +63,7 @@ def build_model(
     """
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
-    connect(
+    _connect(
         model,
         mesh,
         dispatcher=dispatcher,
@@ -88,7 +88,7 @@ def build_model(
     return model
 
 
-def connect(
+def _connect(
     model: Transformer,
     mesh: Mesh,
     *,
@@ -101,8 +101,7 @@ def connect(
 ) -> None:
     """Gives a model the groups of `mesh`: its dispatchers, and the sums of its balancing losses.
 
-    Arguments as of `build_model`, and collective for the same dispatchers. Again for a model whose
-    ranks have met anew: experts stay where they are, and counters begin at zero on every rank.
+    Arguments as of `build_model`, and collective for the same dispatchers.
     """
     choice = choose_dispatcher(
         dispatcher,
@@ -119,16 +118,12 @@ def connect(
     for layer in model.modules():
         if not isinstance(layer, SparseLayer):
             continue
-        before = layer.dispatcher
         layer.dispatcher = make_dispatcher(
             choice.name,
             mesh.ep_group,
             overlap_chunks=overlap_chunks,
             check_every=check_every,
             ranks_per_node=ranks_per_node,
-            expert_map=before.setup.expert_map
-            if isinstance(before, ExpertParallelDispatcher)
-            else None,
             nodes=nodes,
             outbox=choice.outbox,
             why=choice.why,

@@ -76,7 +76,7 @@ def agent_pids(run_dir: Path) -> dict[int, int]:
     return {
         pid: int(environment[processes.PARENT])
         for pid, environment in found
-        if not {"RANK", processes.TEMPLATE, processes.SPARE} & environment.keys()
+        if not {"RANK", processes.TEMPLATE} & environment.keys()
     }
 
 

@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
+from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
 from ..distributed.placement.balance_load import load_imbalance, rebalanced
 from ..distributed.placement.move import (
     MoveResult,
     expert_maps_of,
-    lay_out_experts,
     move_experts,
 )
 from ..distributed.placement.replicas import make_reducer
@@ -143,33 +142,6 @@ class ExpertPlacement:
         if all(len(own.slots_P) == self._mesh.layout.ep for own in expert_maps.values()):
             self._move(expert_maps)
         self._take_over(saved)
-
-    def connect(self, mesh: Mesh) -> None:
-        """Sums gradients over the groups of another mesh of the same layout."""
-        self._mesh = mesh
-        self.reducer = make_reducer(self._model, mesh)
-
-    def lay_out(self, saved: Mapping[str, Any]) -> None:
-        """Puts the experts where they were saved, without values: these come from elsewhere.
-
-        Nothing is sent, and it does not matter where they were before, on any rank.
-        """
-        if not self.active:
-            return
-        expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}
-        lay_out_experts(self._model, self._optimizer, self._mesh, expert_maps)
-        self.reducer = make_reducer(self._model, self._mesh)
-        self._take_over(saved)
-
-    def lay_out_in_blocks(self) -> None:
-        """Puts the experts where they are at the start of a run, without values."""
-        if self.active:
-            maps = expert_maps_of(self._model)
-            ep = self._mesh.layout.ep
-            blocks = {name: contiguous_map(own.num_experts, ep) for name, own in maps.items()}
-            lay_out_experts(self._model, self._optimizer, self._mesh, blocks)
-            self.reducer = make_reducer(self._model, self._mesh)
-            self._loads = self._no_loads()
 
     def _take_over(self, saved: Mapping[str, Any]) -> None:
         """Takes over what was counted."""

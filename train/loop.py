@@ -31,8 +31,6 @@ from .config.run_config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
 from .exact_match import score_test_sets
-from .in_place.rejoin import InPlace
-from .in_place.rounds import open_rounds
 from .loss import micro_batch_loss
 from .metrics.log import MetricsLog
 from .metrics.sinks import check_sinks
@@ -50,6 +48,7 @@ from .run import (
     log_saved,
     open_loader,
     open_log,
+    resume,
     save,
     trace_next_step,
     write_result,
@@ -73,27 +72,24 @@ def train(config: Config, run_dir: Path) -> str:
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    heartbeat, clock, rounds = open_heartbeat(), PhaseClock(), open_rounds()
-    in_place = InPlace(rounds, clock)
-    with ExitStack() as world, ExitStack() as logs:
-        process = start_process(
-            config.train.device, timeout_s=config.train.timeout_s, round_number=rounds.number
-        )
-        world.enter_context(process)
+    heartbeat, clock = open_heartbeat(), PhaseClock()
+    with (
+        ExitStack() as logs,
+        start_process(config.train.device, timeout_s=config.train.timeout_s) as process,
+    ):
         clock.mark("join")
         run = assemble(config, run_dir, process)
         run.heartbeat = heartbeat
-        if rounds.number == 0:  # later the other ranks would not come to compare
-            check_sinks(config, run.checkpoints.on_rank_0)
+        check_sinks(config, run.checkpoints.on_rank_0)
         clock.mark("build")
-        position = in_place.begin(run)
+        position = resume(run)
         clock.mark("load")
-        with open_loader(run, position, served=rounds.number == 0) as loader:
+        with open_loader(run, position) as loader:
             clock.mark("loader")
-            start_s = clock.rounded() if rounds.number == 0 else None
-            log = logs.enter_context(open_log(run, resumed=position is not None, start_s=start_s))
-            steps = partial(run_steps, after_step=in_place.after_step)
-            state = in_place.make_steps(run, loader, log, world, steps)
+            log = logs.enter_context(
+                open_log(run, resumed=position is not None, start_s=clock.rounded())
+            )
+            state = run_steps(run, loader, log)
         while state == "spiked":
             with open_loader(run, roll_back(run, log)) as loader:
                 state = run_steps(run, loader, log)
@@ -108,16 +104,8 @@ def train(config: Config, run_dir: Path) -> str:
         return state
 
 
-def run_steps(
-    run: Run,
-    loader: Loader,
-    log: MetricsLog,
-    *,
-    after_step: Callable[[Run, Loader], None] = lambda run, loader: None,
-) -> str:
+def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     """Makes one step after another, and between them logs, moves experts, saves and evaluates.
-
-    `after_step` is called at every step boundary, when the state is that of the step.
 
     Returns:
         "finished" after the last step; "stopped" if somebody asked for the end before it; "spiked"
@@ -151,7 +139,6 @@ def run_steps(
         if result.spike is not None:
             log.write("spike", number, first_sample=batch.first_sample, **asdict(result.spike))
         rebalance_experts(run, log, result)
-        after_step(run, loader)
         if ends or due(number, config.checkpoint.every):
             save(run, loader)
         if ends and not finished:

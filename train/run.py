@@ -26,7 +26,7 @@ from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
 from ..distributed.local_shard import local_shard_of
 from ..distributed.mesh import Mesh, build_mesh
-from ..distributed.parallelize import build_model, connect
+from ..distributed.parallelize import build_model
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
@@ -205,35 +205,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     )
 
 
-def rejoin(run: Run, process: Process) -> None:
-    """Gives a run that is built the groups of a world that has met anew; a collective call.
-
-    The calls that are collective come in the same order as in `assemble`, for a rank that was
-    replaced is there.
-
-    Args:
-        run: has left its groups.
-        process: this rank in the new world, which is of the same size.
-    """
-    config = run.config
-    layout, _ = _agree_on_run(config, process)
-    mesh = build_mesh(layout, process)
-    connect(
-        run.model,
-        mesh,
-        dispatcher=config.mesh.dispatcher,
-        device=process.device,
-        overlap_chunks=config.mesh.overlap_chunks,
-        check_every=config.mesh.check_every,
-        ranks_per_node=process.ranks_per_node,
-        timeout_s=process.timeout_s,
-    )
-    process.agree("model", parameter_facts(run.model))
-    run.process, run.mesh = process, mesh
-    run.checkpoints.join(process)
-    run.expert_placement.connect(mesh)
-
-
 def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
     """Compares with the other ranks what is to be run; returns the layout and the backend."""
     compare_s = min(_COMPARE_S, process.timeout_s)
@@ -334,22 +305,17 @@ def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     return meta
 
 
-def state_meta(run: Run, loader: Loader) -> dict[str, Any]:
-    """Returns what of the state is no tensor; a collective call where experts move."""
+def save(run: Run, loader: Loader) -> None:
+    """Starts a checkpoint; it is written in the background while the run goes on."""
     meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
         "data": loader.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
         "rollbacks": as_values(run.rollbacks),
+        "config": run.config.model_dump(mode="json"),
     }
     if run.spikes is not None:
         meta["spikes"] = run.spikes.as_dict()
-    return meta
-
-
-def save(run: Run, loader: Loader) -> None:
-    """Starts a checkpoint; it is written in the background while the run goes on."""
-    meta = {**state_meta(run, loader), "config": run.config.model_dump(mode="json")}
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
@@ -389,16 +355,13 @@ def trace_next_step(run: Run) -> StepTrace:
     )
 
 
-def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) -> MetricsLog:
+def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
     """Opens the run's log of metrics, and writes the first line, which says what runs where.
 
-    `start_s`: how long each phase of this rank's start took; None: the run has begun long ago, and
-    this rank replaces another.
+    `start_s`: how long each phase of this rank's start took.
     """
     active, first_step = run.process.rank == 0, run.progress.step + 1
     log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
-    if start_s is None:
-        return log
     log.write(
         "start",
         run.progress.step,
@@ -441,13 +404,10 @@ def log_set_aside(run: Run, log: MetricsLog) -> None:
         )
 
 
-def open_loader(run: Run, position: dict[str, Any] | None, *, served: bool = True) -> Loader:
+def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     """Opens the data where the run stands: a seek, whatever the number of ranks was before.
 
-    Args:
-        run: the run.
-        position: of a checkpoint that the data must go on from.
-        served: the ranks of the node come together, and may have a data server.
+    `position` is of the checkpoint that the data must go on from.
     """
     config = run.config
     start = run.progress.samples
@@ -459,7 +419,7 @@ def open_loader(run: Run, position: dict[str, Any] | None, *, served: bool = Tru
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
-        server=open_data_server(config, run.process, start) if served else None,
+        server=open_data_server(config, run.process, start),
         left_out=run.left_out,
         continues=None if config.data.override_position else position,
     )

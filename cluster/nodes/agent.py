@@ -34,14 +34,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...train.in_place.orders import IN_PLACE
 from ...train.mesh_variable import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import LOG, LogLimits, keep_log
 from ...train.record.redaction import redact, redact_values
 from ..job import Launch, write_atomically
 from ..recovery.deadman import Deadman
-from ..recovery.round_of_node import RoundsNode
 from ..recovery.unkillable import unkillable
 from ..report.tracebacks import last_traceback, read_tail, summarise
 from ..watch.heartbeats import folder_of
@@ -129,28 +127,16 @@ class AgentReport:
     failures: tuple[RankFailure, ...] = ()
     message: str = ""  # what ended the agent itself, if that was it
     exit_code: int | None = None  # of an agent that ended without a report
-    holds: bool = (
-        False  # the agent has not ended: its other ranks wait for a round (warm/replacing)
-    )
-    not_in_place: str = ""  # why they did not
 
     @classmethod
     def load(cls, path: Path) -> "AgentReport":
         """Reads a report that an agent left as JSON."""
-        return cls._from(json.loads(path.read_text(encoding="utf-8")))
-
-    @classmethod
-    def of_held(cls, failures: Sequence[Mapping[str, Any]]) -> "AgentReport":
-        """Returns what an agent says that holds its ranks because of these failures."""
-        return cls._from({"ok": False, "failures": failures, "holds": True})
-
-    @classmethod
-    def _from(cls, plain: Mapping[str, Any]) -> "AgentReport":
+        plain = json.loads(path.read_text(encoding="utf-8"))
         failures = tuple(RankFailure(**failure) for failure in plain["failures"])
         return cls(**{**plain, "failures": failures})
 
 
-class Node(WatchingNode, RoundsNode):
+class Node(WatchingNode):
     """Runs agents on one machine, for the supervision; on another machine as a Ray actor."""
 
     def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
@@ -207,7 +193,6 @@ class Node(WatchingNode, RoundsNode):
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt
         self.begin_watch(attempt.heartbeats, attempt.ranks, attempt.log_dir)
-        self.begin_rounds(attempt.heartbeats)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
@@ -232,7 +217,7 @@ class Node(WatchingNode, RoundsNode):
         if report.exists():  # the last that an agent does; nobody waits for the end of its process
             return AgentReport.load(report)
         if code is None:
-            return None if (held := self.held()) is None else AgentReport.of_held(held)
+            return None
         tail = read_tail(self._attempt.log_dir / "agent.log", 2000).strip()
         return AgentReport(
             ok=False,
@@ -370,13 +355,10 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
     attempt, spares = Attempt.load(log_dir / "attempt.json"), None
     os.environ[FOLDER] = str(attempt.heartbeats)  # a fork has the template's environment
     if forks_ranks:
-        from ..warm.replacing import SPARES
         from .spares import WaitingRank, fork_ranks
 
-        extra = SPARES if attempt.launch.in_place else 0
-        os.environ[IN_PLACE] = str(int(extra > 0))
         # before there is a secret or a thread
-        spares = fork_ranks(attempt.ranks, log_dir, attempt.launch.run_dir, replacements=extra)
+        spares = fork_ranks(attempt.ranks, log_dir, attempt.launch.run_dir)
         if isinstance(spares, WaitingRank):
             return spares.run()
     attempt = replace(attempt, secret=_hear_secret())
@@ -419,27 +401,16 @@ def _run_elastic_agent(attempt: Attempt, spares: "Sequence[Spare] | None") -> Ag
         local_addr=attempt.address,
     )
     make: Callable[..., LocalElasticAgent] = LocalElasticAgent
-    replacements = None
     if spares is not None:
-        from ..warm.replacing import Replacements
         from .spares import WarmElasticAgent
 
-        own, extra = spares[: len(attempt.ranks)], spares[len(attempt.ranks) :]
-        if extra:
-            replacements = Replacements(
-                attempt.heartbeats,
-                attempt.ranks,
-                extra,
-                describe=lambda rank, failure: asdict(_describe_failure(attempt, rank, failure)),
-            )
-        make = partial(WarmElasticAgent, spares=own, replacements=replacements)
+        make = partial(WarmElasticAgent, spares=spares)
     result: Any = make(spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S).run()
     failures = tuple(
         _describe_failure(attempt, rank, failure)
         for rank, failure in sorted(result.failures.items())
     )
-    why_not = "" if replacements is None else replacements.why_not
-    return AgentReport(ok=not result.is_failed(), failures=failures, not_in_place=why_not)
+    return AgentReport(ok=not result.is_failed(), failures=failures)
 
 
 def _choose_interface(attempt: Attempt, *, on_one_machine: bool) -> None:

@@ -30,14 +30,12 @@ MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the ab
 MARK_GENERATION = "MOEBIUS_GENERATION"
 PARENT = "MOEBIUS_PARENT_PID"  # who must be alive when the child binds itself
 RANK = "RANK"  # torchrun's own
-SPARE = "MOEBIUS_SPARE"  # of a process that waits to take a rank's place, or has taken one
 
 # Room for marks, by the mark: present while nothing is written there.
 TEMPLATE = "MOEBIUS_TEMPLATE"
 _ROOMS = {
     MARK_GENERATION: TEMPLATE,
     RANK: "MOEBIUS_ROOM_FOR_RANK",
-    SPARE: "MOEBIUS_ROOM_FOR_SPARE",
 }
 _DIGITS = 12  # of a mark's value; leading zeros fill its room
 

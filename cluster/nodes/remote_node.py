@@ -9,7 +9,6 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from ...train.in_place.orders import RoundOrder
 from ..liveness import beat
 from ..recovery.doors import Door
 from ..recovery.term import ReplacedError
@@ -91,10 +90,6 @@ class RemoteNode:
     def unreached(self, doors: Sequence[Door]) -> list[int]:
         """Calls `Node.unreached` there."""
         return self._call("unreached", doors)
-
-    def order_round(self, order: RoundOrder) -> None:
-        """Calls `Node.order_round` there."""
-        self._call("order_round", order)
 
     def running_ranks(self) -> list[int]:
         """Calls `Node.running_ranks` there."""

@@ -24,16 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
     PContext,
-    RunProcsResult,
     SubprocessContext,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ..warm.replacing import Replacements, environment_of
 from . import processes
 
 _WAIT_S = 0.01  # between two looks for a rank's end
@@ -60,7 +57,6 @@ class WaitingRank:
 
     pipe: int
     run_dir: str
-    log_dir: Path | None = None  # of one that will be told which rank it is
 
     def run(self) -> int:
         """Waits for its environment and trains; returns at once if the agent ends before."""
@@ -68,10 +64,7 @@ class WaitingRank:
             told = pipe.read()
         if not told:
             return 0
-        environment = json.loads(told)
-        if self.log_dir is not None:  # first, while the room for the mark is where it was
-            _take_place(int(environment[processes.RANK]), self.log_dir)
-        os.environ.update(environment)
+        os.environ.update(json.loads(told))
         from ...train.__main__ import main
 
         sys.argv = ["moebius.train", self.run_dir]
@@ -80,46 +73,33 @@ class WaitingRank:
 
 
 def fork_ranks(
-    ranks: Iterable[int], log_dir: Path, run_dir: str, *, replacements: int = 0
+    ranks: Iterable[int], log_dir: Path, run_dir: str
 ) -> tuple[Spare, ...] | WaitingRank:
     """Forks the ranks of a node; in a fork, returns what it has to do.
-
-    After them come so many `replacements`, which will be told which rank they are.
 
     Standard input, from which the agent will read the secret, is empty in the forks.
     """
     agent = os.getpid()
     spares: list[Spare] = []
-    for rank in (*ranks, *[None] * replacements):
+    for rank in ranks:
         hear, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
             for descriptor in (tell, *(spare.pipe for spare in spares)):
                 os.close(descriptor)
             _become_rank(rank, log_dir, parent=agent)
-            return WaitingRank(hear, run_dir, log_dir if rank is None else None)
+            return WaitingRank(hear, run_dir)
         os.close(hear)
         spares.append(Spare(pid, tell))
     return tuple(spares)
 
 
-def _become_rank(rank: int | None, log_dir: Path, *, parent: int) -> None:
+def _become_rank(rank: int, log_dir: Path, *, parent: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    if rank is None:
-        processes.become_child(parent, log_dir / "agent.log")
-        processes.write_mark(processes.SPARE, 1)
-        return
     processes.become_child(parent, log_dir / f"rank{rank}.log")
     processes.write_mark(processes.RANK, rank)
-
-
-def _take_place(rank: int, log_dir: Path) -> None:
-    """Makes a replacement the rank: its log goes on, and says so."""
-    processes.log_to(log_dir / f"rank{rank}.log")
-    processes.write_mark(processes.RANK, rank)
-    print(f"process {os.getpid()} takes the place of rank {rank}, which has died", flush=True)
 
 
 class WarmElasticAgent(LocalElasticAgent):
@@ -129,24 +109,11 @@ class WarmElasticAgent(LocalElasticAgent):
         self,
         *arguments: Any,
         spares: Sequence[Spare],
-        replacements: Replacements[Spare] | None = None,
         **named: Any,
     ) -> None:
-        """Takes the arguments of LocalElasticAgent, and the spares in the order of local ranks.
-
-        With `replacements` the ranks are held when one has died, and may go on.
-        """
+        """Takes the arguments of LocalElasticAgent, and the spares in the order of local ranks."""
         super().__init__(*arguments, **named)
         self._spares = spares
-        self._replacements = replacements
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._pcontext is not None:
-            pids = self._pcontext.pids()  # torch compares them with those that it knows
-            for worker in worker_group.workers:
-                worker.id = pids[worker.local_rank]
-        monitor_workers: Any = super()._monitor_workers
-        return monitor_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # torch makes the environments and calls this function; there is no other door
@@ -167,7 +134,6 @@ class WarmElasticAgent(LocalElasticAgent):
         known = ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes")
         context = _Spares(**{name: arguments[name] for name in known})
         context.spares = self._spares
-        context.replacements = self._replacements
         context.start()
         return context
 
@@ -176,31 +142,6 @@ class _Spares(SubprocessContext):
     """torch's view of the ranks of a node; only how they begin is another."""
 
     spares: Sequence[Spare] = ()
-    replacements: Replacements[Spare] | None = None
-    _dead: dict[int, ProcessFailure]
-
-    def _poll(self) -> RunProcsResult | None:
-        if self.replacements is None:
-            return super()._poll()
-        for local_rank in sorted(self._running_local_ranks):
-            process = self.subprocess_handlers[local_rank].proc
-            if code := process.poll():
-                self._running_local_ranks.discard(local_rank)
-                file = self.error_files[local_rank]
-                self._dead[local_rank] = ProcessFailure(local_rank, process.pid, code, file)
-        released = self.replacements.look(self._dead)
-        if released is None:
-            self._failures.update(self._dead)
-            self.replacements = None  # from here on it is as ever
-            return super()._poll()
-        for local_rank, spare in released.items():
-            environment = environment_of(self.envs[local_rank], self.replacements.number)
-            spare.release(dict(os.environ) | environment)
-            handlers: dict[int, Any] = self.subprocess_handlers
-            handlers[local_rank] = _Handler(spare.pid)
-            self._running_local_ranks.add(local_rank)
-            del self._dead[local_rank]
-        return None if self._dead else super()._poll()
 
     def _start(self) -> None:
         inherited = dict(os.environ)
@@ -209,7 +150,6 @@ class _Spares(SubprocessContext):
             spare.release(inherited | self.envs[local_rank])
             handlers[local_rank] = _Handler(spare.pid)
         self.subprocess_handlers = handlers
-        self._dead = {}
 
 
 class _Handler:

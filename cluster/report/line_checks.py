@@ -75,7 +75,6 @@ _DETAILS = _record(
         "root_cause": _or_none(_ROOT_CAUSE),
         "step": _or_none(_is_whole),
         "first_step": _is_whole,
-        "in_place": _record({"round": _is_whole, "ranks": _list_of(_is_whole)}, {}),
     },
 )
 _JOURNAL = _record(
@@ -131,16 +130,6 @@ _KINDS: dict[str, Check] = {
         {},
     ),
     "rollback_impossible": _record({"why": _is_text, "at_most": _is_whole}, {}),
-    "in_place": _record(
-        {
-            "step": _is_whole,
-            "round": _is_whole,
-            "ranks": _list_of(_is_whole),
-            "restored_from": _is_text,
-            "phases_s": _record({}, {}),
-        },
-        {},
-    ),
     "data_wait": _record({"seconds": _is_number}, {"reason": _or_none(_is_text)}),
     "preparation": _record(
         {"stage": _is_text, "time": _is_time},

@@ -90,8 +90,6 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         rows.append(("data", progress_words(record)))
     if status.restarts:
         rows.append(("restarts", _restarts(status, history)))
-    if status.replaced_in_place:
-        rows.append(("replaced in place", f"{status.replaced_in_place} rank(s)"))
     rows.append(("run folder", str(status.run_dir)))
     if picture is not None:
         rows.append(("picture", str(picture)))

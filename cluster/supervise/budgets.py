@@ -13,7 +13,7 @@ help. A lost node is exempt, for it says nothing about the run.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..job import JournalEntry, Launch, RootCause
@@ -54,10 +54,6 @@ class Budgets:
             if (cause := entry.details.get("root_cause")) and not cause.get("on_purpose"):
                 budgets.charge(RootCause.from_details(cause), _step_of(entry.details))
         return budgets
-
-    def copy(self) -> "Budgets":
-        """Returns the same counts, to be counted on apart."""
-        return replace(self, used=Counter(self.used), seen=Counter(self.seen))
 
     def charge(self, cause: RootCause, step: int | None) -> Verdict:
         """Counts a failure at `step` (None: before the generation's first) and judges it."""

@@ -30,12 +30,10 @@ from ..job import (
 )
 from ..nodes.agent import AgentReport, Attempt
 from ..nodes.provider import NodeHandle, NodeLost
-from ..recovery.in_place import Circumstances, RoundDirector
 from ..recovery.term import Term
 from ..report.history import describe_trouble
 from ..watch.watcher import RankWatcher, read_limits
 from .background_data import Preparation
-from .budgets import Verdict
 from .recovery_clock import RecoveryClock
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
@@ -57,7 +55,6 @@ class Outcome:
     state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
     cause: RootCause | None = None
     step: int | None = None  # the last one that this generation made
-    not_in_place: str = ""  # why the others did not go on with a spare process
 
 
 class Supervision(Protocol):
@@ -76,14 +73,6 @@ class Supervision(Protocol):
 
     def tend_preparation(self) -> None:
         """Looks after the process that prepares the data."""
-        ...
-
-    def last_round(self) -> int:
-        """Returns the number of the last round of this generation; 0: there was none."""
-        ...
-
-    def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
-        """Counts a failure that is recovered in place, unless it would end the job."""
         ...
 
     def wish(self, current: int) -> str:
@@ -123,17 +112,6 @@ class Watch:
             stall_dir=f"logs/g{self.generation:03d}/stall",
             note=self.note,
         )
-        self.rounds: RoundDirector | None = None
-        if launch.in_place:
-            self.rounds = RoundDirector(
-                nodes,
-                charge=supervision.charge_round,
-                log=self.log,
-                timeout_s=launch.start_timeout_s,
-                ranks_per_node=launch.ranks_per_node,
-                generation=self.generation,
-                last_round=supervision.last_round(),
-            )
 
     def start(self) -> None:
         """Starts the generation's agents, node by node."""
@@ -164,7 +142,7 @@ class Watch:
     def until_the_end(self) -> Outcome:
         """Watches until all ranks have exited or something else has happened."""
         while True:
-            if self.step is not None and not self.is_recovering:
+            if self.step is not None:
                 self.clock.restart()  # all is well
             self.sign_of_life()
             self.read_metrics()
@@ -173,48 +151,19 @@ class Watch:
             self.tend_preparation()
             if self.preparation is not None and self.preparation.must_end_ranks:
                 return Outcome("failed", _without_data(self.preparation.failure), self.step)
-            reports = self.recover_in_place(self.poll())
+            reports = self.poll()
             if any(not report.ok for report in reports.values()):
                 return self.failed(reports)
             if len(reports) == len(self.nodes):
                 return self.all_ranks_exited()
             if stop_requested(self.run_dir) == "now":
                 return Outcome("ended", step=self.step)
-            if cause := self.ranks.look() or self.overdue_round():
-                return self.outcome("failed", cause)
+            if cause := self.ranks.look():
+                return Outcome("failed", cause, self.step)
             self.is_up |= self.ranks.all_have_started
             if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
                 return Outcome("failed", self.too_slow())
             time.sleep(POLL_S)
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether ranks are being replaced in place."""
-        return self.rounds is not None and self.rounds.is_under_way
-
-    def recover_in_place(self, reports: dict[int, AgentReport]) -> dict[int, AgentReport]:
-        """Lets dead ranks be replaced if that may be; returns the reports that are left."""
-        if self.rounds is None or all(report.ok for report in reports.values()):
-            return reports
-        self.clock.mark("collect")
-        now = Circumstances(
-            step=self.step,
-            ranks_end=self.stopping or self.pausing,
-            is_drill=self.rehearsed is not None,
-            round_is_under_way=self.is_recovering,
-        )
-        left = self.rounds.answer(reports, now)
-        if not left:
-            self.clock.mark("order")
-        return left
-
-    def overdue_round(self) -> RootCause | None:
-        """Returns the cause if ranks that are being replaced make no step in time."""
-        return self.rounds.overdue() if self.rounds is not None else None
-
-    def outcome(self, state: str, cause: RootCause) -> Outcome:
-        """Returns how the generation has ended, and why its ranks were not replaced in place."""
-        return Outcome(state, cause, self.step, self.rounds.why_not if self.rounds else "")
 
     def note(self, reason: str, **details: object) -> None:
         """Appends to the journal what has happened beside the job's state, which stays as it is."""
@@ -258,13 +207,8 @@ class Watch:
                 self.clock.hear_start(line)
             if line.get("kind") == "eval" and self.step is None:
                 self.clock.hear_evaluation(line)
-            if line.get("kind") == "in_place" and self.rounds and self.rounds.hear(line):
-                self.clock.hear_start({"start_s": line["phases_s"]})
             if line.get("kind") != "train":
                 continue
-            if self.rounds and self.rounds.awaits_step:
-                phases_s = self.clock.first_step(line, seen_after_s=POLL_S)
-                self.rounds.first_step(line, phases_s)
             if self.step is None:
                 seconds = time.monotonic() - self.started
                 words = f"first step ({line['step']}) after {seconds:.1f} s"
@@ -338,7 +282,7 @@ class Watch:
             ranks_per_node=self.launch.ranks_per_node,
             generation=self.generation,
         )
-        return self.outcome("failed", cause)
+        return Outcome("failed", cause, self.step)
 
     def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
         """Returns the ranks that exited 0 before the others failed.
@@ -351,8 +295,6 @@ class Watch:
             report = reports.get(node_rank)
             if report is not None and not report.failures and not report.ok:
                 continue  # the agent itself failed: nothing is known of its ranks
-            if report is not None and report.holds:
-                continue  # its other ranks live
             own = range(first, first + self.launch.ranks_per_node)
             if report is not None:
                 left += set(own) - {failure.rank for failure in report.failures}

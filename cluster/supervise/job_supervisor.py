@@ -28,7 +28,6 @@ from typing import Any
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
 from ..job import (
-    IN_PLACE,
     PAUSE,
     STOP_PREEMPT,
     Launch,
@@ -43,7 +42,7 @@ from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from ..recovery.term import ReplacedError, Term
 from .background_data import Preparation
-from .budgets import Budgets, Verdict
+from .budgets import Budgets
 from .generation import POLL_S, Outcome, Superseded, Watch
 from .network import NetworkWatch
 from .placing import Placing
@@ -298,20 +297,6 @@ class _Supervision:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
         return self.placing.wish(current)
 
-    def last_round(self) -> int:
-        """Returns the number of the generation's last round, which a predecessor may have ordered."""
-        entries = self.journal.entries()
-        details = (entry.details for entry in entries if entry.generation == self.generation)
-        return max((each[IN_PLACE]["round"] for each in details if IN_PLACE in each), default=0)
-
-    def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
-        """Counts a failure that is recovered in place, unless it would end the job."""
-        tried = self.budgets.copy()
-        verdict = tried.charge(cause, step)
-        if not verdict.given_up:
-            self.budgets = tried
-        return verdict
-
     def _await_data(self) -> None:
         """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
 
@@ -526,5 +511,4 @@ def _where(outcome: Outcome) -> str:
 def _cause(outcome: Outcome) -> dict[str, Any]:
     if outcome.cause is None:
         return {}
-    why_not = {"not_in_place": outcome.not_in_place} if outcome.not_in_place else {}
-    return {"root_cause": as_details(outcome.cause), "step": outcome.step, **why_not}
+    return {"root_cause": as_details(outcome.cause), "step": outcome.step}

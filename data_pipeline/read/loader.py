@@ -18,7 +18,6 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,24 +140,17 @@ class Loader:
         self._waiting_since: float | None = None
         self._say_after_s = _SAY_AFTER_S
         self._head: Batch | BaseException | None = None  # what was taken from the queue already
-        self._kept: deque[Batch] | None = None  # given out, for `rewind`; None: not kept
-        self._again: deque[Batch] = deque()  # to be given out once more
         self._error: BaseException | None = None
         self._closed = threading.Event()
-        self._prefetch = prefetch
         self._continues = continues
         try:
             self._go_on()
         except BaseException:
             self._close_server()
             raise
-        self._start_at(start_sample)
-
-    def _start_at(self, sample: int) -> None:
-        self._next_sample = sample  # of the batch that `next()` gives
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._prefetch)
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(sample,), name="loader", daemon=True
+            target=self._read_ahead, args=(start_sample,), name="loader", daemon=True
         )
         self._thread.start()
 
@@ -179,7 +171,7 @@ class Loader:
 
     @property
     def _has_head(self) -> bool:
-        return bool(self._again) or self._head is not None or self._error is not None
+        return self._head is not None or self._error is not None
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Waits for a batch, at most so long, and returns whether `next()` has one.
@@ -249,39 +241,6 @@ class Loader:
         """
         self._samples.check_enough(samples)
 
-    def keep_from(self, sample: int) -> None:
-        """Keeps the batches from a sample on when they are given out, so that `rewind` can go back."""
-        kept = self._kept or ()
-        self._kept = deque(batch for batch in kept if batch.first_sample >= sample)
-
-    def rewind(self, sample: int) -> bool:
-        """Goes back to the batch that begins with a sample; returns whether it was kept."""
-        kept = [batch for batch in self._kept or () if batch.first_sample >= sample]
-        if (kept[0].first_sample if kept else self._next_sample) != sample:
-            return False
-        self._again.extendleft(reversed(kept))
-        self._kept = deque(batch for batch in self._kept or () if batch.first_sample < sample)
-        self._next_sample = sample
-        return True
-
-    def seek(self, sample: int) -> None:
-        """Goes to the batch that begins with a sample; where it was not kept, by reading anew.
-
-        Raises:
-            DataError: the reading thread is stuck in a read.
-        """
-        if self.rewind(sample):
-            return
-        self._closed.set()
-        self._thread.join(timeout=_CLOSE_S)
-        if self._thread.is_alive():
-            raise DataError(f"the loader cannot go to sample {sample}: it is {self.wait_reason}")
-        self._closed.clear()
-        self._head = self._error = None
-        self._again.clear()
-        self._kept = None if self._kept is None else deque()
-        self._start_at(sample)
-
     def __iter__(self) -> "Loader":
         return self
 
@@ -291,21 +250,13 @@ class Loader:
                 "this loader was closed: open a new one with start_sample= where it stopped"
             )
         self.wait_until_ready(math.inf)
-        if self._again:
-            return self._give_out(self._again.popleft())
         if self._error is None:
             found, self._head = self._head, None
             if isinstance(found, Batch):
-                return self._give_out(found)
+                return found
             self._error = found
         assert self._error is not None
         raise self._error
-
-    def _give_out(self, batch: Batch) -> Batch:
-        self._next_sample = batch.first_sample + self._global_batch
-        if self._kept is not None:
-            self._kept.append(batch)
-        return batch
 
     def close(self) -> None:
         """Ends the thread and closes the files; batches read ahead are dropped.

@@ -140,26 +140,9 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
-        self.join(process)
-
-    def join(self, process: Process) -> None:
-        """Makes the group of the ranks; again after `abandon`, when they have met anew.
-
-        A collective call; it removes what was left unfinished.
-        """
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
         self._group = gloo_group(timeout)
         self.on_rank_0(self._prepare)
-
-    def abandon(self) -> None:
-        """Ends a save whose group is broken, and forgets that it failed.
-
-        When it returns this rank writes no file any more: none of its bytes can come between those
-        that the ranks will write when they have met anew.
-        """
-        self._join()
-        self._failure = None
-        self._records = deque(record for record in self._records if record.error is None)
 
     def save(
         self,

@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..process.connections import noting_connections
 from ..process.json_messages import all_gather_json
 from .format import CheckpointError, CorruptCheckpointError, StaleGenerationError
 
@@ -81,8 +80,7 @@ def causes(error: BaseException) -> str:
 
 def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     """Makes a group of all ranks, on the CPU, apart from training's own collectives."""
-    with noting_connections():
-        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError("a group of all ranks has this rank in it")
     return group

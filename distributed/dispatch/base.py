@@ -19,7 +19,6 @@ from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...model.execution.recompute import recomputing
 from ...model.moe import Dispatched
 from ...model.routing import Routes
-from ..process.connections import noting_connections
 from ..symmetric.interface import RowOutbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
@@ -223,13 +222,12 @@ def _own_group(name: str, tables: Sequence[list[int]], timeout_s: float) -> dist
     circle.
     """
     [own] = [table for table in tables if dist.get_rank() in table]
-    with noting_connections():
-        group = dist.new_group(
-            own,
-            timeout=timedelta(seconds=timeout_s),
-            group_desc=f"{name}, ranks {own}",
-            use_local_synchronization=True,
-        )
+    group = dist.new_group(
+        own,
+        timeout=timedelta(seconds=timeout_s),
+        group_desc=f"{name}, ranks {own}",
+        use_local_synchronization=True,
+    )
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError(f"rank {dist.get_rank()} is not in its own group {name}: {own}")
     return group

@@ -94,37 +94,6 @@ def move_experts(
     return total
 
 
-@torch.no_grad()
-def lay_out_experts(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    expert_maps: Mapping[str, ExpertMap],
-) -> None:
-    """Gives banks these maps, and their parameters and moments room for them, without values.
-
-    Nothing is sent: the values come from elsewhere. Arguments and errors as of `move_experts`.
-    """
-    banks, before = banks_of(model), expert_maps_of(model)
-    for name, new in expert_maps.items():
-        _check(name, before.get(name), new)
-    for name, new in expert_maps.items():
-        layer = banks[name]
-        if new == before[name] or not isinstance(layer.dispatcher, ExpertParallelDispatcher):
-            continue
-        rank = mesh.ep_group.rank()
-        for parameter in layer.experts.parameters():
-            state = optimizer.state.get(parameter, {})
-            sized = [key for key, value in state.items() if value.shape == parameter.shape]
-            global_shape = local_shard_of(parameter).global_shape
-            parameter.grad = None
-            parameter.data = parameter.new_zeros(new.slots_P[rank], *parameter.shape[1:])
-            for key in sized:
-                state[key] = torch.zeros_like(parameter)
-            set_local_shard(parameter, expert_shard(global_shape, new, rank))
-        layer.dispatcher = layer.dispatcher.with_expert_map(new)
-
-
 def _move(
     parameter: nn.Parameter, optimizer: torch.optim.Optimizer, plan: "_MovePlan"
 ) -> MoveResult:

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .agreement import agree, version_facts
-from .connections import forget_connections, noting_connections
 from .diagnosis import CollectiveError, Reporter, explain, report_exception
 from .host_memory import keep_freed_memory
 from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
@@ -119,12 +118,8 @@ def start_process(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    round_number: int = 0,
 ) -> Process:
     """Joins the world that the environment describes and returns this rank's place in it.
-
-    `round_number` n: ranks of this generation have died and were replaced n times, and all meet
-    anew, in a part of the store of their own.
 
     `auto` takes CUDA if this node has a GPU for each of its ranks, else the CPU. Every rank must
     choose the same kind. Raises ValueError if the environment is incomplete, if CUDA is asked for
@@ -136,7 +131,7 @@ def start_process(
         )
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
-    store = _store(os.environ, place, timeout_s, round_number)
+    store = _store(os.environ, place, timeout_s)
     facts = {
         "device": chosen.type,
         **version_facts(),
@@ -158,14 +153,13 @@ def start_process(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if _is_on_one_machine(os.environ, place):
         _keep_to_the_loopback()
-    with noting_connections():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     return Process(
         rank=place.rank,
         world_size=place.world_size,
@@ -188,19 +182,15 @@ def stop_process() -> None:
         # (pytorch/pytorch#190489). So it is given time for it now.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
-        forget_connections()
     while _chosen_here:  # the next world of this process may be on several machines
         os.environ.pop(_chosen_here.pop(), None)
 
 
-def store_prefix(environment: Mapping[str, str], round_number: int = 0) -> str:
-    """Returns the part of the store's keys that belongs to this generation and attempt alone, and
-    in it to this round.
-    """
+def store_prefix(environment: Mapping[str, str]) -> str:
+    """Returns the prefix of the store's keys for this generation, and torchrun's restart within it."""
     generation = int(environment.get("MOEBIUS_GENERATION", "0"))
-    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    prefix = f"moebius/generation_{generation}/attempt_{attempt}"
-    return f"{prefix}/round_{round_number}" if round_number else prefix
+    restart = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return f"moebius/generation_{generation}/restart_{restart}"
 
 
 def _place_of(environment: Mapping[str, str]) -> _Place:
@@ -253,10 +243,8 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _store(
-    environment: Mapping[str, str], place: _Place, timeout_s: float, round_number: int
-) -> Store:
-    prefix = store_prefix(environment, round_number)
+def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> Store:
+    prefix = store_prefix(environment)
     if "MASTER_PORT" not in environment:
         return PrefixStore(prefix, HashStore())
     timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))

@@ -25,7 +25,6 @@ from torch import Tensor
 from ...model.routing import Routes
 from ..dispatch.exchange import gathered
 from ..layout import spell_ranks
-from ..process.connections import note_wait
 from ..process.diagnosis import CollectiveError
 from .build import load_library, reason_against
 from .interface import OutboxError, ReceivedRows
@@ -56,13 +55,7 @@ class Outbox:
         self.ranks, self.rank, self.num_ranks = tuple(ranks), rank, len(ranks)
         self._timeout_s = timeout_s
         self.waited_s = 0.0  # for messages that were not there yet
-        self._broken = False
-        note_wait(self)
         self.close = weakref.finalize(self, self._library.moebius_exchange_close, handle)
-
-    def break_off(self) -> None:
-        """Lets whoever waits here, now or later, raise. From any thread."""
-        self._broken = True
 
     def check(self, checking: bool) -> None:
         """Gives the messages that this rank posts from now on checksums, or none."""
@@ -275,8 +268,6 @@ class Outbox:
     def _wait(self, number: int) -> None:
         """Waits until every rank has posted a message, and looks after them meanwhile."""
         who, began = c_int(), time.monotonic()
-        if self._broken:
-            raise CollectiveError(f"exchange no. {number} comes after all were broken off")
         while status := self._library.moebius_exchange_wait(self._handle, number, byref(who)):
             rank = self.ranks[who.value]
             what = f"exchange no. {number} of the ranks {spell_ranks(self.ranks)}"
@@ -284,8 +275,6 @@ class Outbox:
                 raise CollectiveError(f"rank {rank} has died; {what} waited for it")
             if status == _LEFT:
                 raise CollectiveError(f"rank {rank} has ended its run; {what} waited for it")
-            if self._broken:
-                raise CollectiveError(f"{what} was broken off while it waited for rank {rank}")
             if time.monotonic() > began + self._timeout_s:
                 raise CollectiveError(
                     f"{what} does not end: rank {rank} did not come within {self._timeout_s:g} s"

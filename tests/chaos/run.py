@@ -108,7 +108,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="of injections")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10_000))
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--in-place", action="store_true", help="ranks are replaced in place")
     given = parser.parse_args()
     if given.minutes <= 0 or given.nodes < 2:
         parser.error("--minutes must be above 0, and --nodes at least 2")
@@ -120,7 +119,7 @@ def _disturbed(
 ) -> tuple[list[Injected], dict[str, Any]]:
     """Runs the job under fire to its end."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
-    overrides += ["train.start_when.eras=1", f"job.in_place={str(given.in_place).lower()}"]
+    overrides += ["train.start_when.eras=1"]
     config = configure(overrides)
     cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE, name="chaos")
     run_dir = folder / "disturbed"
@@ -138,7 +137,6 @@ def _disturbed(
         "seed": given.seed,
         "minutes": given.minutes,
         "nodes": given.nodes,
-        "in place": given.in_place,
         "state": status.state.value,
         "reason": status.reason,
         "generations": status.generation,
@@ -201,8 +199,7 @@ def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
             taken_over = not is_recovering and "unwatched_s" in entry.details
             has_step = entry.state is State.RUNNING and "phases_s" in entry.details
             if taken_over or (is_recovering and has_step):
-                way = "in place" if "in_place" in entry.details else "a new generation"
-                way = "taken over" if taken_over else way
+                way = "taken over" if taken_over else "a new generation"
                 found = replace(one, recovery_s=round(entry.time - one.at_s, 1), way=way)
                 break
     return replace(found, at_s=at_s)

@@ -90,7 +90,7 @@ class Target:
         return [
             pid
             for pid, environment in marks.items()
-            if not {processes.RANK, processes.TEMPLATE, processes.SPARE} & environment.keys()
+            if not {processes.RANK, processes.TEMPLATE} & environment.keys()
         ]
 
     def _templates(self) -> list[int]:

@@ -46,10 +46,6 @@ class JobConfig(BaseModel):
     # Agents and ranks are forks of one process per node that has imported everything, so that a
     # restart takes seconds. Linux; elsewhere, and with false, they are started as programs.
     warm_start: bool = True
-    # When a rank dies the others keep their processes and go on, with a spare process in its place,
-    # from copies of the state in memory. On CPUs, without FSDP, with warm_start.
-    in_place: bool = False
-    snapshot_every: PositiveInt = 10  # steps between two such copies
 
     # Logs of ranks and agents are rotated when they are so large; so many older pieces are kept.
     log_max_bytes: int = Field(default=MAX_BYTES, ge=64 << 10)

@@ -36,7 +36,6 @@ from moebius.cluster.watch.heartbeats import RankState
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress
-from moebius.train.in_place.orders import RoundOrder
 
 USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: era 1 will not come: why"
 
@@ -126,9 +125,6 @@ class Nodes:
 
     def gather_evidence(self) -> list[Evidence]:
         return []
-
-    def order_round(self, order: RoundOrder) -> None:
-        raise AssertionError("no rank is replaced in place here")
 
     def running_ranks(self) -> list[int]:
         return []

@@ -33,7 +33,6 @@ from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch.evidence import Evidence
 from moebius.cluster.watch.heartbeats import RankState
 from moebius.distributed.checkpoint.format import SaveFailedError
-from moebius.train.in_place.orders import RoundOrder
 
 OK = AgentReport(ok=True)
 
@@ -82,9 +81,6 @@ class PretendedNode:
 
     def unreached(self, doors) -> list[int]:
         return []
-
-    def order_round(self, order: RoundOrder) -> None:
-        raise AssertionError("no rank is replaced in place here")
 
     def running_ranks(self) -> list[int]:
         return [0]

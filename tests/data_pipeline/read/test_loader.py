@@ -449,26 +449,6 @@ def test_closing_ends_the_thread_whether_it_waits_or_not(small):
         next(loader)
 
 
-def test_going_back_gives_the_same_batches_once_more(small):
-    """What was kept is given out again; what was not is read anew."""
-    with opened(small, prefetch=1) as loader:
-        loader.keep_from(0)
-        first = [next(loader) for _ in range(6)]
-        for sample in (8, 24, 0):
-            assert loader.rewind(sample)
-            again = [next(loader) for _ in range(6 - sample // 4)]
-            assert (
-                seen([[batch] for batch in again])
-                == seen([[batch] for batch in first])[sample // 4 :]
-            )
-        loader.keep_from(16)
-        assert not loader.rewind(12)
-        loader.seek(12)
-        assert loader.wait_until_ready(60.0)
-        assert seen([[next(loader)] for _ in range(3)]) == seen([[batch] for batch in first])[3:]
-    assert not _loader_threads()
-
-
 def test_waiting_is_measured(small, monkeypatch):
     read = TokenStore.read_tokens
     monkeypatch.setattr(
