@@ -48,7 +48,7 @@ LOSS = 0.05
 # Who listens on a machine: address, port, and whether it is a rank; of a run's processes.
 LISTENERS = """
 import json, sys, psutil
-from moebius.cluster import processes
+from moebius.cluster.nodes import processes
 run = processes.find(sys.argv[1])
 print(json.dumps([
     [one.laddr.ip, one.laddr.port, processes.RANK in run[one.pid]]

@@ -38,7 +38,7 @@ def test_processes_are_found_by_their_mark_and_ended(tmp_path, monkeypatch, is_l
 
 BIND_ELSEWHERE = """
 import sys
-from moebius.cluster import processes
+from moebius.cluster.nodes import processes
 
 def missing(*_):
     raise AssertionError("there is no prctl here")
