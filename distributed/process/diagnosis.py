@@ -169,7 +169,7 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
 
     Returns None if `error` is not of a collective, or the store cannot be reached.
     """
-    if not isinstance(error, RuntimeError) or not _is_of_a_collective(str(error)):
+    if not isinstance(error, RuntimeError) or not is_of_a_collective(str(error)):
         return None
     own = recorded_calls()
     try:
@@ -184,7 +184,7 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
     return f"{found} ({_first_line(error)})"
 
 
-def _is_of_a_collective(text: str) -> bool:
+def is_of_a_collective(text: str) -> bool:
     """Whether an error's text is a backend's about a collective that did not complete."""
     return any(word in text.lower() for word in _BACKENDS_SAY)
 
