@@ -240,7 +240,9 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
 
 
 def test_marks_are_written_where_others_see_them():
-    code = "from moebius.cluster.nodes import processes as p; p.write_mark(p.RANK, 3); print('seen')"
+    code = (
+        "from moebius.cluster.nodes import processes as p; p.write_mark(p.RANK, 3); print('seen')"
+    )
     rooms = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | processes.room_for_marks(),
