@@ -1,59 +1,45 @@
-"""The page's pictures, as Plotly figures: pure functions of curves.
+"""Draws the page's pictures as Plotly figures: pure functions of curves.
 
 Colours are those of Okabe and Ito, which people of any colour vision tell apart, and cividis where
 a colour is a number.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..report.history import ExpertLoad
-from .curves import Axis, Curves, Event, FollowedRun, place, points, smoothed
+from .curves import Axis, Curves, FollowedRun, place, points, smoothed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS_TITLES = {"step": "step", "tokens": "tokens", "hours": "hours since the first step"}
-_FULL = 3.0  # loads of so many times the mean and more have one colour
+_MAX_INTERRUPTIONS = 50  # marked in a picture, the newest
+_FULL = 3  # loads of so many times the mean and more have one colour
 _ROW_PX, _REST_PX = 130, 110  # of the picture of loads
-
-Series = Callable[[Curves], Mapping[int, float]]
 
 
 def loss_figure(runs: Sequence[FollowedRun], axis: Axis, smoothing: float) -> go.Figure:
-    """Draws training loss, smoothed and as it was, validation loss, and what interrupted the runs."""
+    """Draws training loss, smoothed and raw, validation loss, and where runs were interrupted."""
     figure = _figure("loss, nats per token", axis)
     for run, colour in _coloured(runs):
         x, y = points(run.curves, run.curves.loss, axis)
         if smoothing:
-            _add_line(figure, run.name, x, y, colour, opacity=0.25, is_named=False)
-        _add_line(figure, run.name, x, smoothed(y, smoothing) if smoothing else y, colour)
-        x, y = points(run.curves, run.curves.validation, axis)
-        figure.add_scatter(
-            x=x,
-            y=y,
-            mode="markers",
-            name=f"{run.name}: validation",
-            legendgroup=run.name,
-            showlegend=False,
-            marker={
-                "color": colour,
-                "size": 8,
-                "symbol": "diamond",
-                "line": {"color": "white", "width": 1},
-            },
-        )
+            _add_line(figure, run.name, x, y, color=colour, width=1, raw=True)
+        _add_line(figure, run.name, x, smoothed(y, smoothing), color=colour)
+        _add_validation(figure, run, axis, colour)
         _mark_interruptions(figure, run.curves, axis, colour)
     return figure
 
 
 def throughput_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
-    """Draws tokens per second, of all ranks together."""
-    figure = _figure("tokens/s", axis, from_zero=True)
+    """Draws tokens per second of all ranks together."""
+    figure = _figure("tokens/s", axis)
+    figure.update_yaxes(rangemode="tozero")
     for run, colour in _coloured(runs):
         x, y = points(run.curves, run.curves.tokens_per_s, axis)
-        _add_line(figure, run.name, x, y, colour)
+        _add_line(figure, run.name, x, y, color=colour)
         _mark_interruptions(figure, run.curves, axis, colour)
     return figure
 
@@ -68,60 +54,57 @@ def imbalance_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
         ):
             if values:
                 x, y = points(run.curves, values, axis)
-                _add_line(figure, f"{run.name}: {what}", x, y, colour, dash=dash)
+                _add_line(figure, f"{run.name}: {what}", x, y, color=colour, dash=dash)
     figure.add_hline(y=1, line={"color": "#888888", "width": 1})
     return figure
 
 
 def load_figure(run: FollowedRun | None, axis: Axis) -> go.Figure:
     """Draws the load of every expert over time, a picture per depth step, in units of the mean."""
-    loads = {} if run is None else run.curves.loads
-    if run is None or not loads:
+    if run is None or not run.curves.loads:
         return _empty("no experts whose load is known")
+    loads = run.curves.loads
     steps = sorted(loads)
-    newest = loads[steps[-1]]
-    depths = len(newest.fractions)
+    num_depths = len(loads[steps[-1]])
+    depths = run.curves.depths or range(1, num_depths + 1)
     figure = make_subplots(
-        rows=depths,
+        rows=num_depths,
         cols=1,
         shared_xaxes=True,
-        vertical_spacing=0.25 / depths / 2,
-        row_titles=[f"depth {newest.depth_name(index)}" for index in range(depths)],
+        vertical_spacing=0.25 / num_depths / 2,
+        row_titles=[f"depth {depth}" for depth in depths],
     )
-    x = [place(run.curves, step, axis) for step in steps]
-    for index in range(depths):
+    for index in range(num_depths):
         figure.add_heatmap(
-            x=x,
+            x=[place(run.curves, step, axis) for step in steps],
             z=_load_matrix([loads[step] for step in steps], index),
             coloraxis="coloraxis",
             hovertemplate="%{x}, expert %{y}: %{z:.2f} × mean<extra></extra>",
             row=index + 1,
             col=1,
         )
-        figure.update_yaxes(title_text="expert", row=index + 1, col=1)
-    figure.update_xaxes(title_text=_AXIS_TITLES[axis], row=depths, col=1)
+    figure.update_yaxes(title_text="expert")
+    figure.update_xaxes(title_text=_AXIS_TITLES[axis], row=num_depths, col=1)
     figure.update_layout(
         template="simple_white",
-        height=_ROW_PX * depths + _REST_PX,
+        height=_ROW_PX * num_depths + _REST_PX,
         margin={"l": 55, "r": 20, "t": 20, "b": 45},
-        coloraxis={
-            "colorscale": "Cividis",
-            "cmin": 0,
-            "cmax": _FULL,
-            "colorbar": {
-                "title": {"text": "load ÷ mean"},
-                "tickvals": [0, 1, 2, _FULL],
-                "ticktext": ["0", "1", "2", f"{_FULL:g}+"],
-            },
-        },
+        coloraxis={"colorscale": "Cividis", "cmin": 0, "cmax": _FULL, "colorbar": _LOAD_BAR},
         uirevision=run.name,
     )
     return figure
 
 
-def _load_matrix(loads: Sequence[ExpertLoad], index: int) -> list[list[float | None]]:
+_LOAD_BAR = {
+    "title": {"text": "load ÷ mean"},
+    "tickvals": [0, 1, 2, _FULL],
+    "ticktext": ["0", "1", "2", f"{_FULL}+"],
+}
+
+
+def _load_matrix(loads: Sequence[list[list[float]]], index: int) -> list[list[float | None]]:
     """Returns loads [experts][steps] of one depth step, 1 where the load is even."""
-    columns = [one.fractions[index] if index < len(one.fractions) else [] for one in loads]
+    columns = [one[index] if index < len(one) else [] for one in loads]
     experts = max(map(len, columns))
     return [
         [column[expert] * len(column) if expert < len(column) else None for column in columns]
@@ -133,7 +116,7 @@ def _coloured(runs: Sequence[FollowedRun]) -> list[tuple[FollowedRun, str]]:
     return [(run, COLOURS[number % len(COLOURS)]) for number, run in enumerate(runs)]
 
 
-def _figure(title: str, axis: Axis, *, from_zero: bool = False) -> go.Figure:
+def _figure(title: str, axis: Axis) -> go.Figure:
     figure = go.Figure()
     figure.update_layout(
         template="simple_white",
@@ -142,11 +125,9 @@ def _figure(title: str, axis: Axis, *, from_zero: bool = False) -> go.Figure:
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         xaxis={"title": {"text": _AXIS_TITLES[axis]}, "showgrid": True},
         yaxis={"title": {"text": title}, "showgrid": True},
-        uirevision=axis,  # what was zoomed into stays when new points come
+        uirevision=axis,  # a zoom survives new points
         hovermode="x unified",
     )
-    if from_zero:
-        figure.update_yaxes(rangemode="tozero")
     return figure
 
 
@@ -164,34 +145,41 @@ def _add_line(
     name: str,
     x: Sequence[float],
     y: Sequence[float],
-    colour: str,
     *,
-    opacity: float = 1.0,
-    dash: str = "solid",
-    is_named: bool = True,
+    raw: bool = False,
+    **line: Any,
 ) -> None:
-    """Adds a line; what is not finite is a gap in it."""
+    """Adds a line with gaps where values are not finite; a raw one is pale and has no name."""
     figure.add_scatter(
         x=list(x),
         y=[value if math.isfinite(value) else None for value in y],
         mode="lines" if len(x) > 1 else "markers",
         name=name,
         legendgroup=name.partition(":")[0],
-        showlegend=is_named,
-        hoverinfo=None if is_named else "skip",
-        opacity=opacity,
-        line={"color": colour, "width": 2 if is_named else 1, "dash": dash},
+        showlegend=not raw,
+        hoverinfo="skip" if raw else None,
+        opacity=0.25 if raw else 1.0,
+        line={"width": 2} | line,
     )
 
 
-def _mark_interruptions(figure: go.Figure, curves: Curves, axis: Axis, colour: str) -> None:
-    for event in interruptions(curves):
-        figure.add_vline(
-            x=place(curves, event.step or 0, axis),
-            line={"color": colour, "width": 1, "dash": "dash"},
-        )
+def _add_validation(figure: go.Figure, run: FollowedRun, axis: Axis, colour: str) -> None:
+    x, y = points(run.curves, run.curves.validation, axis)
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers",
+        name=f"{run.name}: validation",
+        legendgroup=run.name,
+        showlegend=False,
+        marker={"color": colour, "size": 8, "symbol": "diamond"},
+    )
 
 
-def interruptions(curves: Curves) -> list[Event]:
-    """Returns the events that cost a run steps, the last fifty of them."""
-    return [event for event in curves.events if event.interrupts][-50:]
+def _mark_interruptions(
+    figure: go.Figure, curves: Curves, axis: Axis, colour: str
+) -> None:
+    interruptions = [event for event in curves.events if event.interrupts]
+    for event in interruptions[-_MAX_INTERRUPTIONS:]:
+        x = place(curves, event.step or 0, axis)
+        figure.add_vline(x=x, line={"color": colour, "width": 1, "dash": "dash"})

@@ -1,20 +1,20 @@
-"""Serves the page, to whoever has its token.
+"""Serves the page to whoever has its token.
 
-The address that is printed holds the token. Who calls it gets a cookie and is sent on to the plain
-address; who comes with neither is refused, whatever he asks for. So no other user of this machine,
-and no page of the internet that is open in the same browser, can read a run.
+The printed address holds the token. A visitor with the token gets a cookie and is redirected to the
+plain address; a visitor with neither is refused. So no other user of this machine, and no web page
+that is open in the same browser, can read a run.
 """
 
 import hmac
+import logging
 import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import flask
-from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+from werkzeug.serving import BaseWSGIServer, make_server
 
-from ..job import JobError
 from .curves import Runs
 from .page import make_page
 
@@ -27,16 +27,17 @@ def serve(root: Path, *, host: str, port: int, say: Callable[[str], None]) -> No
 
     Args:
         root: a run folder, or a folder of runs.
-        host: the address that is listened on.
+        host: the address to listen on.
         port: the port; 0: any that is free.
-        say: told the page's address, once it can be opened.
+        say: called with the page's address once it can be opened.
 
     Raises:
-        JobError: there is no run, or the port cannot be had.
+        ValueError: there is no run, or the port cannot be had.
     """
     runs = Runs(root)
     if not root.is_dir() or not runs.names():
-        raise JobError(f"there is no run in {root}: name a run folder, or a folder of runs")
+        raise ValueError(f"there is no run in {root}: name a run folder, or a folder of runs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # the page asks every two seconds
     token = secrets.token_urlsafe(24)
     server = _open(runs, host, port, token)
     try:
@@ -51,8 +52,8 @@ def _open(runs: Runs, host: str, port: int, token: str) -> BaseWSGIServer:
         family = socket.getaddrinfo(host, port)[0][0]
         listening = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise JobError(
-            f"the page cannot be served on {host}:{port}: {getattr(error, 'strerror', None) or error}. "
+        raise ValueError(
+            f"cannot serve the page on {host}:{port}: {getattr(error, 'strerror', None) or error}. "
             "Take another port with --port, or --port 0 for any that is free"
         ) from None
     with listening:
@@ -61,13 +62,12 @@ def _open(runs: Runs, host: str, port: int, token: str) -> BaseWSGIServer:
             listening.getsockname()[1],
             guarded(make_page(runs).server, token),
             threaded=True,
-            request_handler=_Quiet,
             fd=listening.fileno(),  # which it duplicates
         )
 
 
 def guarded(server: flask.Flask, token: str) -> flask.Flask:
-    """Makes a server answer those alone who come with the token, or with the cookie it gave them."""
+    """Makes a server answer only requests that carry the token or its cookie."""
 
     @server.before_request
     def _let_in() -> flask.Response | None:
@@ -101,10 +101,3 @@ def _cookie() -> str:
 
 def _equal(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
-
-
-class _Quiet(WSGIRequestHandler):
-    """Says nothing of requests: the page asks every two seconds."""
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Says nothing."""

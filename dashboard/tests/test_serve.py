@@ -1,20 +1,26 @@
 """Who is let in to the page, and what the command says where it cannot be served."""
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from measured_runs import train_line, with_loads, write_run
 
 pytest.importorskip("dash")
 
-from moebius.cli.main import main
-from moebius.cluster.dashboard.curves import Runs
-from moebius.cluster.dashboard.page import make_page
-from moebius.cluster.dashboard.serve import guarded
+from moebius_dashboard.command import main
+from moebius_dashboard.curves import Runs
+from moebius_dashboard.page import make_page
+from moebius_dashboard.serve import guarded
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -82,24 +88,36 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
     assert "RUNNING: first step" in str(drawn["events"])
 
 
-def fails(capfd, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        main(["dashboard", *arguments])
-    assert end.value.code == 2
-    return capfd.readouterr().err
-
-
-def test_mistakes_are_told(tmp_path, runs, capfd, monkeypatch):
-    assert "there is no run in" in fails(capfd, str(tmp_path / "nothing"))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "taken"], "--port 0 for any that is free"),
+        (["--port", "99999"], "127.0.0.1:99999"),
+        (["--host", "not.an.address"], "not.an.address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_an_error(runs, options, words):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
-        assert "--port 0 for any that is free" in fails(capfd, str(runs), "--port", port)
-    assert "cannot be served on 127.0.0.1:99999" in fails(capfd, str(runs), "--port", "99999")
-    assert "not.an.address" in fails(capfd, str(runs), "--host", "not.an.address")
-    monkeypatch.setitem(sys.modules, "dash", None)
-    for name in [name for name in sys.modules if name.startswith("moebius.cluster.dashboard.")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert "pip install 'moebius[web]'" in fails(capfd, str(runs))
+        options = [port if word == "taken" else word for word in options]
+        with pytest.raises(ValueError, match=words):
+            main([str(runs), *options])
+
+
+def test_a_folder_without_runs_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="there is no run in"):
+        main([str(tmp_path / "nothing")])
+
+
+def install_command(site: Path) -> dict[str, str]:
+    """Makes the command known as an installed wheel does, and returns the environment for it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [(name, target)] = settings["project"]["entry-points"]["moebius.commands"].items()
+    about = site / "moebius_dashboard-0.1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.1.0\n")
+    (about / "entry_points.txt").write_text(f"[moebius.commands]\n{name} = {target}\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ["PYTHONPATH"]])}
 
 
 def browser() -> str | None:
@@ -117,6 +135,7 @@ def test_a_browser_draws_it_without_an_error(runs, tmp_path):
         [sys.executable, "-c", code, "dashboard", str(runs), "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
+        env=install_command(tmp_path / "site"),
     )
     assert program.stdout is not None
     try:

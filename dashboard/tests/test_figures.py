@@ -15,8 +15,8 @@ pytest.importorskip("plotly")
 
 import plotly.graph_objects as go
 
-from moebius.cluster.dashboard.curves import FollowedRun
-from moebius.cluster.dashboard.figures import (
+from moebius_dashboard.curves import FollowedRun
+from moebius_dashboard.figures import (
     COLOURS,
     imbalance_figure,
     load_figure,
@@ -57,7 +57,7 @@ def test_the_loss_is_drawn_smoothed_and_as_it_was_with_its_validation(tmp_path):
 def test_what_interrupted_a_run_is_marked(tmp_path):
     run = followed(tmp_path / "a", train_line(1), train_line(2))
     lost = journal_line("RECOVERING", 1002.5, "rank 0 was killed", step=2)
-    write_lines(run.run_dir / "journal.jsonl", lost)
+    write_lines(tmp_path / "a" / "journal.jsonl", lost)
     run.refresh()
     [line] = layout(throughput_figure([run], "step"))["shapes"]
     assert (line["x0"], line["x1"]) == (2, 2)

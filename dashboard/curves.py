@@ -1,0 +1,215 @@
+"""Holds what the page shows of a run and reads on while the run goes on.
+
+A curve of any length is drawn with at most `MAX_POINTS` points: the lowest and the highest value of
+each stretch of steps stay, so a spike of the loss is visible from however far away. Of the loads of
+experts at most `MAX_LOADS` steps are kept; when there are more, every other one is dropped.
+"""
+
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import moebius
+
+MAX_POINTS = 1500
+MAX_LOADS = 400
+_MAX_SKIPPED = 1000  # steps that are remembered as skipped
+
+Axis = Literal["step", "tokens", "hours"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Records what happened to a run beside its steps."""
+
+    time: float  # seconds since the epoch
+    step: int | None
+    words: str
+    interrupts: bool = False  # steps were lost
+
+
+class Curves:
+    """Holds the curves of a run by step, and where each step lies in tokens and in time."""
+
+    def __init__(self) -> None:
+        self.loss: dict[int, float] = {}
+        self.validation: dict[int, float] = {}
+        self.tokens_per_s: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
+        self.times: dict[int, float] = {}
+        self.hottest_expert: dict[int, float] = {}
+        """The load of the fullest expert of any depth step, in units of the mean."""
+        self.hottest_rank: dict[int, float] = {}
+        """The rows of the busiest rank in any exchange, in units of the mean."""
+        self.loads: dict[int, list[list[float]]] = {}
+        """The share of the routes of every expert, by depth step."""
+        self.depths: tuple[int, ...] = ()
+        """The depth steps that have experts, counted from 1; empty: all of them."""
+        self.events: list[Event] = []
+        self.step: int | None = None
+        self._stride = 1
+        self._num_skipped = 0
+        self._order: list[tuple[float, int]] = []  # time and step, in the order of the file
+
+    def add(self, record: Record) -> None:
+        """Takes in one record of the metrics."""
+        match record.get("kind"):
+            case "start":
+                self.depths = tuple(record.get("expert_depths", ()))
+            case "train":
+                self._add_train(record)
+            case "eval":
+                self.validation[record["step"]] = record["loss"]
+            case "checkpoint" if not record.get("error"):
+                self._tell(record, "checkpoint")
+            case "rollback":
+                self._tell(record, f"rolled back to step {record['to_step']}", interrupts=True)
+
+    def _add_train(self, record: Record) -> None:
+        self.step = step = record["step"]
+        self.loss[step] = record["loss"]
+        self.tokens_per_s[step] = record.get("tokens_per_s", 0.0)
+        self.tokens[step] = record.get("tokens", 0)
+        self.times[step] = record.get("time", 0.0)
+        self._order.append((self.times[step], step))
+        if violations := record.get("max_violation"):
+            self.hottest_expert[step] = 1 + max(violations)
+        factors = [each.get("hottest_rank") for each in record.get("exchange", {}).values()]
+        if known := [factor for factor in factors if factor is not None]:
+            self.hottest_rank[step] = max(known)
+        skipped = record.get("skipped", 0)
+        if skipped > self._num_skipped and len(self.events) < _MAX_SKIPPED:
+            self._tell(record, "the update was skipped: a gradient was not finite")
+        self._num_skipped = skipped
+        self._add_loads(step, record.get("expert_load"))
+
+    def _add_loads(self, step: int, loads: list[list[float]] | None) -> None:
+        if not loads or step % self._stride:
+            return
+        self.loads[step] = loads
+        if len(self.loads) > MAX_LOADS:
+            self._stride *= 2
+            self.loads = {kept: load for kept, load in self.loads.items() if not kept % self._stride}
+
+    def step_at(self, time: float) -> int | None:
+        """Returns the last step that had been made at a time; None: none had."""
+        before = bisect_right(self._order, (time, math.inf))
+        return self._order[before - 1][1] if before else None
+
+    def _tell(self, record: Record, words: str, *, interrupts: bool = False) -> None:
+        self.events.append(Event(record["time"], record["step"], words, interrupts))
+
+
+class FollowedRun:
+    """Follows one run; each `refresh` reads what is new. Threads may share it."""
+
+    def __init__(self, run_dir: Path, name: str):
+        self.name = name
+        self.curves = Curves()
+        self.state: str | None = None
+        self._history = moebius.history(run_dir)
+        self._lock = threading.Lock()
+
+    def refresh(self) -> Curves:
+        """Reads on and returns the curves."""
+        with self._lock:
+            for record in self._history.new_records():
+                self.curves.add(record)
+            for entry in self._history.new_states():
+                self._add_state(entry)
+        return self.curves
+
+    def _add_state(self, entry: Record) -> None:
+        state, reason = entry["state"], entry["reason"]
+        words = reason if state == self.state and reason else f"{state}: {reason}".rstrip(": ")
+        step = self.curves.step_at(entry["time"])
+        self.curves.events.append(Event(entry["time"], step, words, state == "RECOVERING"))
+        self.state = state
+
+
+class Runs:
+    """Holds the runs below a folder, including those that start while the page is open."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._followed: dict[str, FollowedRun] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Returns the names of all runs, the most recently active first."""
+        with self._lock:
+            found = {self._name_of(run_dir): run_dir for run_dir in moebius.find_runs(self.root)}
+            for name in found.keys() - self._followed.keys():
+                self._followed[name] = FollowedRun(found[name], name)
+            return list(found)
+
+    def _name_of(self, run_dir: Path) -> str:
+        is_root = run_dir == self.root
+        return run_dir.absolute().name if is_root else str(run_dir.relative_to(self.root))
+
+    def chosen(self, names: Sequence[str]) -> list[FollowedRun]:
+        """Returns the named runs that exist, read to their ends."""
+        runs = [self._followed[name] for name in names if name in self._followed]
+        for run in runs:
+            run.refresh()
+        return runs
+
+
+def points(
+    curves: Curves, values: Mapping[int, float], axis: Axis
+) -> tuple[list[float], list[float]]:
+    """Returns a curve's places on an axis and its values, thinned out to what a screen can show.
+
+    Args:
+        curves: those of the run.
+        values: the curve, by step.
+        axis: steps, tokens, or hours since the run's first step.
+    """
+    steps = list(_thinned(sorted(values), values))
+    return [place(curves, step, axis) for step in steps], [values[step] for step in steps]
+
+
+def place(curves: Curves, step: int, axis: Axis) -> float:
+    """Returns where a step lies on an axis; a step without a record lies at the one before it."""
+    if axis == "step":
+        return step
+    known: Mapping[int, float] = curves.tokens if axis == "tokens" else curves.times
+    if step not in known:
+        step = max((one for one in known if one < step), default=min(known, default=step))
+    value = known.get(step, 0)
+    if axis == "tokens":
+        return value
+    return (value - min(curves.times.values(), default=value)) / 3600
+
+
+def _thinned(steps: Sequence[int], values: Mapping[int, float]) -> Iterator[int]:
+    """Yields the steps of the lowest and the highest value of each stretch."""
+    if len(steps) <= MAX_POINTS:
+        yield from steps
+        return
+    stretches = MAX_POINTS // 2
+    for number in range(stretches):
+        first, end = (len(steps) * edge // stretches for edge in (number, number + 1))
+        stretch = steps[first:end]
+        yield from sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Returns the exponential moving average, without bias from the first value on.
+
+    `weight` is that of the past, from 0 to below 1. Values that are not finite are passed over.
+    """
+    total = norm = 0.0
+    found = []
+    for value in values:
+        if math.isfinite(value):
+            total = weight * total + (1 - weight) * value
+            norm = weight * norm + (1 - weight)
+        found.append(total / norm if norm else value)
+    return found

@@ -1,0 +1,159 @@
+"""Lays out the page, a Dash application: which runs are chosen, how they are drawn, what happened."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import plotly.graph_objects as go
+from dash import Dash, Input, Output, State, dcc, html
+
+from .curves import AXES, Axis, Event, FollowedRun, Runs
+from .figures import (
+    COLOURS,
+    imbalance_figure,
+    load_figure,
+    loss_figure,
+    throughput_figure,
+)
+
+REFRESH_S = 2.0
+MAX_EVENTS = 200
+_CHOSEN_AT_FIRST = 3
+_MARKS = {0: "none", 0.5: "0.5", 0.8: "0.8", 0.98: "0.98"}
+
+
+def make_page(runs: Runs) -> Dash:
+    """Returns the application for the runs below a folder; it is not served yet."""
+    page = Dash(__name__, title="moebius", serve_locally=True, update_title="")  # with assets/page.css
+    page.layout = lambda: _layout(runs)
+
+    @page.callback(Output("chosen", "options"), Input("clock", "n_intervals"))
+    def _list_runs(_: int | None) -> list[str]:
+        return runs.names()
+
+    @page.callback(
+        Output("load-of", "options"),
+        Output("load-of", "value"),
+        Input("chosen", "value"),
+        State("load-of", "value"),
+    )
+    def _list_loads(names: list[str] | None, now: str | None) -> tuple[list[str], str | None]:
+        names = names or []
+        return names, now if now in names else next(iter(names), None)
+
+    @page.callback(
+        Output("loss", "figure"),
+        Output("throughput", "figure"),
+        Output("imbalance", "figure"),
+        Output("load", "figure"),
+        Output("stand", "children"),
+        Output("events", "children"),
+        Input("chosen", "value"),
+        Input("axis", "value"),
+        Input("smoothing", "value"),
+        Input("load-of", "value"),
+        Input("clock", "n_intervals"),
+    )
+    def _draw(
+        names: list[str] | None, axis: Axis, smoothing: float, load_of: str | None, _: int | None
+    ) -> tuple[go.Figure | html.Table, ...]:
+        chosen = runs.chosen(names or [])
+        with_loads = next((run for run in chosen if run.name == load_of), None)
+        return (
+            loss_figure(chosen, axis, smoothing),
+            throughput_figure(chosen, axis),
+            imbalance_figure(chosen, axis),
+            load_figure(with_loads, axis),
+            stand_table(chosen),
+            event_table(chosen),
+        )
+
+    return page
+
+
+def _layout(runs: Runs) -> html.Main:
+    names = runs.names()
+    chosen = dcc.Dropdown(names, names[:_CHOSEN_AT_FIRST], multi=True, id="chosen")
+    axis = dcc.RadioItems(list(AXES), "step", id="axis", inline=True)
+    smoothing = dcc.Slider(0, 0.98, value=0.8, step=None, marks=_MARKS, id="smoothing")
+    controls = [
+        html.Div([html.Label("Runs", htmlFor="chosen"), chosen]),
+        html.Div([html.Label("Over"), axis]),
+        html.Div([html.Label("Smoothing"), smoothing]),
+    ]
+    cards = [
+        _card("Loss (line: training, diamonds: validation)", _graph("loss")),
+        _card("Throughput", _graph("throughput")),
+        _card("Imbalance", _graph("imbalance")),
+        _card("How they stand", html.Div(id="stand")),
+        _card("Expert load of", dcc.Dropdown([], id="load-of", clearable=False), _graph("load")),
+        _card("What happened", html.Div(id="events", className="events")),
+    ]
+    return html.Main(
+        [
+            html.H1(f"moebius: {runs.root}"),
+            html.Div(controls, className="controls"),
+            html.Div(cards, className="grid"),
+            dcc.Interval(id="clock", interval=int(REFRESH_S * 1000)),
+        ]
+    )
+
+
+def _graph(name: str) -> dcc.Graph:
+    return dcc.Graph(id=name, config={"displayModeBar": False})
+
+
+def _card(title: str, *content: dcc.Graph | dcc.Dropdown | html.Div) -> html.Div:
+    return html.Div([html.H2(title), *content], className="card")
+
+
+def stand_table(runs: Sequence[FollowedRun]) -> html.Table:
+    """Returns where each run stands, a row each, in the colour of its curves."""
+    head = html.Tr(
+        [
+            *map(html.Th, ("run", "state")),
+            *(html.Th(name, className="number") for name in _NUMBERS),
+        ]
+    )
+    return html.Table([head, *(_stand_row(number, run) for number, run in enumerate(runs))])
+
+
+_NUMBERS = ("step", "loss", "validation", "tokens/s")
+
+
+def _stand_row(number: int, run: FollowedRun) -> html.Tr:
+    curves, colour = run.curves, COLOURS[number % len(COLOURS)]
+    newest = curves.step
+    numbers = ["–"] * len(_NUMBERS)
+    if newest is not None:
+        numbers[:2] = f"{newest:,}", f"{curves.loss[newest]:.4f}"
+        numbers[3] = f"{curves.tokens_per_s[newest]:,.0f}"
+    if curves.validation:
+        numbers[2] = f"{curves.validation[max(curves.validation)]:.4f}"
+    return html.Tr(
+        [
+            html.Td(run.name, style={"color": colour, "fontWeight": 600}),
+            html.Td(run.state or "–"),
+            *(html.Td(text, className="number") for text in numbers),
+        ]
+    )
+
+
+def event_table(runs: Sequence[FollowedRun]) -> html.Table:
+    """Returns what happened to the runs, newest first; events that cost steps stand out."""
+    events = [(event, run) for run in runs for event in run.curves.events]
+    events.sort(key=lambda one: one[0].time, reverse=True)
+    head = [html.Th("time"), html.Th("run"), html.Th("step", className="number"), html.Th("what")]
+    return html.Table([html.Tr(head), *(_event_row(*one) for one in events[:MAX_EVENTS])])
+
+
+def _event_row(event: Event, run: FollowedRun) -> html.Tr:
+    moment = datetime.fromtimestamp(event.time).strftime("%d %b %H:%M:%S")
+    return html.Tr(
+        [
+            html.Td(moment, style={"whiteSpace": "nowrap"}),
+            html.Td(run.name),
+            html.Td("–" if event.step is None else f"{event.step:,}", className="number"),
+            html.Td(event.words),
+        ],
+        className="interrupts" if event.interrupts else "",
+    )
