@@ -11,7 +11,7 @@ WORKERS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .NOTPARALLEL:
-.PHONY: help train test test-all chaos chaos-run kernels mutants lint docs wheel clean
+.PHONY: help train test test-all test-conform test-dashboard chaos chaos-run kernels mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -26,6 +26,15 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but t
 
 test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too; those that only `make chaos` runs are left out
 	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.run_again -m 'not chaos'; }
+
+# The satellites are distributions of their own in this repository, each with its tests.
+SATELLITES := conform dashboard
+
+test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too
+	$(PYTEST) -m '' conform/tests
+
+test-dashboard: $(VENV)/.installed-satellites  ## run the tests of dashboard/, in a browser too if there is one
+	$(PYTEST) -m '' dashboard/tests
 
 chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of the failure matrix F1-F30 and show it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.report
@@ -61,6 +70,10 @@ wheel: $(VENV)/.installed-build  ## build the wheel and try it in an empty envir
 clean:  ## remove the environment and all that was built; runs stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed-satellites: $(SATELLITES:%=%/pyproject.toml) constraints.txt | $(VENV)/.installed-cluster $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(foreach name,$(SATELLITES),-e './$(name)[test]')
+	@touch $@
 
 # One stamp per extra of pyproject.toml, so that none is installed twice, in whatever order the targets are called.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.made

@@ -2,7 +2,7 @@
 
     config = moebius.recipe("smoke", train__steps=40, job__num_nodes=1, mesh__dp_replicate=1)
     model = moebius.build(config)                   # untrained, in this process
-    status = moebius.train(config, "runs/mine")     # prepares the data, starts the ranks, waits
+    status = moebius.fit(config, "runs/mine")     # prepares the data, starts the ranks, waits
     trained = moebius.load("runs/mine")
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
@@ -136,7 +136,7 @@ def load(path: str | PathLike[str], *, step: int | None = None) -> LoadedModel:
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
 
 
-def train(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:
+def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:
     """Trains a configuration on this machine and returns how the run ended; blocks until then.
 
     Does what `moebius train` does: prepares the data, starts `job.num_nodes × job.ranks_per_node`

@@ -34,10 +34,7 @@ TRITON = "moebius.kernels.triton."
 TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a model
 # the parts of moebius[web] and moebius[lm-eval] whose commands name the extra that is missing; and
 # a plugin of pytest
-WITH_EXTRAS = (
-    *(f"moebius.cluster.dashboard.{name}" for name in ("figures", "page", "serve")),
-    "moebius.evaluation.lm_eval_model",
-)
+WITH_EXTRAS = ("moebius.evaluation.lm_eval_model",)
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import analyze, compare, completion, dashboard
+from . import analyze, compare, completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
@@ -29,7 +29,6 @@ GROUPS = (
     folders,
     control,
     status,
-    dashboard,
     cluster,
     doctor,
     evaluate,

@@ -95,7 +95,9 @@ class Curves:
         self.loads[step] = loads
         if len(self.loads) > MAX_LOADS:
             self._stride *= 2
-            self.loads = {kept: load for kept, load in self.loads.items() if not kept % self._stride}
+            self.loads = {
+                kept: load for kept, load in self.loads.items() if not kept % self._stride
+            }
 
     def step_at(self, time: float) -> int | None:
         """Returns the last step that had been made at a time; None: none had."""
@@ -197,7 +199,9 @@ def _thinned(steps: Sequence[int], values: Mapping[int, float]) -> Iterator[int]
     for number in range(stretches):
         first, end = (len(steps) * edge // stretches for edge in (number, number + 1))
         stretch = steps[first:end]
-        yield from sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+        yield from sorted(
+            {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+        )
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:

@@ -176,9 +176,7 @@ def _add_validation(figure: go.Figure, run: FollowedRun, axis: Axis, colour: str
     )
 
 
-def _mark_interruptions(
-    figure: go.Figure, curves: Curves, axis: Axis, colour: str
-) -> None:
+def _mark_interruptions(figure: go.Figure, curves: Curves, axis: Axis, colour: str) -> None:
     interruptions = [event for event in curves.events if event.interrupts]
     for event in interruptions[-_MAX_INTERRUPTIONS:]:
         x = place(curves, event.step or 0, axis)

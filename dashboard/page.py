@@ -23,7 +23,9 @@ _MARKS = {0: "none", 0.5: "0.5", 0.8: "0.8", 0.98: "0.98"}
 
 def make_page(runs: Runs) -> Dash:
     """Returns the application for the runs below a folder; it is not served yet."""
-    page = Dash(__name__, title="moebius", serve_locally=True, update_title="")  # with assets/page.css
+    page = Dash(
+        __name__, title="moebius", serve_locally=True, update_title=""
+    )  # with assets/page.css
     page.layout = lambda: _layout(runs)
 
     @page.callback(Output("chosen", "options"), Input("clock", "n_intervals"))

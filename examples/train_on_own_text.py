@@ -29,7 +29,7 @@ def main() -> None:
         optim={"warmup_steps": 20, "decay_steps": options.steps},
         job={"ranks_per_node": 1},
     )
-    status = moebius.train(config, options.run_dir)
+    status = moebius.fit(config, options.run_dir)
 
     trained = moebius.load(options.run_dir)
     print(f"\nafter {trained.step} steps (training loss {status.loss:.3f}) the model writes:\n")

@@ -1,6 +1,8 @@
 """What `import moebius` offers to Python: a recipe, its model, a run, the trained model back."""
 
 import json
+import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,7 +94,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, Job
     lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(40)]
     (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
     config = moebius.recipe("smoke", **TINY, data__input=[folder / "text.jsonl"])
-    return config, folder, moebius.train(config, folder / "run", show=False)
+    return config, folder, moebius.fit(config, folder / "run", show=False)
 
 
 def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
@@ -101,7 +103,7 @@ def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
     assert status.loss is not None
     assert list((folder / "data").glob("*/manifest-000000.json")), "the data lie beside the run"
     with pytest.raises(ConfigError, match="holds another run"):
-        moebius.train(config.model_copy(update={"optim": RECIPES["dense"]().optim}), folder / "run")
+        moebius.fit(config.model_copy(update={"optim": RECIPES["dense"]().optim}), folder / "run")
 
 
 def test_a_trained_model_writes_and_scores_as_the_command_does(
@@ -140,14 +142,45 @@ def test_a_run_that_fails_raises_its_root_cause(
     )
     monkeypatch.setattr("moebius.api.train_here", lambda *_, **__: failed)
     with pytest.raises(moebius.TrainingFailed, match="gave up: rank 0: out of memory") as raised:
-        moebius.train(moebius.recipe("smoke", **TINY), tmp_path / "run")
+        moebius.fit(moebius.recipe("smoke", **TINY), tmp_path / "run")
     assert raised.value.status is failed
 
 
-def test_the_room_train_is_itself_and_can_be_called() -> None:
-    assert moebius.train is sys.modules["moebius.train"]
-    assert callable(moebius.train)
-    assert moebius.train.__name__ == "moebius.train"
+def test_a_run_tells_its_history(trained: tuple[Config, Path, JobStatus], tmp_path: Path) -> None:
+    folder = trained[1]
+    assert moebius.find_runs(folder) == moebius.find_runs(folder / "run") == [folder / "run"]
+    history = moebius.history(folder / "run")
+    losses = {line["step"]: line["loss"] for line in history.records() if line["kind"] == "train"}
+    assert list(losses) == [1, 2]
+    assert losses[2] == trained[2].loss
+    assert [line["step"] for line in history.new_records() if line["kind"] == "train"] == [1, 2]
+    assert [entry["state"] for entry in history.new_states()][-1] == "SUCCEEDED"
+    assert not [*history.new_records(), *history.new_states()], "only what is new"
+    assert moebius.history(tmp_path).records() == []
+
+
+def test_a_history_is_read_without_torch() -> None:
+    code = "import sys, moebius; moebius.history('runs'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_history_has_the_last_record_of_every_step(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "train", "step": 1, "time": 1.0, "loss": 3.0},
+        {"kind": "train", "step": 2, "time": 2.0, "loss": 2.0},
+        {"kind": "start", "step": 1, "time": 3.0, "generation": 2},
+        {"kind": "train", "step": 2, "time": 4.0, "loss": "nan"},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tra'
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    records = moebius.history(tmp_path).records()
+    assert [(line["kind"], line["time"]) for line in records] == [
+        ("train", 1.0),
+        ("start", 3.0),
+        ("train", 4.0),
+    ]
+    assert math.isnan(records[-1]["loss"])
+    assert len(list(moebius.history(tmp_path).new_records())) == 4
 
 
 def test_the_package_lists_its_names() -> None:

@@ -170,8 +170,10 @@ def _is_target(word: str) -> bool:
 
 
 def _refusal(words: list[str]) -> str | None:
-    from moebius.cli.main import build_parser
+    from moebius.cli.main import ELSEWHERE, build_parser
 
+    if words[0] in ELSEWHERE:
+        return None  # a command of a satellite, which may not be installed
     try:
         build_parser().parse_known_args(words)
     except SystemExit as ended:

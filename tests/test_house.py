@@ -45,12 +45,13 @@ MAY_IMPORT = {
     "kernels": set(),
     "data_pipeline": set(),
 }
-# Two modules lie in no room: api.py, what the package offers to Python, on the top floor beside the
-# command line; and __init__.py, which hands its names on when they are used, and may import nothing
-# else.
+# Three modules lie in no room. Two hold what the package offers to Python, on the top floor beside the
+# command line: api.py, and run_records.py, whose names read run folders and import no torch. __init__.py
+# hands their names on when they are used, and may import nothing else.
 ROOT_MODULES = {
-    "__init__": {"api"},
+    "__init__": {"api", "run_records"},
     "api": {"cluster", "evaluation", "train", "distributed", "model", "data_pipeline"},
+    "run_records": {"cluster"},
 }
 # Single modules that a room may import beside them.
 MAY_IMPORT_MODULE = {
@@ -257,6 +258,27 @@ def the_core_knows_no_satellite(sources: Sources) -> list[str]:
     ]
 
 
+def satellites_use_the_public_surface(sources: Sources) -> list[str]:
+    """A satellite and its tests import names of `moebius.__all__` and nothing below; conform/ none."""
+    offered = {PACKAGE, *(f"{PACKAGE}.{name}" for name in _offered(sources["__init__.py"]))}
+    return [
+        f"{found.where}: {room_of(path)} imports {found.target}; mend the public surface instead"
+        for path, text in python(sources).items()
+        if room_of(path) in SATELLITES
+        for found in imports_of(path, text)
+        if found.top == PACKAGE and not found.is_relative
+        if room_of(path) == "conform" or found.target not in offered
+    ]
+
+
+def _offered(text: str) -> list[str]:
+    """Returns the names of `__all__`."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
 def imports_make_no_circle(sources: Sources) -> list[str]:
     """Neither between rooms nor between modules."""
     modules = {module_name(path) for path in package(sources)}
@@ -359,7 +381,7 @@ def names_say_something(sources: Sources) -> list[str]:
 
 
 def dependencies_are_pinned(sources: Sources) -> list[str]:
-    """Each requirement of pyproject.toml has one version in constraints.txt, and that version
+    """Each requirement of a pyproject.toml has one version in constraints.txt, and that version
     satisfies it.
     """
     violations, pins = [], {}
@@ -368,13 +390,13 @@ def dependencies_are_pinned(sources: Sources) -> list[str]:
         if not equals or not re.fullmatch(r"[\w.!+-]+", version):
             violations.append(f"constraints.txt:{number}: {line!r} is not name==version")
         pins[canonicalize_name(name)] = version
-    for text in _requirements(tomllib.loads(sources["pyproject.toml"])):
+    for path, text in _requirements(sources):
         requirement = Requirement(text)
         pin = pins.get(canonicalize_name(requirement.name))
         if requirement.name == PACKAGE:
             continue
         if pin is None:
-            violations.append(f"pyproject.toml: {text} is not pinned in constraints.txt")
+            violations.append(f"{path}: {text} is not pinned in constraints.txt")
         elif not requirement.specifier.contains(pin, prereleases=True):
             violations.append(
                 f"constraints.txt: {requirement.name}=={pin} is outside {requirement.specifier}"
@@ -382,10 +404,15 @@ def dependencies_are_pinned(sources: Sources) -> list[str]:
     return violations
 
 
-def _requirements(pyproject: dict) -> list[str]:
-    project = pyproject["project"]
-    extras = [text for extra in project.get("optional-dependencies", {}).values() for text in extra]
-    return [*pyproject["build-system"]["requires"], *project["dependencies"], *extras]
+def _requirements(sources: Sources) -> Iterator[tuple[str, str]]:
+    """Yields the path of a pyproject.toml and one of its requirements: the core's, the satellites'."""
+    for path in sources:
+        if PurePosixPath(path).name == "pyproject.toml":
+            settings = tomllib.loads(sources[path])
+            project = settings["project"]
+            extras = project.get("optional-dependencies", {}).values()
+            groups = (settings["build-system"]["requires"], project["dependencies"], *extras)
+            yield from ((path, text) for group in groups for text in group)
 
 
 def sources_are_finished_and_portable(sources: Sources) -> list[str]:
@@ -404,6 +431,7 @@ RULES: list[Rule] = [
     imports_go_down,
     heavy_libraries_stay_in_their_room,
     the_core_knows_no_satellite,
+    satellites_use_the_public_surface,
     imports_make_no_circle,
     imports_are_relative_inside_and_absolute_outside,
     folders_are_two_levels_deep,
@@ -455,7 +483,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (imports_go_down, {"distributed/a/b.py": "from ...planning import planner"}, r"distributed imports moebius.planning"),
     (imports_go_down, {"simulation/a.py": "from ..cluster import job"}, r"simulation imports moebius.cluster"),
     (imports_go_down, {"__init__.py": "from .model import moe"}, r"__init__ imports moebius.model.moe"),
-    (imports_go_down, {"__init__.py": "from .cli import main"}, r"__init__ imports moebius.cli.main; it may import api"),
+    (imports_go_down, {"__init__.py": "from .cli import main"}, r"__init__ imports moebius.cli.main; may import api, run_records"),
     (imports_go_down, {"cli/a.py": "from ..api import load"}, r"cli imports moebius.api.load"),
     (imports_go_down, {"api.py": "from .cli import main"}, r"api imports moebius.cli.main"),
     (heavy_libraries_stay_in_their_room, {"train/a.py": "def f():\n    import ray.util"}, r"a.py:2: ray is imported in cluster/"),
@@ -465,6 +493,9 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (heavy_libraries_stay_in_their_room, {"train/a.py": "import pyarrow as pa"}, r"pyarrow is imported in data_pipeline/"),
     (the_core_knows_no_satellite, {"cli/a.py": "def f():\n    import moebius_science"}, r"the core imports moebius_science"),
     (the_core_knows_no_satellite, {"train/a.py": "from ..experimental import graph"}, r"imports moebius.experimental.graph"),
+    (satellites_use_the_public_surface, {"science/a.py": "from moebius.train import loop"}, r"science imports moebius"),
+    (satellites_use_the_public_surface, {"dashboard/tests/a.py": "from moebius import train"}, r"dashboard imports"),
+    (satellites_use_the_public_surface, {"conform/a.py": "import moebius"}, r"conform imports moebius"),
     (imports_make_no_circle, {"model/routing.py": "from .moe import Sent"}, r"modules import each other: .*model.routing"),
     (imports_make_no_circle, {"model/routing.py": "def f():\n    from . import moe"}, r"modules import each other"),
     (imports_make_no_circle, {
@@ -488,6 +519,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.13\n"}, r"ray>=2.50 is not pinned"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.9\nray==2.60"}, r"torch==2.9 is outside"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch>=2.13\nray==2.60"}, r"is not name==version"),
+    (dependencies_are_pinned, {"science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"science/.*: six>.* not pinned"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
 ]

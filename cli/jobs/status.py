@@ -19,6 +19,7 @@ EXIT_CODES = (
 def add_commands(commands: Commands) -> None:
     """Declares the commands that show how jobs stand."""
     _add_status(commands)
+    _add_watch(commands)
     _add_jobs(commands)
     _add_logs(commands)
     _add_top(commands)
@@ -48,6 +49,23 @@ def _add_status(commands: Commands) -> None:
     )
     parser.add_argument("--watch", action="store_true", help="follow one run until it has ended")
     _add_json(parser)
+
+
+def _add_watch(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "watch",
+        _watch,
+        "follow a run in the terminal until it has ended: loss, throughput, expert load, events",
+        examples=["watch runs/mine"],
+        notes=EXIT_CODES,
+    )
+    add_run_argument(parser)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Carries out `moebius watch`."""
+    return _show_one(options.run_dir, watch=True)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -224,11 +242,6 @@ def _in_colour(choice: str) -> bool:
 
 
 # top ----------------------------------------------------------------------------------------------
-
-
-def watch_run(run_dir: Path) -> int:
-    """Follows a run in the terminal until it has ended; returns the exit code of its state."""
-    return _show_one(run_dir, watch=True)
 
 
 def _add_top(commands: Commands) -> None:

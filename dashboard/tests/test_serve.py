@@ -19,7 +19,6 @@ from moebius_dashboard.curves import Runs
 from moebius_dashboard.page import make_page
 from moebius_dashboard.serve import guarded
 
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -115,7 +114,9 @@ def install_command(site: Path) -> dict[str, str]:
     [(name, target)] = settings["project"]["entry-points"]["moebius.commands"].items()
     about = site / "moebius_dashboard-0.1.0.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.1.0\n")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.1.0\n"
+    )
     (about / "entry_points.txt").write_text(f"[moebius.commands]\n{name} = {target}\n")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ["PYTHONPATH"]])}
 
