@@ -54,7 +54,8 @@ class RunHistory:
     def new_states(self) -> Iterator[Record]:
         """Yields the states that the job entered since the last call.
 
-        Each has the keys `time`, `state` ("RUNNING", "RECOVERING", …), `generation` and `reason`.
+        Each has the keys `time`, `state` ("RUNNING", "RECOVERING", …), `generation`, `reason` and
+        `details`, a dictionary.
         """
         for entry in parse_entries(self._journal.stream()):
             yield {
@@ -62,6 +63,7 @@ class RunHistory:
                 "state": entry.state.value,
                 "generation": entry.generation,
                 "reason": entry.reason,
+                "details": entry.details,
             }
 
 

@@ -130,7 +130,7 @@ class FollowedRun:
     def _add_state(self, entry: Record) -> None:
         state, reason = entry["state"], entry["reason"]
         words = reason if state == self.state and reason else f"{state}: {reason}".rstrip(": ")
-        step = self.curves.step_at(entry["time"])
+        step = entry["details"].get("step", self.curves.step_at(entry["time"]))
         self.curves.events.append(Event(entry["time"], step, words, state == "RECOVERING"))
         self.state = state
 

@@ -483,7 +483,7 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (imports_go_down, {"distributed/a/b.py": "from ...planning import planner"}, r"distributed imports moebius.planning"),
     (imports_go_down, {"simulation/a.py": "from ..cluster import job"}, r"simulation imports moebius.cluster"),
     (imports_go_down, {"__init__.py": "from .model import moe"}, r"__init__ imports moebius.model.moe"),
-    (imports_go_down, {"__init__.py": "from .cli import main"}, r"__init__ imports moebius.cli.main; may import api, run_records"),
+    (imports_go_down, {"__init__.py": "from .cli import main"}, r"it may import api, run_records"),
     (imports_go_down, {"cli/a.py": "from ..api import load"}, r"cli imports moebius.api.load"),
     (imports_go_down, {"api.py": "from .cli import main"}, r"api imports moebius.cli.main"),
     (heavy_libraries_stay_in_their_room, {"train/a.py": "def f():\n    import ray.util"}, r"a.py:2: ray is imported in cluster/"),
