@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from jobs import run_here
-from small_corpus import sentences
-from test_main_job import make_config
+from parts import make_config
+from small_corpus import shards_of_words
 
 from moebius.cluster.job import JobError, Launch, State
 from moebius.cluster.places import ray_session
-from moebius.data_pipeline.make.prepare import prepare
 from moebius.train.record.run_folder import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,9 +25,10 @@ UNPICKLES = {
     *("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
     *("all_gather_object", "gather_object", "send_object_list", "recv_object_list"),
     *("broadcast_object_list", "scatter_object_list", "_object_to_tensor", "_tensor_to_object"),
-    *("read_pickle", "load_module", "eval", "exec"),
+    *("read_pickle", "load_module"),
     *("state_dict_saver", "async_save"),
 }
+BUILTINS = {"eval", "exec"}  # as calls; `model.eval` is something else
 ALLOWED = {
     ("distributed/checkpoint/reading.py", "pickle"): "an exception of torch.load is named by it",
     ("export/published.py", "pickle"): "an exception of torch.load is named by it",
@@ -43,53 +43,43 @@ def library() -> Iterator[tuple[str, ast.Module]]:
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def words(tree: ast.AST) -> set[str]:
-    """Everything that is imported or named."""
+# Calls that are safe with an option.
+NEEDED = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "dcp_load": ("no_dist", True),
+}
+
+
+def faults(tree: ast.AST) -> set[str]:
+    """Returns the words that unpickle, and the calls that lack the option that makes them safe."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            found |= {part for module in modules for part in module.split(".")}
+            found |= {part for module in modules for part in module.split(".")} & UNPICKLES
         elif isinstance(node, ast.Name):
-            found.add(node.id)
+            found |= {node.id} & UNPICKLES
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            found |= {node.attr} & UNPICKLES
+        elif isinstance(node, ast.Call) and (fault := fault_of_call(node)):
+            found.add(fault)
     return found
 
 
-def unsafe_calls(tree: ast.AST) -> list[str]:
-    """Calls that are safe with an option, and lack it."""
-    needed = {
-        "torch.load": ("weights_only", True),
-        "np.load": ("allow_pickle", False),
-        "dcp_load": ("no_dist", True),
-    }
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in needed:
-            continue
-        option, value = needed[ast.unparse(node.func)]
-        given = {word.arg: word.value for word in node.keywords}
-        said = given.get(option)
-        if not isinstance(said, ast.Constant) or said.value is not value:
-            found.append(f"line {node.lineno}: {ast.unparse(node.func)} without {option}={value}")
-    return found
+def fault_of_call(node: ast.Call) -> str | None:
+    name = ast.unparse(node.func)
+    if name in BUILTINS:  # `model.eval()` is none
+        return name
+    option, value = NEEDED.get(name, (None, None))
+    given = {word.arg: word.value for word in node.keywords}.get(option)
+    is_safe = isinstance(given, ast.Constant) and given.value is value
+    return None if option is None or is_safe else f"{name} without {option}={value}"
 
 
-def test_the_library_unpickles_nothing():
-    found = {
-        (name, word)
-        for name, tree in library()
-        for word in words(tree) & UNPICKLES
-        if not (word in ("eval", "exec") and not calls_builtin(tree, word))
-    }
+def test_the_library_unpickles_nothing() -> None:
+    found = {(name, fault) for name, tree in library() for fault in faults(tree)}
     assert found == set(ALLOWED)
-    assert {name: unsafe_calls(tree) for name, tree in library() if unsafe_calls(tree)} == {}
-
-
-def calls_builtin(tree: ast.AST, word: str) -> bool:
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(isinstance(called, ast.Name) and called.id == word for called in calls)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +90,15 @@ def calls_builtin(tree: ast.AST, word: str) -> bool:
         "import torch.distributed as d; d.all_gather_object([], 1)",
         "from torch.distributed import broadcast_object_list as tell",
         "import dill.source",
+        "eval('1')",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "np.load(f)",
+        "dcp_load(s, no_dist=x)",
     ],
 )
-def test_a_planted_word_is_found(planted):
-    assert words(ast.parse(planted)) & UNPICKLES
-
-
-@pytest.mark.parametrize(
-    "planted",
-    ["torch.load(f)", "torch.load(f, weights_only=False)", "np.load(f)", "dcp_load(s, no_dist=x)"],
-)
-def test_a_planted_call_is_found(planted):
-    assert unsafe_calls(ast.parse(planted))
+def test_a_planted_fault_is_found(planted: str) -> None:
+    assert faults(ast.parse(planted))
 
 
 RANK = """
@@ -127,23 +114,18 @@ runpy.run_module("moebius.train", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_job_that_saves_fails_and_resumes_calls_no_object_collective(tmp_path):
-    """Also on our behalf: torch.distributed.checkpoint's collectives would be such."""
-    (tmp_path / "text.txt").write_text("\n\n".join(sentences(1, 120)), encoding="utf-8")
+def test_a_job_that_saves_fails_and_resumes_calls_no_object_collective(tmp_path: Path) -> None:
+    """Neither does torch.distributed.checkpoint on our behalf."""
     config = make_config(
-        tmp_path,
-        *("job.num_nodes=1", "job.ranks_per_node=2", "job.rehearse_failure_at_step=none"),
-        *("mesh.dp_replicate=1", "train.steps=8", "train.eval_every=8", "checkpoint.every=2"),
+        shards_of_words(tmp_path, 60),
+        train__steps=8,
+        checkpoint__every=2,
+        job__ranks_per_node=2,
     )
     run_dir = tmp_path / "run"
     open_run(config, run_dir)
-    prepare(config.data, config.data.directory)
-    launch = Launch(
-        str(run_dir),
-        ranks_per_node=2,
-        command=(sys.executable, "-c", RANK, str(run_dir)),
-        rehearse_failure_at_step=4,
-    )
+    command = (sys.executable, "-c", RANK, str(run_dir))
+    launch = Launch(str(run_dir), ranks_per_node=2, command=command, rehearse_failure_at_step=4)
     status = run_here(launch)
     assert status.state is State.SUCCEEDED, status
     assert (status.generation, status.step) == (2, 8)
