@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 3
+# Distributions of their own in this repository, each with its pyproject.toml and its tests. They use the core; it does not know them.
+SATELLITES := conform dashboard
 # A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
 # number of tests, those with few and long tests would come last and leave the other workers idle.
 # Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
@@ -21,14 +23,12 @@ help:  ## show this
 train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
 	$(BIN)/moebius submit smoke
 
-test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but the slow ones, on three processes (WORKERS=8: on eight)
+test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's tests except the slow ones, on three processes (WORKERS=8: on eight)
 	$(PYTEST) --durations=10
 
-test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too; those that only `make chaos` runs are left out
+test-all: $(VENV)/.installed-satellites  ## run every test of the core and of its satellites, except those that only `make chaos` runs
 	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.run_again -m 'not chaos'; }
-
-# The satellites are distributions of their own in this repository, each with its tests.
-SATELLITES := conform dashboard
+	$(MAKE) $(SATELLITES:%=test-%)
 
 test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too
 	$(PYTEST) -m '' conform/tests
@@ -48,29 +48,34 @@ kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Tr
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py
 
-lint: $(VENV)/.installed-cluster $(VENV)/.installed-test $(VENV)/.installed-lint build/types/moebius  ## check format, style and types
+lint: $(VENV)/.installed-satellites $(VENV)/.installed-lint $(LINKS)  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/basedpyright --pythonpath $(BIN)/python --project tests/pyrightconfig.json
 
-# The checker does not see an editable install. By this link it finds the package `moebius` for the files outside of it,
-# whatever the checkout's folder is called.
+# Neither the type checker nor mkdocstrings sees an editable install. They find the packages by these links, whatever the
+# checkout's folder is called.
 build/types/moebius:
 	mkdir -p $(@D)
 	ln -s ../.. $@
+
+build/types/moebius_%:
+	mkdir -p $(@D)
+	ln -s ../../$* $@
 
 docs: $(VENV)/.installed-docs build/types/moebius  ## build the documentation's site into build/site; a dead link or a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "open build/site/index.html"
 
-wheel: $(VENV)/.installed-build  ## build the wheel and try it in an empty environment
+wheel: $(VENV)/.installed-build  ## build the wheels of the core and its satellites, and try them in empty environments
 	$(BIN)/python .ci/wheel.py
 
 clean:  ## remove the environment and all that was built; runs stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The satellites bring the core's extras for tests along, because their tests run in the same environment.
 $(VENV)/.installed-satellites: $(SATELLITES:%=%/pyproject.toml) constraints.txt | $(VENV)/.installed-cluster $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(foreach name,$(SATELLITES),-e './$(name)[test]')
 	@touch $@

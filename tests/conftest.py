@@ -57,7 +57,8 @@ def moebius(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     def run(*words: object) -> Answer:
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in words])
-        answer = Answer(int(ended.value.code or 0), *capfd.readouterr())
+        out, err = capfd.readouterr()
+        answer = Answer(int(ended.value.code or 0), out, err)
         assert "Traceback" not in answer.err, answer.err
         return answer
 
