@@ -24,8 +24,8 @@ from .data_pipeline.read.token_store import prepared_tokenizer
 from .data_pipeline.tokenizers.interface import Tokenizer
 from .distributed.checkpoint.format import find_checkpoint, read_meta
 from .distributed.process.process import start_process
-from .evaluation.report import ScoredText, continue_text, score_with
 from .evaluation.restore import Restored, restore
+from .evaluation.text import ScoredText, continue_text, score_with
 from .model.initialise import initialise
 from .model.transformer import Transformer
 from .train.config.run_config import Config, ConfigError, resolve
@@ -73,7 +73,7 @@ class LoadedModel:
         return "".join(pieces)
 
     def score(self, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
-        """Returns how likely the model finds a text, in nats: `.result.mean` for all of it.
+        """Returns how likely the model finds a text, in nats: `.mean` for all of it.
 
         Args:
             draws: of the group context, for a model that routes sequences together.

@@ -41,6 +41,27 @@ class Row:
 Family = Sequence[Row]
 
 
+def rolling_rows(
+    tokens: Sequence[int], prefix: int, context: int, *, stride: int | None = None
+) -> list[Row]:
+    """Returns rows that together score every token of a text once.
+
+    Args:
+        tokens: of the text.
+        prefix: stands before its first token.
+        context: tokens of a row's input.
+        stride: how many tokens a row scores, but for the first, which scores all that it has; None:
+            as many as the context, so that only the last row has more context than it needs.
+    """
+    line, stride = [prefix, *tokens], stride or context
+    rows, done = [], 0
+    while done < len(tokens):
+        scored = min(context if not rows else stride, len(tokens) - done)
+        done += scored
+        rows.append(Row(tuple(line[max(0, done - context) : done + 1]), scored))
+    return rows
+
+
 @dataclass(frozen=True)
 class Batch:
     """Names rows that go through the model together, by family, and how many tokens they share."""

@@ -13,7 +13,6 @@ Models that route every sequence by itself need no group context and are asked a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -90,72 +89,6 @@ class GroupContextText:
         where: TracebackType | None,
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class Score:
-    """Log-probabilities of a request's tokens (nats), one row per draw of the group context."""
-
-    log_probability_RS: Tensor  # float64, of each scored token given all before it
-
-    @property
-    def mean(self) -> float:
-        """Of the whole text's log-probability over the draws."""
-        return self.log_probability_RS.sum(1).mean().item()
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of it over the draws; 0 for a single one and for a model that needs no
-        group context.
-        """
-        totals_R = self.log_probability_RS.sum(1)
-        return totals_R.std().item() if len(totals_R) > 1 else 0.0
-
-
-@torch.no_grad()
-def score(
-    model: Transformer,
-    tokens: Sequence[int],
-    text: GroupContextText | None,
-    *,
-    end_of_document: int,
-    context: int,
-    draws: int = 1,
-    num_scored: int | None = None,
-    key: int = 0,
-) -> Score:
-    """How likely a text is, after an end of document, for a model in evaluation mode.
-
-    Args:
-        tokens: the text; a request with a prompt has it in front and scores the rest.
-        text: where group contexts come from; None will do for a model that needs none.
-        context: the longest input; of longer ones the left is cut off, the end of document first.
-        draws: how often to draw the group context; one is enough, and all that is done, where none are
-            needed.
-        num_scored: so many tokens at the end; None: all that remain after the cut.
-        key: number of the request: each has a group context of its own.
-
-    Raises:
-        ValueError: nothing to score, fewer tokens remain than are to be scored, or there is nowhere
-            to draw a group context from.
-    """
-    line = [end_of_document, *tokens][-(context + 1) :]
-    num_scored = len(line) - 1 if num_scored is None else num_scored
-    refuse_future_readers(model, "be asked how likely a text is")
-    if not 1 <= num_scored < len(line) or draws < 1:
-        raise ValueError(
-            f"a score needs tokens: {len(tokens)} given, {len(line) - 1} of them fit into "
-            f"{context=}, {num_scored=}, {draws=}"
-        )
-    line_S = torch.tensor(line, dtype=torch.int64, device=model.embedding.device)
-    found = []
-    for draw in range(draws if group_context_size(model) else 1):
-        group_BS, row = drawn_group(model, line_S[:-1], text, key=(key, draw))
-        logits_SV = model(group_BS).logits_BSV[row]
-        found.append(
-            logits_SV.double().log_softmax(-1).gather(1, line_S[1:, None])[-num_scored:, 0]
-        )
-    return Score(torch.stack(found).cpu())
 
 
 def drawn_group(

@@ -27,14 +27,12 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from ..distributed.process.process import start_process
-from .batches import Row
+from .batches import Row, rolling_rows
 from .generate import generate
-from .group_context import GroupContextText, group_context_size
-from .restore import refuse_pairs, restore
-from .scoring import Scorer
-from .tasks.documents import rolling_rows
+from .group_context import group_context_size
+from .restore import refuse_pairs, restore, tokenizer_of_run
+from .scoring import open_scorer
 from .tasks.task import Encoder, TaskError
-from .zero_shot import tokenizer_of_run
 
 _KNOWN = {"do_sample", "until", "max_gen_toks", "temperature"}  # of a request for text
 
@@ -78,18 +76,13 @@ class MoebiusLM(TemplateLM):
                     f"{process.world_size}: start it without torchrun, or use `moebius eval --tasks`"
                 )
             restored = restore(Path(path), process, step=step)
-            refuse_pairs(restored)
+        refuse_pairs(restored)
         atexit.register(self._open.close)
         self._restored, self._seed = restored, seed
         self._device = process.device
-        data = restored.config.data
-        self._encoder = Encoder(tokenizer_of_run(restored), int(max_length or data.seq_len))
-        self._text = None
-        if group_context_size(restored.model):
-            self._text = self._open.enter_context(
-                GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
-            )
-        self._scorer = Scorer(restored.model, text=self._text)
+        length = int(max_length or restored.config.data.seq_len)
+        self._encoder = Encoder(tokenizer_of_run(restored), length)
+        self._scorer = open_scorer(restored, self._open, seed=seed)
 
     @property
     def eot_token_id(self) -> int:
@@ -208,10 +201,10 @@ class MoebiusLM(TemplateLM):
         return postprocess_generated_text(text, wanted["until"], None)
 
     def _group_context(self, length: int) -> torch.Tensor | None:
-        if self._text is None:
+        text = self._scorer.text
+        if text is None:
             return None
-        others = group_context_size(self._restored.model)
-        return self._text.draw(others, length).to(self._device)
+        return text.draw(group_context_size(self._restored.model), length).to(self._device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a split with windows that overlap, and per byte of text.
+"""Measures a checkpoint's loss on a split, by windows as in training or by windows that overlap.
 
 In windows that do not overlap, as in training, a token in the middle of a window has half of it as
 context. A window that moves by less than its length gives every token but the first ones at least
@@ -17,11 +17,49 @@ import numpy as np
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.read.rows import SplitReader
 from ..distributed.process.process import start_process
-from .restore import refuse_pairs, restore
-from .tasks.documents import rolling_rows
-from .zero_shot import open_scorer, tokenizer_of_run
+from ..train.evaluate import Evaluation, evaluate
+from .batches import rolling_rows
+from .restore import refuse_pairs, restore, tokenizer_of_run
+from .scoring import open_scorer
 
 _ROWS_AT_A_TIME = 1024  # of the split: so many windows' tokens are in memory
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Loss of one checkpoint on one split."""
+
+    step: int
+    split: str
+    result: Evaluation
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, {self.split}: loss {self.result.loss:.4f} nats per token, "
+            f"perplexity {self.result.perplexity:.2f}, over {self.result.tokens:,} tokens"
+        )
+
+
+def measure(
+    run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0
+) -> Measurement:
+    """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint; None: the newest.
+        split: train or validation.
+        max_rows: how many rows at most; 0: all of them.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read.
+    """
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+        train = restored.config.train.model_copy(update={"eval_rows": max_rows})
+        config = restored.config.model_copy(update={"train": train})
+        result = evaluate(restored.model, config, process, split=split)
+    return Measurement(restored.step, split, result)
 
 
 @dataclass(frozen=True)
@@ -93,7 +131,7 @@ def measure_sliding(
                 f"{data.seq_len}"
             )
         reader = stack.enter_context(SplitReader(data.directory, split, seq_len=data.seq_len))
-        scorer = open_scorer(restored, process, stack)
+        scorer = open_scorer(restored, stack)
         tokenizer = tokenizer_of_run(restored)
         num_rows = min(reader.num_rows, max_rows or reader.num_rows)
         log_probability, tokens, num_bytes = 0.0, 0, 0

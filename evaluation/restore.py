@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data_pipeline.read.token_store import prepared_tokenizer
+from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..distributed.checkpoint.format import latest
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
@@ -104,3 +106,20 @@ def refuse_pairs(restored: Restored) -> None:
             "the run has data.targets=paired, so its rows are pairs of inputs and labels and no text: "
             "ask with --test-sets"
         )
+
+
+def tokenizer_of_run(restored: Restored) -> Tokenizer:
+    """Returns the tokenizer that a run was trained with.
+
+    Raises:
+        ValueError: it is gone, or the one in its place belongs to another vocabulary.
+    """
+    data, model = restored.config.data, restored.config.model
+    tokenizer = prepared_tokenizer(data.directory)
+    if tokenizer.vocab_size > min(model.vocab_size, data.num_token_ids):
+        raise ConfigError(
+            f"{data.directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
+            f"with {data.num_token_ids} (model.vocab_size={model.vocab_size}): the folder was "
+            "prepared anew for another vocabulary; put back the one of the run"
+        )
+    return tokenizer

@@ -16,6 +16,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.process.json_messages import all_gather_json
+from ..distributed.process.process import Process
 from ..model.attention.cache import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
@@ -34,6 +36,7 @@ from .group_context import (
     group_context_size,
     refuse_future_readers,
 )
+from .restore import Restored
 
 _GPU_PASS_TOKENS = 2**13  # a GPU computes so many in the time that it takes to launch a pass
 _LOGITS = 2**21  # that exist at a time, in float64
@@ -80,7 +83,7 @@ class Scorer:
         share: bool = True,
     ) -> None:
         refuse_future_readers(model, "be asked how likely a text is")
-        self._model, self._text = model, text
+        self._model, self.text = model, text
         self._rank, self._num_ranks = rank, num_ranks
         promises = model.config.evaluation_promises
         self._is_alone = not promises.batch_invariant
@@ -149,7 +152,7 @@ class Scorer:
         """Scores one row without padding, beside a group context where the model needs one."""
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
-        group_BS, number = drawn_group(self._model, request_S, self._text, key=(*place, draw))
+        group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
         hidden_BSD = self._hidden(group_BS, None)
         return self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0]
 
@@ -209,6 +212,24 @@ class Scorer:
             for share in shares
             for f, r, log_p, greedy in share
         }
+
+
+def open_scorer(
+    restored: Restored, stack: ExitStack, process: Process | None = None, *, seed: int = 0
+) -> Scorer:
+    """Returns the scorer of a restored model; the stack closes what it opens.
+
+    Args:
+        process: this rank of several that share the rows; None: it is alone.
+        seed: of the group contexts, where the model needs them.
+    """
+    rank, num_ranks = (process.rank, process.world_size) if process else (0, 1)
+    text = None
+    if group_context_size(restored.model):
+        data = restored.config.data
+        text = GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
+        stack.enter_context(text)
+    return Scorer(restored.model, text=text, rank=rank, num_ranks=num_ranks)
 
 
 def _repeated(layer: LayerCache, family_R: Tensor) -> LayerCache:

@@ -14,20 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ..data_pipeline.read.token_store import prepared_tokenizer
-from ..data_pipeline.tokenizers.interface import Tokenizer
-from ..distributed.process.process import Process, start_process
-from .group_context import GroupContextText
-from .restore import Restored, refuse_pairs, restore
-from .scoring import Advance, RowScore, Scorer
-from .tasks.questions import (
+from ..distributed.process.process import start_process
+from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
+from .scoring import Advance, RowScore, Scorer, open_scorer
+from .tasks.items import (
+    HUB,
     TaskItems,
     WhenTooLong,
     read_items,
     refuse_nothing_left,
     refuse_too_long,
+    required_file,
+    task_file,
 )
-from .tasks.reading import HUB, required_file, task_file
 from .tasks.table import PAPER_TASKS, STAND_INS, TASKS
 from .tasks.task import PAPER, Encoder, Judgement, Metric, Question, Task, TaskError
 
@@ -136,7 +135,7 @@ def measure_tasks(
         restored = restore(run_dir, process, step=step)
         refuse_pairs(restored)
         encoder = _encoder(restored, context, too_long)
-        scorer = open_scorer(restored, process, stack, seed=seed)
+        scorer = open_scorer(restored, stack, process, seed=seed)
         items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
         if too_long == "fail":
             refuse_too_long(items, encoder.context)
@@ -211,33 +210,6 @@ def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> 
     return Encoder(tokenizer, length, truncate=too_long == "truncate")
 
 
-def tokenizer_of_run(restored: Restored) -> Tokenizer:
-    """Returns the tokenizer that a run was trained with.
-
-    Raises:
-        ValueError: it is gone, or the one in its place belongs to another vocabulary.
-    """
-    data, model = restored.config.data, restored.config.model
-    tokenizer = prepared_tokenizer(data.directory)
-    if tokenizer.vocab_size > min(model.vocab_size, data.num_token_ids):
-        raise TaskError(
-            f"{data.directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
-            f"with {data.num_token_ids} (model.vocab_size={model.vocab_size}): the folder was "
-            "prepared anew for another vocabulary; put back the one of the run"
-        )
-    return tokenizer
-
-
-def open_scorer(restored: Restored, process: Process, stack: ExitStack, *, seed: int = 0) -> Scorer:
-    """Returns the scorer of a restored model; what it opens is closed with the stack."""
-    data = restored.config.data
-    scorer = Scorer(restored.model, rank=process.rank, num_ranks=process.world_size)
-    if not scorer.needs_draws:
-        return scorer
-    text = stack.enter_context(GroupContextText(data.directory, seq_len=data.seq_len, seed=seed))
-    return Scorer(restored.model, text=text, rank=process.rank, num_ranks=process.world_size)
-
-
 def _measure(items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | None) -> TaskResult:
     questions, task = items.questions, items.task
     families = [question.rows for question in questions]
@@ -308,14 +280,12 @@ def _aggregate(
         parts = [_mean(value_N[names == name]) for name in sorted(set(groups))]
         stderr = math.sqrt(sum(part[1] ** 2 for part in parts)) / len(parts)
         return sum(part[0] for part in parts) / len(parts), stderr
-    nats = -value_N.sum() / weight_N.sum()  # per word, byte or item
+    nats = -value_N.sum() / weight_N.sum()  # per word
     rest = value_N + nats * weight_N  # what each item has more or less than that
     num = len(value_N)
     stderr = math.nan
     if num > 1:
         stderr = math.sqrt(num / (num - 1) * float((rest**2).sum())) / float(weight_N.sum())
-    if metric.aggregation == "bits":
-        return float(nats / math.log(2)), stderr / math.log(2)
     perplexity = math.exp(min(nats, 700.0))
     return perplexity, perplexity * stderr
 

@@ -15,7 +15,6 @@ import yaml
 from moebius.evaluation.tasks.hub import BLIMP_PHENOMENA
 
 Record = Mapping[str, Any]
-_NO_YES = {"class_label": {"names": {"0": "False", "1": "True"}}}
 _TWO = {"class_label": {"names": {"0": "0", "1": "1"}}}
 _CHOICES = {"text": ["a stone", "a gate", "the sea", "rain"], "label": ["A", "B", "C", "D"]}
 
@@ -35,9 +34,14 @@ def _hellaswag(label: str) -> Record:
     }
 
 
-def _science(question: str, answer: str, field: str = "question") -> Record:
+def _science(question: str, answer: str) -> Record:
     choices = _CHOICES if answer.isalpha() else {**_CHOICES, "label": ["1", "2", "3", "4"]}
-    return {"id": f"Mercury_{answer}", field: question, "choices": choices, "answerKey": answer}
+    return {
+        "id": f"Mercury_{answer}",
+        "question": question,
+        "choices": choices,
+        "answerKey": answer,
+    }
 
 
 def _book(word: str) -> Record:
@@ -65,30 +69,6 @@ def _pair(phenomenon: str) -> Record:
 
 
 _PIQA = {"goal": "Boil it.", "sol1": "Use fire.", "sol2": "Use ice.", "label": 0}
-_SIQA = {
-    "context": "Ann left.",
-    "question": "Why?",
-    "answerA": "to go",
-    "answerB": "to stay",
-    "answerC": "to sit",
-    "label": "3",
-}
-_WINOGRANDE = {
-    "sentence": "The gate shut, for _ was full.",
-    "option1": "the room",
-    "option2": "the sea",
-    "answer": "2",
-}
-_COPA = {
-    "premise": "The man fell.",
-    "choice1": "He slipped.",
-    "choice2": "He sat.",
-    "question": "cause",
-    "idx": 0,
-    "label": 0,
-}
-_BOOLQ = {"question": "do men sit", "passage": "Men sit.", "idx": 0, "label": 1}
-
 # repository -> file -> records. Where the card names classes, _CLASSES says so.
 _FILES: dict[str, dict[str, Sequence[Record]]] = {
     "EleutherAI/lambada_openai": {
@@ -112,22 +92,6 @@ _FILES: dict[str, dict[str, Sequence[Record]]] = {
         "ARC-Easy/validation-00000-of-00001.parquet": [_science("Who?", "A")],
         "ARC-Challenge/test-00000-of-00001.parquet": [_science("Which one?", "C")],
     },
-    "allenai/winogrande": {
-        "winogrande_xl/validation-00000-of-00001.parquet": [_WINOGRANDE],
-        "winogrande_xs/validation-00000-of-00001.parquet": [_WINOGRANDE] * 2,
-    },
-    "aps/super_glue": {
-        "copa/validation-00000-of-00001.parquet": [_COPA, {**_COPA, "question": "effect"}],
-        "boolq/validation-00000-of-00001.parquet": [_BOOLQ, {**_BOOLQ, "label": 0}],
-    },
-    "allenai/openbookqa": {
-        "main/test-00000-of-00001.parquet": [_science("A gate is", "D", "question_stem")],
-        "additional/test-00000-of-00001.parquet": [_science("A gate", "D", "question_stem")] * 2,
-    },
-    "lighteval/siqa": {
-        "data/train-00000-of-00001.parquet": [_SIQA],
-        "data/validation-00000-of-00001.parquet": [_SIQA],
-    },
     "cam-cst/cbt": {
         **{f"{kind}/test-00000-of-00001.parquet": [_book(kind)] for kind in ("V", "P", "NE", "CN")},
         "raw/test-00000-of-00001.parquet": [{"title": "A book", "content": "All of it."}],
@@ -138,7 +102,7 @@ _FILES: dict[str, dict[str, Sequence[Record]]] = {
     },
 }
 _KINDS = {bool: "bool", int: "int64", str: "string"}
-_CLASSES = {"baber/piqa": _TWO, "aps/super_glue": _NO_YES}
+_CLASSES = {"baber/piqa": _TWO}
 
 
 def hub_repositories() -> dict[str, dict[str, bytes]]:

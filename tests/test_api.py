@@ -15,7 +15,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
-from moebius.evaluation.report import score_text, write_text
+from moebius.evaluation.text import score_text, write_text
 from moebius.train.config.run_config import Config, ConfigError, resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -115,7 +115,7 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     assert loaded.config.model == trained[0].model
     expected = "".join(write_text(run_dir, "one ", num_tokens=5, temperature=0.5, seed=3))
     assert loaded.generate("one ", num_tokens=5, temperature=0.5, seed=3) == expected
-    assert loaded.score("one two").result.mean == score_text(run_dir, "one two").result.mean
+    assert loaded.score("one two").mean == score_text(run_dir, "one two").mean
     ids = loaded.tokenizer.encode_batch(["one"])[0].tolist()
     assert loaded.tokenizer.decode(ids) == "one"
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*")

@@ -14,7 +14,8 @@ from world import run_ranks
 from moebius.cluster.job import Journal, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, verify
-from moebius.evaluation.report import measure, write_text
+from moebius.evaluation.perplexity import measure
+from moebius.evaluation.text import write_text
 from moebius.train.config.run_config import Config, resolve
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES

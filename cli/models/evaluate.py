@@ -176,7 +176,7 @@ def _tasks(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ...evaluation.tasks.reading import HUB
+    from ...evaluation.tasks.items import HUB
     from ...evaluation.zero_shot import measure_tasks
     from ..progress import task_bars
     from .evaluate_report import plain_report, render_report
@@ -208,7 +208,8 @@ def _tasks(options: argparse.Namespace) -> int:
 
 def _text_or_loss(options: argparse.Namespace) -> int:
     """Measures the loss, scores a text or writes one."""
-    from ...evaluation.report import measure, score_text
+    from ...evaluation.perplexity import measure
+    from ...evaluation.text import score_text
 
     run_dir, step = options.run_dir, options.step
     if options.score is not None:
@@ -243,7 +244,7 @@ def _sliding(options: argparse.Namespace) -> object:
 
 def _write(options: argparse.Namespace) -> None:
     """Prints what the model writes after the prompt, piece by piece."""
-    from ...evaluation.report import write_text
+    from ...evaluation.text import write_text
 
     pieces = write_text(
         options.run_dir,

@@ -48,25 +48,23 @@ class Choice:
     in_paper: bool = True  # whether the paper takes this one
 
 
-def after(
-    context: str, answers: Sequence[str], answer: int, *, group: str = "", delimiter: str = " "
-) -> Choice:
+def after(context: str, answers: Sequence[str], answer: int) -> Choice:
     """Returns the question whose answers stand after one context, behind a blank."""
-    return Choice(tuple(Option(context, delimiter + text) for text in answers), answer, group)
+    return Choice(tuple(Option(context, f" {text}") for text in answers), answer)
 
 
 @dataclass(frozen=True)
 class ChoiceTask:
     """Reads questions with several answers.
 
-    `paper` is how the paper compares answers; None: it has no such task. A paper's option without
-    context is scored from its second token on, as the paper does.
+    `paper` is how the paper compares answers. An option without context is scored from its second
+    token on, as the paper does.
     """
 
     title: str
     published: int
     read: Callable[[Record], Choice]
-    paper: PaperRule | None = None
+    paper: PaperRule
     harness: tuple[str, ...] = ("acc", "acc_norm")
     by_group: bool = False  # scores are means over groups of means over their questions
     hub: HubSet | None = None
@@ -74,18 +72,14 @@ class ChoiceTask:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Implements `Task.metrics`."""
-        names = (*((PAPER,) if self.paper else ()), *self.harness)
-        return tuple(Metric(name, "mean_of_groups" if self.by_group else "mean") for name in names)
-
-    def takes(self, record: Record) -> bool:
-        """Implements `Task.takes`."""
-        return True
+        aggregation = "mean_of_groups" if self.by_group else "mean"
+        return tuple(Metric(name, aggregation) for name in (PAPER, *self.harness))
 
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Implements `Task.question`."""
         choice, rows = self.read(record), RowList()
         paper, harness = [], []
-        if self.paper and choice.in_paper:
+        if choice.in_paper:
             options = choice.paper_options or choice.options
             paper = [_paper_row(option, encoder, rows) for option in options]
         if self.harness:

@@ -89,14 +89,10 @@ def _without_marks(text: str) -> str:
 def _of_arc(record: Record, configuration: str) -> Record:
     choices = record["choices"]
     return {
-        "question": record.get("question", record.get("question_stem")),
+        "question": record["question"],
         "choices": list(choices["text"]),
         "label": list(choices["label"]).index(record["answerKey"].strip()),
     }
-
-
-def _of_boolq(record: Record, configuration: str) -> Record:
-    return {**record, "answer": bool(record["label"])}
 
 
 def _of_lambada(record: Record, configuration: str) -> Record:
@@ -108,11 +104,6 @@ HELLASWAG = HubSet("Rowan/hellaswag", "validation", (), _of_hellaswag)
 PIQA = HubSet("baber/piqa", "validation")
 ARC_EASY = HubSet("allenai/ai2_arc", "test", ("ARC-Easy",), _of_arc)
 ARC_CHALLENGE = HubSet("allenai/ai2_arc", "test", ("ARC-Challenge",), _of_arc)
-WINOGRANDE = HubSet("allenai/winogrande", "validation", ("winogrande_xl",))
-COPA = HubSet("aps/super_glue", "validation", ("copa",))
-OPENBOOKQA = HubSet("allenai/openbookqa", "test", ("main",), _of_arc)
-BOOLQ = HubSet("aps/super_glue", "validation", ("boolq",), _of_boolq)
-SIQA = HubSet("lighteval/siqa", "validation")
 CBT = HubSet("cam-cst/cbt", "test", ("V", "P", "NE", "CN"), _of_cbt)
 BLIMP_PHENOMENA = (
     "adjunct_island",

@@ -38,10 +38,6 @@ class LastWordTask:
         Metric("perplexity", "perplexity"),
     )
 
-    def takes(self, record: Record) -> bool:
-        """Implements `Task.takes`."""
-        return True
-
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Implements `Task.question`."""
         text = text_in(record, "text")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from . import hub
 from .choice import Choice, ChoiceTask, Option, after
-from .documents import DocumentTask
 from .last_word import LastWordTask
 from .task import Record, Task, TaskError, number_in, text_in, texts_in
 
@@ -104,62 +103,6 @@ def _arc(record: Record) -> Choice:
     return Choice(found.options, found.answer, in_paper=len(choices) == 4)
 
 
-def _winogrande(record: Record) -> Choice:
-    """winogrande: the end of the sentence after each of its beginnings."""
-    before, blank, rest = text_in(record, "sentence").partition("_")
-    if not blank:
-        raise TaskError("field 'sentence' has no _")
-    options = tuple(
-        Option(before + text_in(record, key), f" {rest.strip()}") for key in ("option1", "option2")
-    )
-    return Choice(options, number_in(record, "answer", below=2, first=1))
-
-
-def _copa(record: Record) -> Choice:
-    """copa: its choices begin with a blank, and the harness puts one more before them."""
-    words = {"cause": "because", "effect": "therefore"}
-    asked = text_in(record, "question")
-    if asked not in words:
-        raise TaskError(f"field 'question' is {asked!r}; it must be one of {', '.join(words)}")
-    premise = text_in(record, "premise").strip()[:-1]
-    choices = [text_in(record, key) for key in ("choice1", "choice2")]
-    lowered = [f" {choice[:1].lower()}{choice[1:]}" for choice in choices]
-    return after(f"{premise} {words[asked]}", lowered, number_in(record, "label", below=2))
-
-
-def _openbookqa(record: Record) -> Choice:
-    """openbookqa: the bare question."""
-    choices = texts_in(record, "choices", least=2)
-    return after(
-        text_in(record, "question"), choices, number_in(record, "label", below=len(choices))
-    )
-
-
-def _boolq(record: Record) -> Choice:
-    """boolq: no against yes."""
-    if not isinstance(record.get("answer"), bool):
-        raise TaskError("field 'answer' must be true or false")
-    context = f"{text_in(record, 'passage')}\nQuestion: {text_in(record, 'question')}?\nAnswer:"
-    return after(context, ["no", "yes"], int(record["answer"]))
-
-
-def _siqa(record: Record) -> Choice:
-    """social_iqa."""
-    context = f"Q: {text_in(record, 'context')} {text_in(record, 'question')}\nA:"
-    answers = [text_in(record, f"answer{letter}") for letter in "ABC"]
-    return after(context, answers, number_in(record, "label", below=3, first=1))
-
-
-def _wsc273(record: Record) -> Choice:
-    """wsc273: the end of the sentence after each of its beginnings."""
-    contexts = texts_in(record, "context_options", least=2)
-    rest = text_in(record, "continuation")
-    options = tuple(Option(context, f" {rest.strip()}") for context in contexts)
-    return Choice(options, number_in(record, "gold", below=len(contexts)))
-
-
-_ACC = ("acc",)
-
 TASKS: dict[str, Task] = {
     "lambada": LastWordTask("LAMBADA, last word", 5153, hub=hub.LAMBADA),
     "blimp": ChoiceTask(
@@ -167,7 +110,7 @@ TASKS: dict[str, Task] = {
         67_000,
         _blimp,
         paper="sum",
-        harness=_ACC,
+        harness=("acc",),
         by_group=True,
         hub=hub.BLIMP,
     ),
@@ -196,15 +139,6 @@ TASKS: dict[str, Task] = {
     "arc_challenge": ChoiceTask(
         "ARC-Challenge, science", 1172, _arc, paper="mean", hub=hub.ARC_CHALLENGE
     ),
-    "winogrande": ChoiceTask(
-        "WinoGrande, pronouns", 1267, _winogrande, harness=_ACC, hub=hub.WINOGRANDE
-    ),
-    "copa": ChoiceTask("COPA, cause or effect", 100, _copa, harness=_ACC, hub=hub.COPA),
-    "openbookqa": ChoiceTask("OpenBookQA, science", 500, _openbookqa, hub=hub.OPENBOOKQA),
-    "boolq": ChoiceTask("BoolQ, yes or no", 3270, _boolq, harness=_ACC, hub=hub.BOOLQ),
-    "siqa": ChoiceTask("Social IQa", 1954, _siqa, harness=_ACC, hub=hub.SIQA),
-    "wsc273": ChoiceTask("Winograd schemas", 273, _wsc273, harness=_ACC),
-    "wikitext2": DocumentTask("WikiText-2, test articles", 62, "test"),
 }
 
 PAPER_TASKS = ("lambada", "blimp", "cbt", "hellaswag", "piqa", "arc_easy")

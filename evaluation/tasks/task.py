@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 """One line of a task's file."""
 
 PAPER = "paper"
-Aggregation = Literal["mean", "mean_of_groups", "perplexity", "bits"]
+Aggregation = Literal["mean", "mean_of_groups", "perplexity"]
 
 
 class TaskError(ValueError):
@@ -182,10 +182,6 @@ class Task(Protocol):
         """Returns where the published set lies; None: it is nowhere."""
         ...
 
-    def takes(self, record: Record) -> bool:
-        """Returns whether a record belongs to what the task scores."""
-        ...
-
     def question(self, record: Record, encoder: Encoder) -> Question:
         """Returns the question of a record.
 
@@ -225,27 +221,21 @@ def texts_in(record: Record, key: str, *, least: int = 1) -> list[str]:
     return value
 
 
-def number_in(record: Record, key: str, *, below: int, first: int = 0) -> int:
-    """Returns the number of a right answer, counted from 0.
-
-    Args:
-        record: of the file.
-        key: of the field.
-        below: how many answers there are.
-        first: what the first answer is called; the number may be written as a text.
+def number_in(record: Record, key: str, *, below: int) -> int:
+    """Returns the number of the right answer among `below`, from 0; it may be written as a text.
 
     Raises:
         TaskError: it is not there, or names no answer.
     """
     value = record.get(key)
     try:
-        number = -1 if isinstance(value, bool | float) else int(str(value)) - first
+        number = -1 if isinstance(value, bool | float) else int(str(value))
     except ValueError:
         number = -1
     if not 0 <= number < below:
         raise TaskError(
             f"field {key!r} is {_shown(record, key)}; it must be the number of the right answer, "
-            f"{first} to {below - 1 + first}"
+            f"0 to {below - 1}"
         )
     return number
 

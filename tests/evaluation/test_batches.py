@@ -13,6 +13,7 @@ from moebius.evaluation.batches import (
     Family,
     Row,
     plan_batches,
+    rolling_rows,
     rows_alone,
 )
 
@@ -104,3 +105,11 @@ def test_rows_that_go_alone() -> None:
     assert sorted(place for batch in batches for place in batch.rows) == [
         (f, r) for f in range(20) for r in range(4)
     ]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7])
+def test_a_text_is_rolled_over_once(stride: int) -> None:
+    rows = rolling_rows(list(range(30)), 99, 7, stride=stride)
+    assert [t for row in rows for t in row.tokens[-row.num_scored :]] == list(range(30))
+    assert rows[0].tokens[0] == 99
+    assert all(len(row.tokens) == 8 for row in rows[1:])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moebius.evaluation.generate import generate
-from moebius.evaluation.report import Measurement, write_text
+from moebius.evaluation.perplexity import Measurement
+from moebius.evaluation.text import write_text
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise

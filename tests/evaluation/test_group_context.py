@@ -21,9 +21,8 @@ from moebius.evaluation.group_context import (
     group_context_size,
     in_group_context,
     refuse_future_readers,
-    score,
 )
-from moebius.evaluation.report import write_text
+from moebius.evaluation.text import score_text, write_text
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
@@ -132,30 +131,6 @@ def by_hand(model: Transformer, line: list[int], group: Tensor, row: int) -> Ten
     return torch.stack([logits[s].log_softmax(0)[line[s + 1]] for s in range(len(line) - 1)])
 
 
-@pytest.mark.parametrize("kind", ["mixture", "expert choice"])
-def test_a_score_is_the_log_probability_of_the_requests_row(kind: str, folder: Path) -> None:
-    model, tokens = make(kind), list(b"experts")
-    line = [END, *tokens]
-    with GroupContextText(folder, seq_len=CONTEXT, seed=5) as text:
-        found = score(model, tokens, text, end_of_document=END, context=CONTEXT, draws=3, key=7)
-        for draw in range(3):
-            group, row = in_group_context(
-                torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw, 1)
-            )
-            torch.testing.assert_close(
-                found.log_probability_RS[draw], by_hand(model, line, group, row)
-            )
-        totals = found.log_probability_RS.sum(1)
-        assert found.mean == pytest.approx(totals.mean().item())
-        assert found.spread == pytest.approx(totals.std().item())
-        assert found.spread > 1e-3
-        again = score(model, tokens, text, end_of_document=END, context=CONTEXT, draws=3, key=7)
-        assert again.log_probability_RS.equal(found.log_probability_RS)
-        last = score(model, tokens, text, end_of_document=END, context=CONTEXT, num_scored=2, key=7)
-        torch.testing.assert_close(last.log_probability_RS, found.log_probability_RS[:1, -2:])
-        assert last.spread == 0
-
-
 def test_padding_on_the_right_would_change_nothing(folder: Path) -> None:
     model, line = make("mixture"), [END, *b"expert"]
     with GroupContextText(folder, seq_len=CONTEXT) as text:
@@ -169,36 +144,6 @@ def test_padding_on_the_right_would_change_nothing(folder: Path) -> None:
             rtol=1e-5,
             atol=1e-4,
         )
-
-
-def test_long_requests_lose_their_left_end(folder: Path) -> None:
-    model, tokens = make("sigmoid"), list(range(40))
-    found = score(model, tokens, None, end_of_document=END, context=CONTEXT, draws=5)
-    line = tokens[-17:]
-    assert found.log_probability_RS.shape == (1, 16)  # one pass: this model needs no group context
-    torch.testing.assert_close(
-        found.log_probability_RS[0], by_hand(model, line, torch.tensor([line[:-1]]), 0)
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("sigmoid", {"tokens": []}, "a score needs tokens: 0 given"),
-        ("sigmoid", {"num_scored": 17}, "num_scored=17"),
-        ("sigmoid", {"draws": 0}, "draws=0"),
-        ("mixture", {}, "asked beside a group context of 3 sequences"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(kind: str, changes: dict, message: str) -> None:
-    arguments = {
-        "tokens": [1, 2, 3],
-        "text": None,
-        "end_of_document": END,
-        "context": CONTEXT,
-    } | changes
-    with pytest.raises(ValueError, match=message):
-        score(make(kind), **arguments)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "expert choice"])
@@ -270,13 +215,23 @@ def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Pa
     )
     run.save(tmp_path / "config.json")
     assert train(run, tmp_path) == "finished"
-    first, second = (
+    written = [
         "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=seed))
-        for seed in (0, 1)
-    )
-    assert first.startswith("one")
-    assert first != second
-    assert first == "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=0))
+        for seed in (0, 0, 1)
+    ]
+    assert written[0].startswith("one")
+    assert written[0] == written[1] != written[2]
+    found, again, other = (score_text(tmp_path, "one two", draws=3, seed=s) for s in (0, 0, 1))
+    assert found.log_probability_RS.shape == (3, 7)
+    assert str(found) == str(again) != str(other)
+    assert found.mean == pytest.approx(found.log_probability_RS.sum(1).mean())
+    assert found.spread == pytest.approx(found.log_probability_RS.sum(1).std(ddof=1))
+    assert found.spread > 0
+    long = score_text(tmp_path, "twenty letters and more", draws=1)
+    assert long.log_probability_RS.shape == (1, CONTEXT)
+    for text, draws in (("", 1), ("one", 0)):
+        with pytest.raises(ValueError, match="a score needs tokens and draws"):
+            score_text(tmp_path, text, draws=draws)
 
 
 def test_gshard_is_scored_by_what_it_promises_in_evaluation() -> None:

@@ -71,51 +71,6 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
             },
         ],
     ),
-    "openbookqa": (
-        "openbookqa/openbookqa.yaml",
-        [{"question_stem": "A token wants", "choices": CHOICES, "answerKey": "D"}],
-    ),
-    "winogrande": (
-        "winogrande/default.yaml",
-        [
-            {
-                "sentence": "The gate sent the token on, for _ was full.",
-                "option1": "the gate",
-                "option2": "the token",
-                "answer": "1",
-            }
-        ],
-    ),
-    "copa": (
-        "super_glue/copa/default.yaml",
-        [
-            {
-                "premise": "The token was dropped.",
-                "choice1": "The expert was full.",
-                "choice2": "The gate was shut.",
-                "question": question,
-                "label": 0,
-            }
-            for question in ("cause", "effect")
-        ],
-    ),
-    "boolq": (
-        "super_glue/boolq/default.yaml",
-        [{"passage": "Experts have gates.", "question": "do experts have gates", "label": 1}],
-    ),
-    "siqa": (
-        "siqa/siqa.yaml",
-        [
-            {
-                "context": "The router routed.",
-                "question": "Why?",
-                "answerA": "for the token",
-                "answerB": "no reason",
-                "answerC": "depth",
-                "label": "3",
-            }
-        ],
-    ),
     "blimp": (
         "blimp/adjunct_island.yaml",
         [
@@ -270,7 +225,7 @@ def check_our_tasks(run_dir: Path, theirs: dict[str, Any], data: Path) -> None:
     report = measure_tasks(run_dir, list(PUBLISHED), data)
     assert report is not None
     cut = {result.name: result.cut for result in report.tasks}
-    assert (cut["lambada"], cut["piqa"], cut["copa"]) == (1, 1, 0)
+    assert (cut["lambada"], cut["piqa"], cut["arc_easy"]) == (1, 1, 0)
     for result in report.tasks:
         found = theirs["results"][f"own_{result.name}"]
         for metric, estimate in result.metrics.items():

@@ -10,8 +10,7 @@ from made_folder import MadeFolder, documents
 from moebius.cli.main import main
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.distributed.process.process import start_process
-from moebius.evaluation.perplexity import _stretches, measure_sliding
-from moebius.evaluation.report import measure
+from moebius.evaluation.perplexity import _stretches, measure, measure_sliding
 from moebius.evaluation.restore import restore
 from moebius.train.config.run_config import Config
 

@@ -108,7 +108,7 @@ def test_the_table_says_what_it_is_of(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "piqa,winogrande"], "task 'winogrande' has no file"),
+        (["--tasks", "piqa,arc_challenge"], "task 'arc_challenge' has no file"),
         (["--tasks", "piqqa"], r"unknown task 'piqqa'; did you mean piqa\?"),
         (["--tasks", "piqa", "--limit", "0"], "at least 1 is needed"),
         (

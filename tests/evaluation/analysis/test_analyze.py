@@ -19,7 +19,7 @@ from moebius.data_pipeline.read.rows import SplitReader
 from moebius.evaluation.analysis import analyse as counting
 from moebius.evaluation.analysis import report
 from moebius.evaluation.analysis.analyse import analyse
-from moebius.evaluation.report import measure
+from moebius.evaluation.perplexity import measure
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
 

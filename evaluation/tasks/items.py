@@ -1,18 +1,25 @@
-"""A task's items as questions for a model, and what is done with those that are too long for it.
+"""Reads a task's items: records of DIR/NAME.jsonl[.zst] or of the hub, made into questions.
 
-An item is too long where one of its answers alone has more tokens to score than the context holds.
-(Where only what stands before the answer is too long, its left end is cut off: task.py.) The
-harness stops there with a failed assertion; `fail` does so too, but only after all items were read,
-so that one error tells of all of them before anything is scored.
+An item is too long if one of its answers alone has more tokens to score than the context holds.
+(If only the text before the answer is too long, its left end is cut off: task.py.) The harness
+stops there with a failed assertion. `fail` stops too, but only after all items were read, so that
+one error names all of them before anything is scored.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .reading import read_records
-from .task import Encoder, Question, Task, TaskError, TooLongError
+from ...data_pipeline.sources.compression import chunks, is_compressed, unpacked_chunks
+from .hub import hub_records
+from .task import Encoder, Question, Record, Task, TaskError, TooLongError
+
+HUB = "hub"
+"""In the place of a folder: the published sets, from the Hugging Face hub."""
+
+_ENDINGS = (".jsonl", ".jsonl.zst")
 
 WhenTooLong = Literal["fail", "skip", "truncate"]
 """`truncate` scores the last tokens of an answer, as many as the context holds."""
@@ -52,7 +59,7 @@ def read_items(
     Raises:
         TaskError: the file cannot be read, an item cannot be scored, or there is none.
     """
-    records = [found for found in read_records(data, name, task) if task.takes(found[1])]
+    records = list(read_records(data, name, task))
     if not records:
         raise TaskError(f"task {name!r} has no items in {data}")
     count = len(records) if limit is None else min(limit, len(records))
@@ -111,3 +118,71 @@ def _told(found: TaskItems) -> str:
         f"{found.name} {len(found.too_long):,} of {asked:,} items, the longest of "
         f"{longest.num_scored:,} tokens ({longest.where})"
     )
+
+
+# Files ------------------------------------------------------------------------------------------
+
+
+def task_file(data: Path, name: str) -> Path | None:
+    """Returns the file of a task; None if there is none."""
+    return next((data / (name + end) for end in _ENDINGS if (data / (name + end)).is_file()), None)
+
+
+def required_file(data: Path, name: str) -> Path:
+    """Returns the file of a task.
+
+    Raises:
+        TaskError: there is none.
+    """
+    path = task_file(data, name)
+    if path is None:
+        raise TaskError(
+            f"task {name!r} has no file: {data / name}{' or '.join(_ENDINGS)} does not exist; "
+            "--data names the folder of the task files, or is 'hub'"
+        )
+    return path
+
+
+def read_records(data: Path | str, name: str, task: Task) -> Iterator[tuple[str, Record]]:
+    """Yields a task's records, each with words for where it lies.
+
+    Args:
+        data: a folder, or "hub".
+        name: of the task.
+        task: what it is.
+
+    Raises:
+        TaskError: there is no such file, or it is damaged.
+    """
+    if data == HUB:
+        yield from hub_records(name, task.hub)
+        return
+    path = required_file(Path(data), name)
+    try:
+        with open(path, "rb") as file:
+            packed = is_compressed(path.name)
+            pieces = unpacked_chunks(file, str(path)) if packed else chunks(file)
+            text = b"".join(pieces).decode()
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path}: not UTF-8 ({error.reason}): fetch the file again") from error
+    yield from _json_lines(path, text)
+
+
+def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Record]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line or line.isspace():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TaskError(
+                f"{where}: not valid JSON ({error}); each line must be one JSON object"
+            ) from error
+        if not isinstance(record, dict):
+            raise TaskError(
+                f"{where}: a JSON {type(record).__name__}; each line must be one JSON object"
+            )
+        yield where, record

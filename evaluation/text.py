@@ -1,0 +1,148 @@
+"""Asks a trained run about text: writes after a prompt, or says how likely a text is.
+
+A model that routes sequences together does both beside a group context from its training text
+(arXiv 2310.15961), drawn from the seed.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..data_pipeline.read.token_store import prepared_tokenizer
+from ..distributed.process.process import start_process
+from .batches import Row
+from .generate import check_temperature, generate
+from .group_context import GroupContextText, group_context_size
+from .restore import Restored, refuse_pairs, restore
+from .scoring import open_scorer
+
+
+def write_text(
+    run_dir: Path,
+    prompt: str,
+    *,
+    step: int | None = None,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[str]:
+    """Yields the prompt and then, piece by piece, the text that a checkpoint writes after it.
+
+    A piece is held back while its last bytes are not a whole character yet.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
+    """
+    check_temperature(temperature)
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+        yield from continue_text(
+            restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
+        )
+
+
+def continue_text(
+    restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """Does what `write_text` does, with a model that is in memory already."""
+    refuse_pairs(restored)
+    tokenizer = prepared_tokenizer(restored.config.data.directory)
+    device = next(restored.model.parameters()).device
+    ids = tokenizer.encode_batch([prompt])[0].astype("int64").tolist()
+    context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
+    shown = len(prompt)
+    yield prompt
+    for token in generate(
+        restored.model,
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        num_tokens=num_tokens,
+        temperature=temperature,
+        seed=seed,
+        context_MS=None if context_MS is None else context_MS.to(device),
+    ):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+
+
+def _group_context(restored: Restored, length: int, *, seed: int) -> torch.Tensor | None:
+    wanted, data = group_context_size(restored.model), restored.config.data
+    if wanted == 0:
+        return None
+    with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as text:
+        return text.draw(wanted, max(length, 1))
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """How likely a text is to a checkpoint: nats of every token, one row per draw."""
+
+    step: int
+    log_probability_RS: np.ndarray  # float64
+
+    @property
+    def mean(self) -> float:
+        """Returns the text's log-probability, on average over the draws of the group context."""
+        return float(self.log_probability_RS.sum(1).mean())
+
+    @property
+    def spread(self) -> float:
+        """Returns its standard deviation over the draws; 0 for a single one."""
+        totals_R = self.log_probability_RS.sum(1)
+        return float(totals_R.std(ddof=1)) if len(totals_R) > 1 else 0.0
+
+    def __str__(self) -> str:
+        draws, tokens = self.log_probability_RS.shape
+        beside = (
+            f" ± {self.spread:.4f} over {draws} draws of the group context" if draws > 1 else ""
+        )
+        return (
+            f"step {self.step}: log-probability {self.mean:.4f}{beside} nats, "
+            f"{self.mean / tokens:.4f} per token, over {tokens:,} tokens"
+        )
+
+
+def score_text(
+    run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0
+) -> ScoredText:
+    """Returns the log-probability of a text after an end of document.
+
+    A text that is longer than the trained length is cut on the left.
+
+    Args:
+        draws: of the group context, for a model that routes sequences together.
+        seed: of those draws.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score,
+            or the model reads the future.
+    """
+    with start_process("auto") as process:
+        return score_with(restore(run_dir, process, step=step), text, draws=draws, seed=seed)
+
+
+def score_with(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
+    """Does what `score_text` does, with a model that is in memory already."""
+    refuse_pairs(restored)
+    data = restored.config.data
+    tokenizer = prepared_tokenizer(data.directory)
+    tokens = tokenizer.encode_batch([text])[0].tolist()
+    if not tokens or draws < 1:
+        raise ValueError(
+            f"a score needs tokens and draws: {len(tokens)} tokens, {draws} draws given"
+        )
+    line = [tokenizer.end_of_document_id, *tokens][-(data.seq_len + 1) :]
+    with ExitStack() as stack:
+        scorer = open_scorer(restored, stack, seed=seed)
+        row = Row(tuple(line), len(line) - 1)
+        scores = [
+            scorer.score([[row]], draw=draw)[0][0]
+            for draw in range(draws if scorer.needs_draws else 1)
+        ]
+    return ScoredText(restored.step, np.stack([score.log_probability_S for score in scores]))
