@@ -20,7 +20,7 @@ from moebius.cli import main as command_line
 from moebius.cli.completion import SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
-from moebius.evaluation import report
+from moebius.evaluation import text
 from moebius.train.config.run_config import resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -255,7 +255,7 @@ def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
         assert capsys.readouterr().out == "One"  # nobody waits for the rest
         yield " and two"
 
-    monkeypatch.setattr(report, "write_text", write)
+    monkeypatch.setattr(text, "write_text", write)
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(tmp_path), "--prompt", "One"])
     assert ended.value.code == 0
