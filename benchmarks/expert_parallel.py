@@ -42,7 +42,7 @@ from benchmarks.report import ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.dispatch.table import DISPATCHERS, LOCAL, needs_nodes
 from moebius.distributed.process.process import Process, start_process
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble

@@ -45,7 +45,7 @@ from moebius.distributed.process.process import Process, start_process
 from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.cpu.onednn import EXACT, relative_error
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble

@@ -200,8 +200,6 @@ def make_launch(
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
-        log_max_bytes=job.log_max_bytes,
-        log_pieces=job.log_pieces,
         prepares_data=prepares_data,
         where=SIMULATED if address is None else address,
         needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
@@ -226,7 +224,6 @@ def patience(config: Config) -> dict[str, Any]:
     job = config.job
     return {
         "max_restarts": job.max_restarts,
-        "reset_restarts_after_steps": job.reset_restarts_after_steps,
         "max_node_losses": job.max_node_losses,
         "min_nodes": job.min_nodes,
         "wait_for_node_s": job.wait_for_node_s,

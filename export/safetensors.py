@@ -48,7 +48,8 @@ from ..distributed.parallelize import expert_names
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import enters_a_product
 from ..model.transformer import Transformer
-from ..train.config.run_config import Config, ConfigError, build
+from ..train.config.run_config import Config, ConfigError
+from ..train.config.validation import validated
 
 INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]
@@ -369,7 +370,7 @@ def config_of(stored: StoredCheckpoint) -> Config:
         raise CheckpointError(
             f"{stored.path}: holds no configuration or no progress, so it was not written by a run"
         )
-    return build(stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
+    return validated(Config, stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 
 def _describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:

@@ -149,7 +149,7 @@ def _data_config(options: argparse.Namespace) -> "DataConfig":
     Raises:
         ValueError: it is not valid.
     """
-    from ...train.config.run_config import resolve_data
+    from ...train.config.resolve import resolve_data
     from ...train.recipes.smoke import RECIPES
 
     values: dict[str, Any] = {"directory": str(options.output.absolute())}

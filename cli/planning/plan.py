@@ -112,7 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ...planning.hardware import find_hardware
     from ...planning.plan_report import draw_plans, make_report, plans_as_json
     from ...planning.planner import Constraints
-    from ...train.config.run_config import resolve
+    from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 
     nodes = parse_nodes(options.nodes)
@@ -232,7 +232,7 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
 def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:
     """Prints which rank sits where in the configured mesh, and which links its groups use."""
     from ...distributed.layout import plan_layout, render_layout
-    from ...train.config.run_config import resolve
+    from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 
     mesh = ["mesh.dp_replicate=none"]  # replicas fill the world

@@ -241,7 +241,7 @@ def _simulated_model(
 def _config(options: argparse.Namespace) -> "Config":
     """Returns the configuration of the run, recipe or file that was named."""
     from ...simulation.calls import config_of_run
-    from ...train.config.run_config import resolve
+    from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 
     if _is_run(options):

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...train.mesh_variable import MESH_VARIABLE
+from ...train.config.resize import MESH_VARIABLE
 from ...train.record.heartbeat import FOLDER
 from ...train.record.process_log import LOG, LogLimits, keep_log
 from ...train.record.redaction import redact, redact_values

@@ -209,7 +209,9 @@ class _Log:
         first, last = self.num_known + 1, number - 1
         if first <= last:
             which = f"piece {last}" if first == last else f"pieces {first} to {last}"
-            yield self._line(f"[lines are missing here: {which} (job.log_pieces)]".encode())
+            yield self._line(
+                f"[lines are missing here: {which}, since only the newest pieces are kept]".encode()
+            )
         self.num_known = max(self.num_known, number)
 
     def _line(self, line: bytes) -> LogLine:

@@ -22,6 +22,7 @@ from .heartbeats import GONE, STOPPED, RankState
 
 STEP_S = 60.0  # the least limit of a step where job.limits does not say
 STEP_MEDIANS = 10.0
+END_S = 300.0  # to leave the world after the last step
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,20 @@ class Stall:
 
 
 def limit_of(state: RankState, limits: Mapping[str, float | None]) -> float | None:
-    """Returns how long a rank may be in its phase, in seconds; None: for ever.
+    """Returns how many seconds a rank may stay in its phase; None: forever.
 
     Args:
-        state: of the rank.
+        state: the rank's.
         limits: `PhaseLimits` as plain values.
     """
-    if state.phase == "step" and limits.get("step_s") is None:
-        if not state.median_step_s:
-            return limits.get("compile_s")  # nobody knows yet how long a step takes
+    if state.phase == "step" and limits["step_s"] is not None:
+        return limits["step_s"]
+    if state.phase == "step" and state.median_step_s:
         return max(STEP_S, STEP_MEDIANS * state.median_step_s)
-    return limits.get(f"{state.phase}_s")
+    if state.phase == "end":
+        return END_S
+    # A slow store is not a hang, and `job.start_timeout_s` limits the start.
+    return None if state.phase in ("start", "data_wait") else limits["phase_s"]
 
 
 def is_stalled(

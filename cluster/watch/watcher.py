@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...train.config.limits import PhaseLimits
+from ...train.config.job_config import PhaseLimits
 from ..job import RootCause
 from ..nodes.provider import NodeLost
 from .evidence import Evidence

@@ -35,7 +35,7 @@ from benchmarks import (
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.compare import peak_memory
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 
 ALONE = ("mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1")

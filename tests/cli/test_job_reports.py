@@ -8,7 +8,7 @@ import pytest
 from moebius.cli.main import main
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobStatus, Journal, State
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 
 

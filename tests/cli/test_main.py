@@ -21,7 +21,7 @@ from moebius.cli.completion import SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
 from moebius.evaluation import text
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 
 # What takes time or memory to import, and answers no question about a run folder.

@@ -18,8 +18,9 @@ from moebius.cluster.places import ray_session
 from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
-from moebius.train.config.metrics_config import MetricsConfig
-from moebius.train.config.run_config import Config, build
+from moebius.train.config.run_config import Config
+from moebius.train.config.train_config import MetricsConfig
+from moebius.train.config.validation import validated
 
 
 def config_of(tmp_path: Path, **job) -> Config:
@@ -38,7 +39,7 @@ def config_of(tmp_path: Path, **job) -> Config:
         "train": {"steps": 20},
         "job": {"name": "small"} | job,
     }
-    return build(values, origin="test")
+    return validated(Config, values, origin="test")
 
 
 SUBMIT = """

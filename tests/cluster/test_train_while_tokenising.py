@@ -26,7 +26,8 @@ from world import run_ranks
 from moebius.cluster.job import JOURNAL, Journal, State, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.train.config.run_config import Config, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run

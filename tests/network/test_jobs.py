@@ -250,7 +250,7 @@ def test_a_node_that_was_cut_off_comes_back_and_nobody_trains_twice(cluster, pre
 
 @pytest.mark.chaos
 def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_path):
-    limits = ["job.limits.step_s=15", "job.limits.compile_s=15"]
+    limits = ["job.limits.step_s=15", "job.limits.phase_s=15"]
     submit(cluster, prepared, tmp_path, *limits)
     wait_for_step(tmp_path, 5, timeout_s=PATIENCE_S)
     names = [

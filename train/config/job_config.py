@@ -1,61 +1,79 @@
-"""Where a run is placed, and what it puts up with: the section `job` of a configuration.
+"""The section `job` of a configuration: where a run is placed, and which failures it survives.
 
-It is here and not in cluster/, because a recipe describes a run whole, placement included.
+It is in train/ and not in cluster/ because a recipe describes a whole run, placement included.
 """
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from ..record.process_log import MAX_BYTES, PIECES
-from .limits import PhaseLimits
+_SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class PhaseLimits(BaseModel):
+    """Limits how long the ranks may stay in one phase before they count as hanging.
+
+    A generation hangs when *every* rank is over the limit of its phase, so a rank that waits in a
+    step for another one's checkpoint is fine as long as that one is. Time in which a rank could run
+    but got no CPU does not count. Waiting for data has no limit: a slow store is not a hang.
+    """
+
+    model_config = _SECTION
+
+    step_s: _Seconds | None = None
+    """Seconds of a step; none: 60, or ten times the median of the last steps if that is longer."""
+
+    phase_s: _Seconds | None = 3600.0
+    """Seconds of every other phase: compiling, a checkpoint, an evaluation; none: no limit."""
 
 
 class JobConfig(BaseModel):
-    """Configures where a run is placed, and how often it is started again."""
+    """Configures where a run is placed, and how often it is restarted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _SECTION
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
+    """The run folder's name begins with it."""
+
     num_nodes: PositiveInt = 1
+    """Nodes, real or simulated."""
+
     ranks_per_node: PositiveInt = 1
-    # A job that has lost nodes goes on with so many, at least; none: with all of num_nodes only.
+    """Ranks of each node; on GPUs, one per device."""
+
     min_nodes: PositiveInt | None = None
-    wait_for_node_s: float = Field(default=60.0, ge=0)  # for a replacement, before it goes on so
-    # How long a job that has too few nodes waits for more before it fails; none: for ever.
+    """The fewest nodes that a job continues with after losses; none: `num_nodes`."""
+
+    wait_for_node_s: float = Field(default=60.0, ge=0)
+    """How long a job waits for a replacement before it continues with fewer nodes."""
+
     give_up_after_s: float | None = Field(default=None, gt=0)
-    max_restarts: NonNegativeInt = 3  # after failures of the ranks
-    # Failures are forgotten when the run has made so many new steps; none: never.
-    reset_restarts_after_steps: PositiveInt | None = 1000
-    max_node_losses: NonNegativeInt = 100  # nodes and agents that died: restarts of their own
-    start_timeout_s: float = Field(
-        default=120.0, gt=0
-    )  # from a generation's start until every rank has built its model
+    """How long a job with too few nodes waits before it fails; none: forever."""
+
+    max_restarts: NonNegativeInt = 3
+    """Restarts after failures of the ranks; 1,000 new steps reset the count."""
+
+    max_node_losses: NonNegativeInt = 100
+    """Restarts after losses of nodes and agents, counted separately."""
+
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a generation may take until every rank has built its model."""
+
     limits: PhaseLimits = PhaseLimits()
-    # Fault drill: one rank is killed, once, when the run has reached this step. The run must not
-    # notice.
+
     rehearse_failure_at_step: PositiveInt | None = None
+    """Fault drill: kills one rank, once, when the run reaches this step."""
 
-    # Agents and ranks are forks of one process per node that has imported everything, so that a
-    # restart takes seconds. Linux; elsewhere, and with false, they are started as programs.
     warm_start: bool = True
-
-    # Logs of ranks and agents are rotated when they are so large; so many older pieces are kept.
-    log_max_bytes: int = Field(default=MAX_BYTES, ge=64 << 10)
-    log_pieces: PositiveInt = PIECES
+    """Forks agents and ranks from one process per node that has imported everything, so a restart
+    takes seconds. Linux only; elsewhere, and if false, each is started as a program."""
 
     @model_validator(mode="after")
     def _check_min_nodes(self) -> Self:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
             raise ValueError(
                 f"job.min_nodes={self.min_nodes} is more than job.num_nodes={self.num_nodes}: a "
-                "job goes on with fewer nodes than it was asked to have, not with more"
+                "job continues with fewer nodes than it asked for, not with more"
             )
         return self

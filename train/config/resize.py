@@ -13,13 +13,16 @@ Whether the larger share of each rank fits its memory is not known here.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ...distributed.layout import MeshConfig
-from ..mesh_variable import MESH_VARIABLE
-from .run_config import Config
+if TYPE_CHECKING:  # the node's agent imports this module, and must not import torch
+    from ...distributed.layout import MeshConfig
+    from .run_config import Config
+
+MESH_VARIABLE = "MOEBIUS_MESH"  # in a rank's environment: keys of the mesh to change, as JSON
 
 
-def mesh_for(config: Config, world_size: int) -> MeshConfig | None:
+def mesh_for(config: "Config", world_size: int) -> "MeshConfig | None":
     """Returns the mesh of a run on `world_size` ranks; None where none fits."""
     for mesh in _candidates(config.mesh, world_size):
         try:
@@ -30,7 +33,7 @@ def mesh_for(config: Config, world_size: int) -> MeshConfig | None:
     return None
 
 
-def _candidates(mesh: MeshConfig, world_size: int) -> Iterator[MeshConfig]:
+def _candidates(mesh: "MeshConfig", world_size: int) -> Iterator["MeshConfig"]:
     yield mesh
     divisors = [size for size in range(world_size, 0, -1) if world_size % size == 0]
     for ep in [size for size in divisors if size <= mesh.ep]:
@@ -44,7 +47,7 @@ def _candidates(mesh: MeshConfig, world_size: int) -> Iterator[MeshConfig]:
             yield mesh.model_copy(update=change | {"dp_shard": None})
 
 
-def layouts_for(config: Config, num_nodes: Sequence[int]) -> dict[int, dict[str, object]]:
+def layouts_for(config: "Config", num_nodes: Sequence[int]) -> dict[int, dict[str, object]]:
     """Returns the numbers of nodes that fit, each with the keys of the mesh that must change."""
     layouts = {}
     for number in num_nodes:
@@ -57,7 +60,7 @@ def layouts_for(config: Config, num_nodes: Sequence[int]) -> dict[int, dict[str,
     return layouts
 
 
-def with_mesh_of(config: Config, environment: Mapping[str, str]) -> Config:
+def with_mesh_of(config: "Config", environment: Mapping[str, str]) -> "Config":
     """Returns the configuration with the mesh that the supervision has chosen for this world."""
     changed = json.loads(environment.get(MESH_VARIABLE, "{}"))
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=changed)})

@@ -19,10 +19,13 @@ _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T"
 class StartWhen(BaseModel):
     """Says how much data is sealed before the ranks begin; with both, both must be there."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    eras: PositiveInt | None = None  # of all sources together
-    tokens: PositiveInt | None = None  # to train on, of all sources together; also "50M", "2.5B"
+    eras: PositiveInt | None = None
+    """Sealed eras of all sources together."""
+
+    tokens: PositiveInt | None = None
+    """Sealed training tokens of all sources together; also written as "50M" or "2.5B"."""
 
     @field_validator("tokens", mode="before")
     @classmethod

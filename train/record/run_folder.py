@@ -62,7 +62,6 @@ _MAY_CHANGE = frozenset(
         "job.wait_for_node_s",
         "job.give_up_after_s",
         "job.max_restarts",
-        "job.reset_restarts_after_steps",
         "job.max_node_losses",
         "job.start_timeout_s",
         "job.limits",

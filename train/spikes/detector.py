@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..config.spike_config import SpikeConfig
+from ..config.train_config import SpikeConfig
 
 _NORMAL = 1.4826  # times the MAD is the standard deviation of a normal distribution
 _LEAST = 0.01  # of the median

@@ -26,6 +26,8 @@ from .record import Rollback, write_rollbacks
 
 logger = logging.getLogger(__name__)
 
+MOST_ROLLBACKS = 10  # of a run; then another one ends it
+
 
 def roll_back(run: Run, log: MetricsLog) -> dict[str, Any] | None:
     """Takes the run back to a checkpoint from before its last spikes; a collective call.
@@ -60,13 +62,11 @@ def _why(spikes: SpikeDetector) -> str:
 
 def _check_allowed(run: Run, why: str) -> None:
     """Ends a run that goes back again and again."""
-    most = run.config.train.spikes.max_rollbacks
-    if len(run.rollbacks) >= most:
+    if len(run.rollbacks) >= MOST_ROLLBACKS:
         raise ValueError(
-            f"{why}, and the run has gone back {len(run.rollbacks)} times already "
-            f"(train.spikes.max_rollbacks={most}): lower optim.learning_rate or optim.clip_norm, "
-            "look at what is in the samples since (`moebius data peek`), or allow more, and "
-            "continue from the checkpoint"
+            f"{why}, and the run has already rolled back {len(run.rollbacks)} times: lower "
+            "optim.learning_rate or optim.clip_norm, or look at the samples since then "
+            "(`moebius data peek`), and continue from the checkpoint"
         )
 
 
@@ -103,6 +103,6 @@ def _tell(run: Run, log: MetricsLog, abandoned: Sequence[str]) -> None:
         rollback.from_step,
         **rollback.model_dump(exclude={"from_step"}),
         number=len(run.rollbacks),
-        most=run.config.train.spikes.max_rollbacks,
+        most=MOST_ROLLBACKS,
         abandoned=list(abandoned),
     )

@@ -14,7 +14,8 @@ from moebius.cluster.places.kuberay import (
     kuberay_objects,
     object_name,
 )
-from moebius.train.config.run_config import Config, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from tests.cluster.places.rayjob_schema import CONFIG_MAP, RAY_JOB, operator_faults, schema_faults
 

@@ -13,7 +13,8 @@ from jobs import wait_for
 
 from moebius.cluster.job import JobError
 from moebius.cluster.places.slurm import SlurmSettings, parse_options, slurm_script
-from moebius.train.config.run_config import Config, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash here")

@@ -196,7 +196,7 @@ def test_a_log_is_followed_over_rotations_and_gaps_are_told(tmp_path):
     told = [line.text for line in followed]
     assert told == [
         "[lines may be missing: the end of piece 4]",
-        "[lines are missing here: piece 5 (job.log_pieces)]",
+        "[lines are missing here: piece 5, since only the newest pieces are kept]",
         "f",
         "f",
     ]

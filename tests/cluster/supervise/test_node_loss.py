@@ -45,7 +45,8 @@ from moebius.cluster.submit import make_launch
 from moebius.cluster.supervise.scale import request_scale
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import Loader
-from moebius.train.config.run_config import Config, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
 

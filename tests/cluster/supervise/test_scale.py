@@ -21,7 +21,7 @@ from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
 from moebius.cluster.watch.heartbeats import RankState
-from moebius.train.config.run_config import build
+from moebius.train.config.validation import validated
 
 
 def begun(run_dir: Path, **job) -> Path:
@@ -32,7 +32,7 @@ def begun(run_dir: Path, **job) -> Path:
         "train": {"global_batch": 8, "micro_batch": 2},
         "job": job,
     }
-    build(values, origin="test").save(run_dir / "config.json")
+    validated(Config, values, origin="test").save(run_dir / "config.json")
     return run_dir
 
 

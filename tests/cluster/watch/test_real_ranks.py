@@ -26,8 +26,7 @@ from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch import watcher
 from moebius.cluster.watch.heartbeats import WatchedRanks, folder_of
-from moebius.train.config.job_config import JobConfig
-from moebius.train.config.limits import PhaseLimits
+from moebius.train.config.job_config import JobConfig, PhaseLimits
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
 
@@ -68,7 +67,7 @@ def expected(config, tmp_path_factory) -> dict[int, float]:
 @contextlib.contextmanager
 def running(config: Config, run_dir: Path, fault: str = "", **limits: float) -> Iterator[None]:
     """A job of two ranks, supervised by a thread; it is at its end when this is left."""
-    limits = {"step_s": LIMIT_S, "compile_s": 60.0} | limits
+    limits = {"step_s": LIMIT_S, "phase_s": 60.0} | limits
     job = JobConfig(limits=PhaseLimits.model_validate(limits))
     open_run(config.model_copy(update={"job": job}), run_dir)
     launch = Launch(

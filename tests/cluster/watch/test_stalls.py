@@ -7,7 +7,7 @@ import pytest
 from moebius.cluster.watch.evidence import Evidence
 from moebius.cluster.watch.heartbeats import GONE, RankState
 from moebius.cluster.watch.stalls import find_behind, is_stalled, limit_of
-from moebius.train.config.limits import PhaseLimits
+from moebius.train.config.job_config import PhaseLimits
 
 DEFAULTS = PhaseLimits().model_dump()
 
@@ -21,9 +21,9 @@ def state(rank: int = 0, phase: str = "step", age_s: float = 100.0, **values) ->
     [
         (state(median_step_s=1.0), 60.0),
         (state(median_step_s=20.0), 200.0),
-        (state(median_step_s=0.0), 1800.0),  # none was made yet: as long as one that compiles
-        (state(phase="compile"), 1800.0),
-        (state(phase="ckpt"), 1800.0),
+        (state(median_step_s=0.0), 3600.0),  # none was made yet: as long as one that compiles
+        (state(phase="compile"), 3600.0),
+        (state(phase="ckpt"), 3600.0),
         (state(phase="eval"), 3600.0),
         (state(phase="end"), 300.0),
         (state(phase="data_wait"), None),
@@ -35,9 +35,10 @@ def test_the_limit_of_a_phase(found, limit_s):
 
 
 def test_every_limit_can_be_set():
-    limits = PhaseLimits(step_s=5, data_wait_s=7).model_dump()
+    limits = PhaseLimits(step_s=5, phase_s=7).model_dump()
     assert limit_of(state(median_step_s=20.0), limits) == 5
-    assert limit_of(state(phase="data_wait"), limits) == 7
+    assert limit_of(state(phase="eval"), limits) == 7
+    assert limit_of(state(phase="data_wait"), limits) is None
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from moebius.cluster.watch import watcher
 from moebius.cluster.watch.evidence import Evidence
 from moebius.cluster.watch.heartbeats import RankState
 from moebius.cluster.watch.watcher import RankWatcher, read_limits
-from moebius.train.config.limits import PhaseLimits
+from moebius.train.config.job_config import PhaseLimits
 from moebius.train.record.heartbeat import WINDOW
 
-LIMITS = {"step_s": 5.0, "data_wait_s": None}
+LIMITS = {"step_s": 5.0, "phase_s": None}
 
 
 class PretendedNode:
@@ -177,8 +177,8 @@ def test_limits_are_those_of_the_runs_configuration(tmp_path):
     saved = tmp_path / "config.json"
     saved.write_text('{"job": {"name": "of an older version"}}')
     assert read_limits(tmp_path)["step_s"] is None
-    saved.write_text('{"job": {"limits": {"step_s": 7, "eval_s": null}}}')
-    assert read_limits(tmp_path) == PhaseLimits(step_s=7, eval_s=None).model_dump()
+    saved.write_text('{"job": {"limits": {"step_s": 7, "phase_s": null}}}')
+    assert read_limits(tmp_path) == PhaseLimits(step_s=7, phase_s=None).model_dump()
 
 
 class SlowNode(PretendedNode):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moebius.train.config.run_config import Config, ConfigError, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.names import RECIPE_NAMES
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data

@@ -4,7 +4,8 @@ import pytest
 
 from moebius.distributed.layout import plan_layout
 from moebius.train.config.resize import layouts_for, mesh_for, with_mesh_of
-from moebius.train.config.run_config import Config, build
+from moebius.train.config.run_config import Config
+from moebius.train.config.validation import validated
 
 
 def config(**mesh) -> Config:
@@ -15,7 +16,7 @@ def config(**mesh) -> Config:
         "model": {"vocab_size": 257, "feed_forward": {"kind": "experts", "num_experts": 4}},
         "data": {"tokenizer": "bytes", "vocab_size": 257},
     }
-    return build(values, origin="test")
+    return validated(Config, values, origin="test")
 
 
 def test_the_mesh_stays_where_it_fits():

@@ -17,13 +17,8 @@ from world import run_ranks
 from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.train import data_wait
-from moebius.train.config.run_config import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    TrainConfig,
-    resolve,
-)
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import CheckpointConfig, Config, ConfigError, TrainConfig
 from moebius.train.config.start_when import StartWhen
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES

@@ -20,7 +20,8 @@ from tensorboard.summary.writer import event_file_writer
 from world import RankFailed, run_ranks
 
 from moebius.train.config.errors import ConfigError
-from moebius.train.config.run_config import Config, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.metrics.background import Record
 from moebius.train.metrics.sinks import MLflow, TensorBoard, WandB, check_sinks, open_metrics

@@ -11,7 +11,8 @@ import pytest
 
 from moebius.cli.messages import print_message
 from moebius.cluster.job import Journal, State
-from moebius.train.config.run_config import ConfigError, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import ConfigError
 from moebius.train.metrics.log import MetricsLog
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.redaction import BLOT, RedactingFilter, redact, redact_values

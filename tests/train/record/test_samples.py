@@ -12,8 +12,9 @@ from small_model import TINY
 from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.evaluation.generate import generate
 from moebius.model.transformer import Transformer
-from moebius.train.config.metrics_config import MetricsConfig
-from moebius.train.config.run_config import Config, ConfigError, TrainConfig, resolve
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError, TrainConfig
+from moebius.train.config.train_config import MetricsConfig
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.samples import write_samples
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from moebius.distributed.checkpoint.checkpoint_config import CheckpointConfig
-from moebius.train.config.run_config import Config, ConfigError, build
-from moebius.train.config.spike_config import SpikeConfig
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.config.train_config import SpikeConfig
+from moebius.train.config.validation import validated
 from moebius.train.spikes.detector import SpikeDetector
 
 
@@ -109,9 +110,9 @@ def test_a_run_that_goes_back_keeps_a_checkpoint_that_is_old_enough() -> None:
     values["train"]["spikes"] = policy
     values["checkpoint"] = CheckpointConfig(every=40, keep_last=3).model_dump()
     with pytest.raises(ConfigError, match=r"119 steps old .* reach back 80 only"):
-        build(values, origin="test")
+        validated(Config, values, origin="test")
     values["checkpoint"]["keep_last"] = 4
-    assert build(values, origin="test").train.spikes.action == "rollback"
+    assert validated(Config, values, origin="test").train.spikes.action == "rollback"
     values["train"]["spikes"] = policy | {"rollback_after": 21}
     with pytest.raises(ConfigError, match=r"rollback_after=21 spikes cannot come within"):
-        build(values, origin="test")
+        validated(Config, values, origin="test")

@@ -1,0 +1,184 @@
+"""Finds the configuration that a recipe or a TOML file describes, with dotted overrides applied.
+
+moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
+"""
+
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from ...data_pipeline.data_config import DataConfig
+from ...model.config.sections import kinds_first, merge, set_value
+from .errors import ConfigError
+from .run_config import Config
+from .validation import KINDS, known_keys, nearest, validated
+
+
+def resolve(
+    name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
+) -> Config:
+    """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
+
+    Raises:
+        ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
+            nearest known one.
+    """
+    values = _base_values(name_or_file, recipes)
+    return _built_with(values, overrides, origin=name_or_file)
+
+
+def resolve_changed(
+    name_or_file: str,
+    changes: Sequence[Mapping[str, Any]],
+    overrides: Sequence[str],
+    recipes: Mapping[str, Callable[[], Config]],
+    *,
+    origin: str,
+) -> Config:
+    """Returns the configuration of a recipe or a TOML file, with sections and then values changed.
+
+    Args:
+        name_or_file: as of `resolve`.
+        changes: sections of values as a TOML file has them, one after the other.
+        overrides: `section.key=value`, which hold against the changes.
+        recipes: by name.
+        origin: whose configuration it is, for messages.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    values = _base_values(name_or_file, recipes)
+    for change in changes:
+        values = merge(values, change, KINDS)
+        data = change.get("data")
+        _choose_input(values, data.keys() if isinstance(data, Mapping) else ())
+    return _built_with(values, overrides, origin=origin)
+
+
+def _base_values(name_or_file: str, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
+    """Returns the plain values of a recipe or a TOML file."""
+    if name_or_file.endswith(".toml"):
+        return _read_toml(Path(name_or_file), recipes)
+    if name_or_file in recipes:
+        return recipes[name_or_file]().model_dump(mode="json")
+    raise ConfigError(
+        f"there is no recipe {name_or_file!r}{nearest(name_or_file, recipes)}; recipes: "
+        f"{', '.join(recipes)}; "
+        "a file must end in .toml"
+    )
+
+
+def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
+    """Builds the configuration of plain values with overrides applied."""
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    _choose_input(values, {key.removeprefix("data.") for key in keys if key.startswith("data.")})
+    for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
+        _apply(values, override)
+    return validated(Config, values, origin=origin)
+
+
+def resolve_data(
+    file: Path | None,
+    overrides: Sequence[str],
+    recipes: Mapping[str, Callable[[], Config]],
+    *,
+    options: Mapping[str, Any],
+) -> DataConfig:
+    """Returns the section `data` alone, of a TOML file or of no file, changed.
+
+    Args:
+        file: its other sections are not looked at.
+        overrides: `data.key=value`; they go before all else.
+        recipes: that the file may begin from.
+        options: values of the section that replace the file's.
+
+    Raises:
+        ConfigError: the file cannot be read, or the section is not valid.
+    """
+    section = _read_toml(file, recipes).get("data", {}) if file else {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{file}: data = {section!r} is not a section")
+    values = {"data": dict(section)}
+    keys = {override.partition("=")[0].strip().removeprefix("data.") for override in overrides}
+    _choose_input(values, keys | options.keys())
+    values["data"] |= options
+    for override in overrides:
+        if not override.startswith("data."):
+            raise ConfigError(
+                f"override {override!r}: only the data is made here; write data.key=value, for "
+                "example data.filters.min_words=50"
+            )
+        _apply(values, override)
+    return validated(_DataAlone, values, origin=str(file) if file else "data").data
+
+
+class _DataAlone(BaseModel):
+    """Is a configuration of which only the data matters."""
+
+    data: DataConfig
+
+
+def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # the TOML, the UTF-8, or a number of 5,000 digits
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: is nested too deeply; a configuration has sections in sections, no more"
+        ) from None
+    base = values.pop("recipe", None)
+    if base is None:
+        return values
+    if not isinstance(base, str) or base not in recipes:
+        raise ConfigError(
+            f"{path}: recipe = {base!r} is unknown{nearest(str(base), recipes)}; recipes: "
+            f"{', '.join(recipes)}"
+        )
+    merged = merge(recipes[base]().model_dump(mode="json"), values, KINDS)
+    given = values.get("data")
+    _choose_input(merged, given.keys() if isinstance(given, dict) else ())
+    return merged
+
+
+def _choose_input(values: dict[str, Any], given: Collection[str]) -> None:
+    """Empties what a recipe names as its text where the other of the two ways was given."""
+    for chosen, other in (("sources", "input"), ("input", "sources")):
+        if chosen in given and other not in given and isinstance(values.get("data"), dict):
+            values["data"].pop(other, None)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Applies one `section.key=value`; the value is read as TOML, or else as plain text.
+
+    Sections may lie in each other: `model.feed_forward.router.top_k=2`. Another `kind` drops the
+    keys of the old one, but for those that mean the same in both (`Section.kept`).
+    """
+    path, equals, text = override.partition("=")
+    *sections, key = path.split(".")
+    if not equals or not sections or not all((*sections, key)):
+        raise ConfigError(
+            f"override {override!r}: write section.key=value, for example train.steps=200"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = None if text == "none" and path not in _keys_with_the_word_none() else text
+    except RecursionError:
+        raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
+    except ValueError as error:  # a number of 5,000 digits
+        raise ConfigError(f"override {path}=…: {error}") from None
+    try:
+        set_value(values, path, value, KINDS)
+    except ValueError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
+
+
+def _keys_with_the_word_none() -> set[str]:
+    """Returns the keys for which "none" is one of the choices and not the absence of a value."""
+    return {key for key, annotation in known_keys(Config) if "none" in get_args(annotation)}

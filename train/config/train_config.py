@@ -1,0 +1,188 @@
+"""The section `train` of a configuration: how long to train, on how much at a time, how exactly."""
+
+from typing import Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
+from ...model.execution.precision import Precision
+from ...model.execution.recompute import Recompute
+from .start_when import StartWhen
+
+_SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SpikeConfig(BaseModel):
+    """Configures which steps count as spikes, and what a run does about them (docs/training.md)."""
+
+    model_config = _SECTION
+
+    action: Literal["off", "skip", "rollback"] = "off"
+    """"skip" skips the update of a spike. "rollback" also returns to an earlier checkpoint after
+    several spikes, and skips the samples since then."""
+
+    window: int = Field(default=128, ge=4)
+    """The number of good steps that a step is compared with; half of them are needed to judge."""
+
+    warmup_steps: NonNegativeInt = 100
+    """The first steps of a run, which are never judged."""
+
+    loss_deviations: float = Field(default=8.0, gt=0)
+    """A spike's loss is more than so many robust deviations above the window's median."""
+
+    grad_norm_deviations: float = Field(default=16.0, gt=0)
+    """The same limit for the gradient norm."""
+
+    rollback_after: PositiveInt = 3
+    """So many spikes within `rollback_within` steps cause a rollback."""
+
+    rollback_within: PositiveInt = 20
+    """The number of steps in which spikes count together."""
+
+    rollback_steps: PositiveInt = 100
+    """A rollback goes back at least so many steps before the first of the spikes."""
+
+    def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
+        """Checks that a run that may roll back keeps a checkpoint that is old enough.
+
+        Raises:
+            ValueError: no checkpoint would be old enough.
+        """
+        if self.action != "rollback":
+            return
+        if self.rollback_after > self.rollback_within:
+            raise ValueError(
+                f"train.spikes.rollback_after={self.rollback_after} spikes cannot come within "
+                f"train.spikes.rollback_within={self.rollback_within} steps: make it smaller"
+            )
+        reach = self.rollback_within + self.rollback_steps - 1
+        kept = (checkpoint.keep_last - 1) * checkpoint.every
+        if kept < reach:
+            raise ValueError(
+                f"train.spikes.action='rollback' needs a checkpoint that is {reach} steps old "
+                f"(train.spikes.rollback_within={self.rollback_within} + "
+                f"rollback_steps={self.rollback_steps} − 1), but those of "
+                f"checkpoint.every={checkpoint.every} with "
+                f"checkpoint.keep_last={checkpoint.keep_last} reach back {kept} only: keep more "
+                "checkpoints, or roll back less far"
+            )
+
+
+class MetricsConfig(BaseModel):
+    """Configures where metrics are written (docs/metrics.md); metrics.jsonl is always written."""
+
+    model_config = _SECTION
+
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """The sinks beside metrics.jsonl. Their keys and server addresses come from the environment."""
+
+    sample_tokens: NonNegativeInt = 0
+    """How many tokens the model writes after each of four validation prompts, at every evaluation;
+    0: none. It costs as many forward passes over short rows."""
+
+    def check_samples(self, *, seq_len: int, causal: bool, paired: bool) -> None:
+        """Checks that the model can write the samples that `sample_tokens` asks for.
+
+        Args:
+            seq_len: the length of a row, prompt included.
+            causal: in evaluation, no position depends on a later one.
+            paired: the labels are not continuations of their inputs.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        key = f"train.metrics.sample_tokens={self.sample_tokens}"
+        if not self.sample_tokens:
+            return
+        if self.sample_tokens >= seq_len:
+            raise ValueError(
+                f"{key} leaves no prompt in rows of data.seq_len={seq_len}: ask for at most "
+                f"{seq_len - 1}"
+            )
+        if not causal:
+            raise ValueError(
+                f"{key}: this router lets positions read later ones, so the model cannot write; "
+                "set it to 0"
+            )
+        if paired:
+            raise ValueError(
+                f"{key}: a model of data.targets='paired' labels its inputs and does not continue "
+                "them; set it to 0"
+            )
+
+    @model_validator(mode="after")
+    def _check_sinks(self) -> Self:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(
+                f"train.metrics.sinks={list(self.sinks)} names a sink twice: name each once"
+            )
+        return self
+
+
+class TrainConfig(BaseModel):
+    """Configures the training loop: its length, batch sizes, precision and what it reports."""
+
+    model_config = _SECTION
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+
+    global_batch: PositiveInt = 16
+    """Sequences per optimizer step, over all ranks."""
+
+    micro_batch: PositiveInt = 4
+    """Sequences per forward pass of one rank."""
+
+    precision: Precision = "float32"
+    """"bfloat16": of the matrix products; decisions, norms and weights stay float32.
+    "bfloat16_only": of everything that is stored, routers and AdamW's moments included."""
+
+    recompute: Recompute = "none"
+    """Which activations the backward pass recomputes instead of keeping them."""
+
+    compile: bool = False
+    """Compiles the dense parts of the model with torch.compile."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto" takes a GPU if there is one."""
+
+    seed: int = 0
+    """Seeds the weights and every random choice of a step."""
+
+    log_every: PositiveInt = 1
+    """Steps from one line of metrics to the next."""
+
+    eval_every: NonNegativeInt = 0
+    """Steps from one evaluation to the next; 0: only at the start and at the end."""
+
+    eval_rows: NonNegativeInt = 0
+    """The most validation rows of an evaluation; 0: all of them."""
+
+    eval_batch: PositiveInt | None = None
+    """Validation rows per forward pass of one rank; none: `micro_batch`."""
+
+    balance_documents: bool = False
+    """Takes balancing losses over documents instead of sequences; the data must tell them apart."""
+
+    record_routing: NonNegativeInt = 0
+    """Writes the routes of the first and of every n-th step into the run folder; 0: of none."""
+
+    threads: int = Field(default=1, ge=0, le=4096)
+    """CPU threads of one rank; 0: torch's default."""
+
+    start_when: StartWhen | None = None
+    """Starts the ranks once so much data is sealed, and prepares the rest meanwhile; none: prepares
+    all data first."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long a collective may take."""
+
+    spikes: SpikeConfig = SpikeConfig()
+    metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,112 @@
+"""Validates the plain values of a configuration, and explains in words what is wrong with them."""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ...model.config.model_config import SECTIONS
+from ..record.redaction import secret_places
+from .errors import ConfigError
+
+MAX_WHOLE = 2**63 - 1  # of any number, since torch and Arrow hold no larger one
+# The sections that come in kinds, by their whole path.
+KINDS = {f"model.{path}": section for path, section in SECTIONS.items()}
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
+    """Builds a configuration of plain values.
+
+    Args:
+        kind: the class to build.
+        values: plain values, in sections.
+        origin: where they come from, for messages.
+
+    Raises:
+        ConfigError: the values are not valid; it lists every problem.
+    """
+    try:
+        built = kind.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(entry, kind) for entry in error.errors()]
+    else:
+        plain = built.model_dump(mode="json")
+        problems = [*_unusable(values, plain), *_secrets(plain)]
+        if not problems:
+            return built
+    raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *problems]))
+
+
+def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every key that a configuration can have, over all kinds, and its annotation."""
+    for name, field in kind.model_fields.items():
+        where = f"{path}.{name}" if path else name
+        yield where, field.annotation
+        if where in KINDS:
+            section = KINDS[where]
+            yield f"{where}.kind", Literal[tuple(section.classes)]
+            models = map(section.config_of, section.classes.values())
+        else:
+            models = _models_in(field.annotation)
+        for model in models:
+            yield from known_keys(model, where)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a question after the known word that is most like `word`; "" if none is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
+def _explain(entry: Any, kind: type[BaseModel]) -> str:
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        keys = [key for key, _ in known_keys(kind)]
+        return f"  {where}: unknown key{nearest(where, keys)}"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
+    return f"  {where}: {message}{given}" if where else f"  {message}"
+
+
+def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:
+    """Yields what pydantic accepts but no run can use: booleans as numbers, numbers out of range.
+
+    Args:
+        given: the values as they were written.
+        built: the same after validation, as values of JSON.
+        where: the dotted name of the place.
+    """
+    if isinstance(built, dict):
+        given = given if isinstance(given, dict) else {}
+        for key, value in built.items():
+            yield from _unusable(given.get(key), value, f"{where}.{key}" if where else str(key))
+    elif isinstance(built, list):
+        given = given if isinstance(given, list | tuple) else []
+        for number, value in enumerate(built):
+            yield from _unusable(given[number] if number < len(given) else None, value, where)
+    elif isinstance(given, bool) != isinstance(built, bool) and given is not None:
+        wanted = "true or false" if isinstance(built, bool) else "not a boolean"
+        yield f"  {where}: must be {wanted} (given: {given!r})"
+    elif isinstance(built, float) and not math.isfinite(built):
+        yield f"  {where}: must be a finite number (given: {given!r})"
+    elif isinstance(built, int) and abs(built) > MAX_WHOLE:
+        yield f"  {where}: must be at most {MAX_WHOLE:,} (given: {given!r})"
+
+
+def _secrets(values: dict[str, Any]) -> list[str]:
+    """Names the places of secrets, since a configuration is saved in plain text."""
+    return [
+        f"  {place}: holds what looks like a secret; leave it out, and set the environment "
+        "variable from which the library that needs it takes it"
+        for place in sorted(set(secret_places(values)))
+    ]
