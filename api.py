@@ -28,8 +28,8 @@ from .evaluation.restore import Restored, restore
 from .evaluation.text import ScoredText, continue_text, score_with
 from .model.initialise import initialise
 from .model.transformer import Transformer
-from .train.config.run_config import Config, ConfigError
 from .train.config.resolve import resolve
+from .train.config.run_config import Config, ConfigError
 from .train.recipes.smoke import RECIPES
 from .train.record.run_folder import open_run, place_data
 

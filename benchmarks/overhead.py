@@ -41,8 +41,8 @@ from benchmarks.report import ROOT, save
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import start_process
-from moebius.train.config.run_config import Config
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data

@@ -44,8 +44,8 @@ from benchmarks.report import save
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.placement.balance_load import load_imbalance, rebalanced
-from moebius.train.config.run_config import Config
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
 

@@ -13,8 +13,8 @@ def resolve_config(name: str, overrides: list[str]) -> "Config":
     Raises:
         ConfigError: there is none of this name, it cannot be read, or a change is not valid.
     """
-    from ..train.config.run_config import Config, ConfigError
     from ..train.config.resolve import resolve
+    from ..train.config.run_config import Config, ConfigError
     from ..train.recipes.smoke import RECIPES
 
     if not name.endswith(".json"):

@@ -55,8 +55,8 @@ from moebius.distributed.checkpoint.format import (
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.writing import SummingWriter, seal
 from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run
 

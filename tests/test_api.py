@@ -16,8 +16,8 @@ from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.text import score_text, write_text
-from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
 
 TINY = dict(

@@ -16,8 +16,8 @@ from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, verify
 from moebius.evaluation.perplexity import measure
 from moebius.evaluation.text import write_text
-from moebius.train.config.run_config import Config
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data

@@ -110,8 +110,8 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
         ValueError: it means none, or its data is not there.
     """
     from ...data_pipeline.verify import check_readable, is_data_folder
-    from ...train.config.run_config import Config
     from ...train.config.resolve import resolve
+    from ...train.config.run_config import Config
     from ...train.recipes.smoke import RECIPES
     from ...train.record.run_folder import place_data
     from ..arguments import RUNS

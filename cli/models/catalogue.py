@@ -21,8 +21,8 @@ from ...model.cost import (
     is_upper_bound,
 )
 from ...model.routers.router import Promises
-from ...train.config.run_config import Config
 from ...train.config.resolve import resolve
+from ...train.config.run_config import Config
 
 
 @dataclass(frozen=True)

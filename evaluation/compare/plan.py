@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...train.config.run_config import Config, ConfigError
 from ...train.config.resolve import resolve_changed
+from ...train.config.run_config import Config, ConfigError
 from ...train.record.run_folder import place_data
 from .file import ArmEntry, CompareError, ComparisonFile
 from .sizes import Size, fit, matched_size, size_of, value_at

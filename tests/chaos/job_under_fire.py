@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moebius.distributed.checkpoint.format import list_checkpoints
-from moebius.train.config.run_config import Config
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
 from tests.tiny_job import (
     SLOW_READING,

@@ -26,8 +26,8 @@ from moebius.cluster.places.standing import (
 from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints
-from moebius.train.config.run_config import Config
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data

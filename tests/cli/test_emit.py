@@ -7,8 +7,8 @@ import pytest
 
 from moebius.cli.configurations import resolve_config
 from moebius.cli.main import main
-from moebius.train.config.run_config import ConfigError
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import ConfigError
 from moebius.train.recipes.smoke import RECIPES
 
 

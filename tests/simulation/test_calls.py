@@ -36,8 +36,8 @@ from moebius.simulation.calls import (
     text_tokens,
 )
 from moebius.simulation.threads import run_threads
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.route_trace import read_rank, recorded_steps

@@ -21,6 +21,7 @@ from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
 from moebius.cluster.watch.heartbeats import RankState
+from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
 
 

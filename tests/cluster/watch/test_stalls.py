@@ -48,7 +48,7 @@ def test_every_limit_can_be_set():
         ([state(0), state(1, age_s=59.0)], False),
         # another one waits in a step for the one that writes the checkpoint
         ([state(0, "ckpt", 1000.0), state(1, age_s=999.0)], False),
-        ([state(0, "ckpt", 1801.0), state(1, age_s=1800.0)], True),
+        ([state(0, "ckpt", 3601.0), state(1, age_s=3600.0)], True),
         ([state(0, "data_wait", 1e6), state(1, age_s=1e6)], False),
         # one is ready to run and gets no CPU: neither it nor who waits for it hangs
         ([state(0), state(1, starved_s=50.0)], False),

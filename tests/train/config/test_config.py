@@ -79,7 +79,7 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
     [
         (
             ["model.num_expert=3"],
-            r"model.num_expert: unknown key; did you mean model.feed_forward.num_experts\?",
+            r"model.num_expert: unknown key; did you mean .*model.feed_forward.num_experts\?",
         ),
         (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
         (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
@@ -91,10 +91,6 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
         (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
         (["job.name=a/b"], r"job.name"),
         (["train.steps.x=3"], r"override 'train.steps.x=3': train.steps is not a section"),
-        (
-            ["model.rotary_base=500"],
-            r"model.rotary_base: unknown key; it is now model.attention.positions.base",
-        ),
         (
             [
                 "model.attention.positions.kind=learned",
@@ -197,7 +193,7 @@ def test_raw_bytes_need_no_vocabulary_size() -> None:
 
 
 def test_the_example_files_can_be_run() -> None:
-    files = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    files = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
     assert files
     for file in files:
         config = make(name=str(file))
@@ -205,7 +201,7 @@ def test_the_example_files_can_be_run() -> None:
 
 
 def test_the_commands_of_the_readme_can_be_run() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     commands = [
         line.split()[2:]
         for line in re.findall(r"moebius (?:train|submit) .*", readme)
