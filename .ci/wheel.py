@@ -1,40 +1,39 @@
-"""Builds the wheel, installs it in an empty environment, and uses it from another folder.
+"""Builds the wheels of the core and its satellites, installs them in an empty environment, and uses them.
 
     python .ci/wheel.py            (`make wheel` installs `build` first)
 
-1. build: from a copy of the tracked files alone, so that no leftover of an earlier build can slip
-   in;
-2. contents: every tracked source of the package, and no test;
-3. install: in a new virtual environment, with the extra `cluster`, under constraints.txt;
-4. import every module of the wheel but Triton's kernels and what extras are for, then again
-   without Ray: only cluster/ may need it;
-5. every command's --help, and a training run of four steps.
+1. Build every wheel from a copy of the tracked files, so that no leftover of an earlier build slips in.
+2. Compare their contents: every tracked source of each package, and no test.
+3. Install the core alone, with the extra `cluster`, under constraints.txt. Import every module of it, then
+   again without Ray, which only cluster/ may need. Show every command's help, and train four steps.
+4. Install the satellites beside it. Import every module of theirs: conform without the core. Show the help
+   of each command that they add.
 
-Any failure ends it with an exit code other than 0. Takes about 3 minutes, most of it the
-installation.
+Any failure ends it with an exit code other than 0. Takes about 3 minutes, most of it the installation.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE_THE_PACKAGE = ("tests/", "benchmarks/", "examples/", "docs/", ".ci/")
-COMMANDS = {"prepare", "train", "submit", "status", "logs", "stop", "eval", "layout", "ckpt"}
-SOURCES = (".py", ".cpp")
-# these need it, and say so (tests/kernels/triton/test_interpreted.py)
+BESIDE_THE_CORE = ("tests", "benchmarks", "examples", "docs", ".ci", "experimental")
+COMMANDS = {"prepare", "train", "submit", "status", "logs", "stop", "eval", "plan", "ckpt"}
+SOURCES = (".py", ".cpp", ".css")
+# Modules that say so when what they need is missing (tests/kernels/triton/test_interpreted.py).
 TRITON = "moebius.kernels.triton."
 TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a model
-# the parts of moebius[web] and moebius[lm-eval] whose commands name the extra that is missing; and
-# a plugin of pytest
-WITH_EXTRAS = ("moebius.evaluation.lm_eval_model",)
+# The parts of moebius[lm-eval] whose command names the missing extra; and a plugin of pytest.
+WITH_EXTRAS = ("moebius.evaluation.harness", "moebius_conform.plugin")
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4
 
@@ -45,8 +44,8 @@ for library in filter(None, without.split(",")):
     sys.modules[library] = None  # makes its import fail as a missing one does
 for name in names:
     importlib.import_module(name)
-origin = sys.modules["moebius"].__file__
-assert "site-packages" in origin, f"the wheel was not used: {origin}"
+    origin = sys.modules[name.partition(".")[0]].__file__
+    assert "site-packages" in origin, f"the wheel was not used: {origin}"
 """
 LIST_COMMANDS = """
 import argparse, json
@@ -61,112 +60,147 @@ print(json.dumps(list(paths(build_parser()))))
 """
 
 
+class Environment:
+    """Runs programs of a new virtual environment, in a folder without sources."""
+
+    def __init__(self, temporary: Path) -> None:
+        self._bin = temporary / "environment" / "bin"
+        self.folder = temporary / "elsewhere"
+        self.folder.mkdir()
+        venv.create(self._bin.parent, with_pip=True)
+
+    def install(self, *requirements: str) -> None:
+        """Installs wheels under constraints.txt, and checks that nothing is missing."""
+        pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+        self.python(*pip, "install", "-c", str(ROOT / "constraints.txt"), *requirements)
+        self.python(*pip, "check")
+
+    def python(self, *words: str) -> str:
+        """Returns what Python prints."""
+        return run([str(self._bin / "python"), *words], self.folder)
+
+    def moebius(self, *words: str) -> str:
+        """Returns what a command prints."""
+        say(" ".join(["moebius", *words]))
+        return run([str(self._bin / "moebius"), *words], self.folder)
+
+    def show_help(self, *command: str) -> None:
+        """Checks that a command has a help text."""
+        shown = self.moebius(*command, "--help")
+        if not shown.startswith("usage: moebius"):
+            raise SystemExit(f"moebius {' '.join(command)} --help shows no usage:\n{shown}")
+
+    def import_all(self, modules: Iterable[str], *, without: str = "") -> None:
+        """Imports modules where one library is missing, except those that need what is not installed."""
+        wanted = [name for name in modules if not _needs_more(name)]
+        say(f"importing {len(wanted)} modules" + (f" without {without}" if without else ""))
+        self.python("-c", IMPORT_ALL, without, *wanted)
+
+
+def _needs_more(module: str) -> bool:
+    of_triton = module.startswith(TRITON) and module != f"{TRITON}available"
+    return of_triton or module.endswith(TRANSFORMERS) or module in WITH_EXTRAS
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="moebius-wheel-") as folder:
         temporary = Path(folder)
-        wheel = build_wheel(temporary)
-        modules = check_contents(wheel)
-        environment = install(wheel, temporary / "environment")
-        elsewhere = temporary / "elsewhere"
-        elsewhere.mkdir()
-        check_imports(environment, modules, elsewhere)
-        check_commands(environment, elsewhere)
-        check_training(environment, elsewhere)
-    say("the wheel is sound")
+        copy_tracked(temporary / "source")
+        wheels = {name: build_wheel(temporary, name) for name in ["", *satellites()]}
+        modules = {name: check_contents(wheel, name) for name, wheel in wheels.items()}
+        environment = Environment(temporary)
+        say("installing the core alone, with the extra `cluster`")
+        environment.install(f"{wheels.pop('')}[cluster]")
+        check_core(environment, modules.pop(""))
+        say(f"installing {', '.join(wheels)} beside it")
+        environment.install(*map(str, wheels.values()))
+        for name, own in modules.items():
+            environment.import_all(own, without="moebius" if name == "conform" else "")
+        for command in added_commands():
+            environment.show_help(command)
+    say("the wheels are sound")
 
 
-def build_wheel(temporary: Path) -> Path:
-    say("building the wheel")
-    source, built = temporary / "source", temporary / "built"
-    for path in tracked_files():
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_bytes((ROOT / path).read_bytes())
-    constraint = {
-        "PIP_CONSTRAINT": str(ROOT / "constraints.txt")
-    }  # for setuptools in the build's own environment
-    run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(source)],
-        temporary,
-        extra=constraint,
+def check_core(environment: Environment, modules: list[str]) -> None:
+    """Imports, asks and trains with the core alone."""
+    environment.import_all(modules)
+    environment.import_all(
+        (name for name in modules if not name.startswith("moebius.cluster.")), without="ray"
     )
-    (wheel,) = built.glob("*.whl")
-    return wheel
-
-
-def check_contents(wheel: Path) -> list[str]:
-    """The dotted names of the wheel's modules. Raises SystemExit unless they are the tracked ones."""
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(SOURCES)}
-    tracked = [
-        path
-        for path in tracked_files()
-        if path.endswith(SOURCES) and not path.startswith(BESIDE_THE_PACKAGE)
-    ]
-    wanted = {f"moebius/{path}" for path in tracked}
-    if held != wanted:
-        raise SystemExit(
-            f"{wheel.name} lacks {sorted(wanted - held)} and has too much: {sorted(held - wanted)}"
-        )
-    say(f"{wheel.name} holds all {len(held)} sources, {wheel.stat().st_size / 1024:.0f} KiB")
-    modules = (name.removesuffix(".py") for name in held if name.endswith(".py"))
-    return sorted(name.removesuffix("/__init__").replace("/", ".") for name in modules)
-
-
-def install(wheel: Path, environment: Path) -> Path:
-    say("installing it with the extra `cluster` into an empty environment")
-    venv.create(environment, with_pip=True)
-    pip = [
-        str(environment / "bin" / "python"),
-        "-m",
-        "pip",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    run([*pip, "install", "-c", str(ROOT / "constraints.txt"), f"{wheel}[cluster]"], environment)
-    run([*pip, "check"], environment)
-    return environment
-
-
-def check_imports(environment: Path, modules: list[str], elsewhere: Path) -> None:
-    say(
-        f"importing {len(modules)} modules but those of Triton's kernels and of extras, and again "
-        "those outside cluster/ without Ray"
-    )
-    python = str(environment / "bin" / "python")
-    modules = [
-        name
-        for name in modules
-        if (not name.startswith(TRITON) or name == f"{TRITON}available")
-        and not name.endswith(TRANSFORMERS)
-        and name not in WITH_EXTRAS
-    ]
-    run([python, "-c", IMPORT_ALL, "", *modules], elsewhere)
-    without_ray = [name for name in modules if not name.startswith("moebius.cluster.")]
-    run([python, "-c", IMPORT_ALL, "ray", *without_ray], elsewhere)
-
-
-def check_commands(environment: Path, elsewhere: Path) -> None:
-    listed = run([str(environment / "bin" / "python"), "-c", LIST_COMMANDS], elsewhere)
-    commands: list[list[str]] = json.loads(listed)
+    commands: list[list[str]] = json.loads(environment.python("-c", LIST_COMMANDS))
     if missing := COMMANDS - {command[0] for command in commands}:
         raise SystemExit(f"the command line lacks {sorted(missing)}")
     for command in [[], *commands]:
-        line = ["moebius", *command, "--help"]
-        say(" ".join(line))
-        shown = run([str(environment / "bin" / "moebius"), *line[1:]], elsewhere)
-        if not shown.startswith("usage: moebius"):
-            raise SystemExit(f"{' '.join(line)} shows no usage:\n{shown}")
-
-
-def check_training(environment: Path, elsewhere: Path) -> None:
-    run_dir = elsewhere / "run"
-    line = ["train", "smoke", f"train.steps={STEPS}", *ONE_RANK, "--run-dir", str(run_dir)]
-    say(" ".join(["moebius", *line]))
-    run([str(environment / "bin" / "moebius"), *line], elsewhere)
+        environment.show_help(*command)
+    run_dir = environment.folder / "run"
+    environment.moebius(
+        "train", "smoke", f"train.steps={STEPS}", *ONE_RANK, "--run-dir", str(run_dir)
+    )
     result = json.loads((run_dir / "result.json").read_text())
     if (result["state"], result["step"]) != ("finished", STEPS):
         raise SystemExit(f"the run ended as {result}")
 
 
+@functools.cache
+def satellites() -> list[str]:
+    """Returns the folders with a distribution of their own."""
+    tracked = map(PurePosixPath, tracked_files())
+    return [
+        path.parts[0] for path in tracked if path.match("*/pyproject.toml") and len(path.parts) == 2
+    ]
+
+
+def added_commands() -> list[str]:
+    """Returns the commands that the satellites add."""
+    commands: list[str] = []
+    for name in satellites():
+        project = tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+        commands += project.get("entry-points", {}).get("moebius.commands", {})
+    return commands
+
+
+def copy_tracked(source: Path) -> None:
+    for path in tracked_files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_bytes((ROOT / path).read_bytes())
+
+
+def build_wheel(temporary: Path, name: str) -> Path:
+    """Builds the wheel of a satellite, or of the core where there is no name."""
+    say(f"building the wheel of {name or 'the core'}")
+    built = temporary / "built" / (name or "core")
+    constraint = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}  # for setuptools in the build
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(built)]
+    run([*build, str(temporary / "source" / name)], temporary, extra=constraint)
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path, name: str) -> list[str]:
+    """Returns the dotted names of a wheel's modules; SystemExit unless it holds the tracked sources."""
+    held = {path for path in zipfile.ZipFile(wheel).namelist() if path.endswith(SOURCES)}
+    wanted = {_place_in_wheel(path, name) for path in tracked_files() if path.endswith(SOURCES)} - {
+        None
+    }
+    if held != wanted:
+        lacks, extra = sorted(wanted - held), sorted(held - wanted)
+        raise SystemExit(f"{wheel.name} lacks {lacks} and has too much: {extra}")
+    say(f"{wheel.name} holds all {len(held)} sources, {wheel.stat().st_size / 1024:.0f} KiB")
+    modules = (path.removesuffix(".py") for path in held if path.endswith(".py"))
+    return sorted(path.removesuffix("/__init__").replace("/", ".") for path in modules)
+
+
+def _place_in_wheel(path: str, name: str) -> str | None:
+    """Returns where a wheel holds a tracked file; None if it does not."""
+    folder, *rest = path.split("/")
+    if name:
+        in_it = folder == name and rest[0] != "tests"
+        return "/".join([f"moebius_{name}", *rest]) if in_it else None
+    is_aside = folder in (*BESIDE_THE_CORE, *satellites())
+    return None if is_aside else f"moebius/{path}"
+
+
+@functools.cache
 def tracked_files() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -175,12 +209,12 @@ def tracked_files() -> list[str]:
 
 
 def run(line: Sequence[str], folder: Path, *, extra: dict[str, str] | None = None) -> str:
-    """Runs a command and returns what it printed; SystemExit with all of it where it fails or takes
-    15 minutes.
+    """Runs a program and returns what it printed.
+
+    Raises SystemExit with all of it if the program fails or takes 15 minutes.
     """
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
     done = subprocess.run(
         line,
         cwd=folder,
