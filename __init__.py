@@ -1,29 +1,51 @@
 """moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers.
 
 For notebooks and scripts. With torch (api.py): `recipe` makes a configuration, `build` its untrained
-model, `fit` trains it, `load` brings a trained model back. Without torch (run_records.py): `find_runs`
-finds runs, `history` reads what one has recorded. A module is imported when one of its names is first
+model; `prepare` makes its data, `fit` trains it, `evaluate` and `score_tasks` measure it, and `load`
+brings the trained model back. Without torch (run_records.py): `find_runs` finds runs, `history` reads
+what one has recorded. A module is imported when one of its names is first
 used, so `import moebius` costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import LoadedModel, TrainingFailed, build, fit, load, recipe
+    from .api import (
+        Config,
+        ConfigError,
+        LoadedModel,
+        Trace,
+        TrainingFailed,
+        build,
+        evaluate,
+        fit,
+        load,
+        prepare,
+        recipe,
+        score_tasks,
+        size_of,
+    )
     from .run_records import RunHistory, find_runs, history
 
 __version__ = "0.1.0"
 __all__ = [
+    "Config",
+    "ConfigError",
     "LoadedModel",
     "RunHistory",
+    "Trace",
     "TrainingFailed",
     "__version__",
     "build",
+    "evaluate",
     "find_runs",
     "fit",
     "history",
     "load",
+    "prepare",
     "recipe",
+    "score_tasks",
+    "size_of",
 ]
 _READ_RUN_FOLDERS = ("RunHistory", "find_runs", "history")
 

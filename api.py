@@ -1,31 +1,38 @@
-"""moebius from Python: what `import moebius` offers, for notebooks and scripts.
+"""Makes, trains and asks models: the half of `import moebius` that needs torch.
 
-    config = moebius.recipe("smoke", train__steps=40, job__num_nodes=1, mesh__dp_replicate=1)
+    config = moebius.recipe("smoke", "train.steps=40", "job.num_nodes=1", "mesh.dp_replicate=1")
     model = moebius.build(config)                   # untrained, in this process
-    status = moebius.fit(config, "runs/mine")     # prepares the data, starts the ranks, waits
+    status = moebius.fit(config, "runs/mine")       # prepares the data, starts the ranks, waits
+    print(moebius.evaluate("runs/mine"))
     trained = moebius.load("runs/mine")
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
 
-It stands on the top floor beside the command line and does the same with the same parts. The
-package imports it when one of its names is first used, so `import moebius` alone costs no torch.
+It stands on the top layer beside the command line and does the same with the same parts. The package
+imports it when one of its names is first used, so `import moebius` alone costs no torch.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from torch import Tensor
+
 from .cluster.job import JobStatus, State, refuse_if_running
 from .cluster.local import train_here
-from .data_pipeline.read.token_store import prepared_tokenizer
+from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
 from .distributed.checkpoint.format import find_checkpoint, read_meta
 from .distributed.process.process import start_process
-from .evaluation.restore import Restored, restore
+from .evaluation.perplexity import Measurement, measure
+from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, continue_text, score_with
+from .evaluation.trace import Trace, logits, trace, trace_rows
+from .evaluation.zero_shot import ZeroShotReport, measure_tasks
+from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
 from .train.config.resolve import resolve
@@ -85,28 +92,87 @@ class LoadedModel:
         """
         return score_with(self._restored, text, draws=draws, seed=seed)
 
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Returns the logits at every position that the model reads, (B, S, V).
+
+        Args:
+            tokens_BS: int64, rows of tokens of one length.
+        """
+        return logits(self._restored, tokens_BS)
+
+    def trace(self, tokens_BS: Tensor) -> Trace:
+        """Runs the model over rows of tokens and returns its routes and hidden states.
+
+        Args:
+            tokens_BS: int64, rows of tokens of one length.
+        """
+        return trace(self._restored, tokens_BS)
+
+    def trace_rows(
+        self, *, split: str = "validation", max_rows: int | None = None
+    ) -> Iterator[Trace]:
+        """Yields a trace of every micro-batch of the run's data, as `evaluate` reads them.
+
+        Args:
+            split: train or validation.
+            max_rows: how many rows at most, evenly spaced over the split; None: all.
+
+        Raises:
+            ValueError: the data cannot be read, or the split is shorter than one row.
+        """
+        return trace_rows(self._restored, split=split, max_rows=max_rows)
+
     @property
     def _restored(self) -> Restored:
         return Restored(self.model, self.config, self.step)
 
 
-def recipe(name: str, /, **overrides: object) -> Config:
+@dataclass(frozen=True)
+class Size:
+    """Counts what one run of a configuration has and does, without allocating its model."""
+
+    parameters: Parameters
+    flops: Flops
+    """Of one token: `.forward`, and `.training` with the backward pass."""
+    tokens: int
+    """Of the whole run."""
+
+    @property
+    def training_flops(self) -> float:
+        """Returns the FLOPs of the whole run, forward and backward."""
+        return self.flops.training * self.tokens
+
+
+def recipe(name: str, /, *overrides: str, **values: object) -> Config:
     """Returns the configuration of a recipe or a TOML file, with single values changed.
 
-    A value is named with its sections, joined by two underscores, or by a mapping per section; both
-    change single values and leave the others:
+    A value is named with its sections: as on the command line, joined by two underscores, or by a
+    mapping per section. All three change single values and leave the others:
 
+        moebius.recipe("smoke", "train.steps=20", "model.feed_forward.num_experts=32")
         moebius.recipe("smoke", train__steps=20, model__feed_forward__num_experts=32)
         moebius.recipe("smoke", train={"steps": 20}, model={"feed_forward": {"num_experts": 32}})
 
     Args:
-        name: one of those that `moebius models` lists, or a path that ends in .toml.
-        overrides: as above; None means what `none` means on the command line.
+        name: one of those that `moebius models` lists, a path that ends in .toml, or a function of
+            your own that returns a Config, as "package.module:function".
+        overrides: `section.key=value` with TOML values; they win over `values`.
+        values: as above; None means what `none` means on the command line.
 
     Raises:
         ConfigError: no such recipe, an unknown key, or values that do not fit together.
     """
-    return resolve(name, list(_as_arguments(overrides)), RECIPES)
+    return resolve(name, [*_as_arguments(values), *overrides], RECIPES)
+
+
+def size_of(config: Config) -> Size:
+    """Counts the parameters, FLOPs and tokens of a run."""
+    seq_len = config.data.seq_len
+    return Size(
+        count_parameters(config.model, seq_len),
+        forward_flops(config.model, seq_len),
+        tokens=config.train.steps * config.train.global_batch * seq_len,
+    )
 
 
 def build(config: Config) -> Transformer:
@@ -120,21 +186,91 @@ def build(config: Config) -> Transformer:
     return model
 
 
-def load(path: str | PathLike[str], *, step: int | None = None) -> LoadedModel:
+def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
+    """Prepares the data of a configuration and returns it with `data.directory` filled in.
+
+    Data that are prepared already are left alone, and a killed preparation continues. Runs with equal
+    text and tokenizer share one prepared folder.
+
+    Args:
+        folder: where prepared data go, unless `data.directory` says where.
+
+    Raises:
+        ValueError: the text cannot be read.
+    """
+    config = place_data(config, Path(folder).absolute())
+    prepare_data(config.data, config.data.directory)
+    return config
+
+
+def load(
+    path: str | PathLike[str], *, step: int | None = None, depth_steps: int | None = None
+) -> LoadedModel:
     """Returns a trained model, all experts in this process, on a GPU if there is one.
 
     Args:
         path: a run folder, or one checkpoint in it.
         step: of which checkpoint of a run; default: the newest.
+        depth_steps: how often the layers are applied in all, of a model that shares them; default:
+            as in training.
 
     Raises:
-        ValueError: no such run or checkpoint, or its tokenizer is gone.
+        ValueError: no such run or checkpoint, its tokenizer is gone, or the model cannot have so many
+            depth steps.
     """
     run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step)
-    tokenizer = prepared_tokenizer(restored.config.data.directory)
+        restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
+    tokenizer = tokenizer_of_run(restored)
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
+
+
+def evaluate(
+    path: str | PathLike[str],
+    *,
+    step: int | None = None,
+    split: str = "validation",
+    max_rows: int = 0,
+) -> Measurement:
+    """Returns the loss of a checkpoint over a split of its data: `.result.loss`, nats per token.
+
+    Args:
+        path: a run folder, or one checkpoint in it.
+        step: of which checkpoint of a run; default: the newest.
+        split: train or validation.
+        max_rows: how many rows at most, evenly spaced over the split; 0: all.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read.
+    """
+    run_dir, step = _run_of(Path(path), step)
+    return measure(run_dir, step=step, split=split, max_rows=max_rows)
+
+
+def score_tasks(
+    path: str | PathLike[str],
+    tasks: Sequence[str],
+    data: str | PathLike[str],
+    *,
+    step: int | None = None,
+    limit: int | None = None,
+) -> ZeroShotReport:
+    """Returns the zero-shot scores of a checkpoint on tasks, as `moebius eval --tasks` does.
+
+    Args:
+        path: a run folder, or one checkpoint in it.
+        tasks: their names; "paper" stands for the six of MoEUT's paper.
+        data: the folder of their files, or "hub".
+        step: of which checkpoint of a run; default: the newest.
+        limit: how many items of each task at most; default: all.
+
+    Raises:
+        ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
+    """
+    run_dir, step = _run_of(Path(path), step)
+    report = measure_tasks(run_dir, tasks, data if data == "hub" else Path(data), step=step, limit=limit)
+    assert report is not None, "one process"
+    return report
 
 
 def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:

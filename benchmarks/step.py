@@ -42,7 +42,7 @@ from benchmarks.report import RESULTS, ROOT, environment, save
 from benchmarks.step_profile import profile_step
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
-from moebius.evaluation.compare.peak_memory import peak_bytes
+from benchmarks.peak_memory import peak_bytes
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 from moebius.train.config.resolve import resolve

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import analyze, compare, completion
+from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
@@ -33,8 +33,6 @@ GROUPS = (
     doctor,
     evaluate,
     harness,
-    analyze,
-    compare,
     recipes,
     plan,
     simulate,

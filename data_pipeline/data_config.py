@@ -28,7 +28,7 @@ DEFAULT_SOURCE = "text"
 _FIELDS = ("text_field", "source_field", "id_field", "prompt_field", "answer_field")
 _NOT_IN_THE_BYTES = {
     *("directory", "seq_len", "seed"),  # where they are and in which order they are read
-    *("stages", "packing", "document_attention", "targets", "test_sets"),
+    *("stages", "packing", "document_attention", "targets"),
     *("when_corrupt", "replicas", "max_skipped_batches", "override_position"),
     *("server", "server_bytes"),
     *("input", "validation_input", "sources", *_FIELDS),  # see `spec`
@@ -66,17 +66,6 @@ class SourceConfig(BaseModel):
     def has_loss_mask(self) -> bool:
         """Returns whether some tokens of this source are read and not learned."""
         return bool(self.prompt_field)
-
-
-class TestSet(BaseModel):
-    """Names prompts with their answers; records are as those of the data that is trained on."""
-
-    __test__ = False  # for pytest, which takes the name for a class of tests
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(pattern=SOURCE_NAME)
-    input: tuple[str, ...] = Field(min_length=1)
-    max_items: int = Field(default=0, ge=0)  # the first so many; 0: all
 
 
 class Stage(BaseModel):
@@ -156,8 +145,6 @@ class DataConfig(BaseModel):
     # what is predicted at a token: the next one; or, of documents that are pairs of an input and its
     # label ("a 1 b 2 …"), the label, and only the inputs are read
     targets: Literal["next", "paired"] = "next"
-    # prompts and answers that are scored by exact match at every evaluation of a run
-    test_sets: tuple[TestSet, ...] = ()
     # a record batch fails its checksum: end; read it again and from `replicas`; or then pass over
     # its rows, of so many batches at most (corruption.py)
     when_corrupt: Literal["fail", "refetch", "skip"] = "fail"
@@ -264,23 +251,6 @@ class DataConfig(BaseModel):
             raise ValueError(
                 f"targets='paired' with seq_len={self.seq_len}: rows are pairs of an input and its "
                 f"label, so the length is even; set seq_len={self.seq_len + 1}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_test_sets(self) -> "DataConfig":
-        if repeated := _repeated(each.name for each in self.test_sets):
-            raise ValueError(f"several test sets are named {repeated!r}: give each its own name")
-        sources = self.all_sources
-        if self.test_sets and len({(one.prompt_field, one.answer_field) for one in sources}) > 1:
-            raise ValueError(
-                "test_sets beside sources with different prompt_field and answer_field: records of "
-                "test sets are as those of the sources, which must have the same fields"
-            )
-        if self.test_sets and not sources[0].has_loss_mask:
-            raise ValueError(
-                "test_sets without prompt_field and answer_field: what is scored is the answer to a "
-                "prompt; name the two fields"
             )
         return self
 

@@ -103,8 +103,7 @@ def refuse_pairs(restored: Restored) -> None:
     """
     if restored.config.data.targets == "paired":
         raise ConfigError(
-            "the run has data.targets=paired, so its rows are pairs of inputs and labels and no text: "
-            "ask with --test-sets"
+            "the run has data.targets=paired, so its rows are pairs of inputs and labels, not text"
         )
 
 

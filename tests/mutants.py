@@ -46,7 +46,7 @@ GRADIENTS, CHECKPOINT = (
 )
 MASKS, DOCUMENTS = "tests/train/test_micro_batches.py", "tests/model/test_documents.py"
 SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/placement/test_move.py"
-COUNTS = "tests/evaluation/analysis/test_counts.py"
+COUNTS = "science/tests/analysis/test_counts.py"
 
 MUTANTS = (
     Mutant(
@@ -298,42 +298,42 @@ MUTANTS = (
     ),
     Mutant(
         "analysis: similarity over the experts of both",
-        "evaluation/analysis/similarity.py",
+        "science/analysis/similarity.py",
         "either_TRR = size_TR[:, :, None] + size_TR[:, None, :] - both_TRR",
         "either_TRR = size_TR[:, :, None] + size_TR[:, None, :]",
         (f"{COUNTS}::test_similarity_and_kept_experts",),
     ),
     Mutant(
         "analysis: kept experts relative to those before",
-        "evaluation/analysis/similarity.py",
+        "science/analysis/similarity.py",
         "both_TRR / size_TR[:, :, None]",
         "both_TRR / size_TR[:, None, :]",
         (f"{COUNTS}::test_similarity_and_kept_experts",),
     ),
     Mutant(
         "analysis: a token's number counts padding",
-        "evaluation/analysis/banks.py",
+        "science/analysis/banks.py",
         "number_T = counted_T.cumsum(0) - 1",
         "number_T = torch.arange(len(counted_T)) % int(counted_T.sum())",
         (f"{COUNTS}::test_different_experts_of_an_item",),
     ),
     Mutant(
         "analysis: two experts in one bit",
-        "evaluation/analysis/items.py",
+        "science/analysis/items.py",
         "np.uint8(1 << bit)",
         "np.uint8(1)",
         (f"{COUNTS}::test_different_experts_of_an_item",),
     ),
     Mutant(
         "analysis: halted tokens are updated",
-        "evaluation/analysis/updates.py",
+        "science/analysis/updates.py",
         "kept_T = counted_T & update.active_T",
         "kept_T = counted_T",
         (f"{COUNTS}::test_updates_are_those_of_a_plain_loop",),
     ),
     Mutant(
         "analysis: one quantile for all experts",
-        "evaluation/analysis/usage.py",
+        "science/analysis/usage.py",
         "np.quantile(plain_RE, quantile, axis=0)",
         "np.quantile(plain_RE, quantile)",
         (f"{COUNTS}::test_experts_are_sorted_by_the_papers_rule",),

@@ -30,7 +30,6 @@ from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
-from .exact_match import score_test_sets
 from .loss import micro_batch_loss
 from .metrics.log import MetricsLog
 from .metrics.sinks import check_sinks
@@ -383,12 +382,3 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
         with run.heartbeat.during(Phase.EVAL):
             samples = write_samples(run.model, run.config, run.process)
         log.write("samples", run.progress.step, samples=[asdict(sample) for sample in samples])
-    if run.config.data.test_sets:
-        with run.heartbeat.during(Phase.EVAL):
-            scores = score_test_sets(run.model, run.config, run.process)
-        values = {name: asdict(score) for name, score in scores.items()}
-        log.write(
-            "task",
-            run.progress.step,
-            **{f"{name}/{key}": found[key] for name, found in values.items() for key in found},
-        )

@@ -55,7 +55,7 @@ from benchmarks.kernels.problem import (
 from benchmarks.memory import saved_bytes
 from benchmarks.report import RESULTS, save
 from moebius.distributed.process.host_memory import keep_freed_memory
-from moebius.evaluation.compare.peak_memory import peak_bytes
+from benchmarks.peak_memory import peak_bytes
 from moebius.kernels.cpu import workspace
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 

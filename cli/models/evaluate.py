@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..arguments import Commands, add_command, add_run_argument
 
-_ONE_OF = ("tasks", "test_sets", "score", "stride", "prompt")
-_OF_TASKS = ("data", "limit", "context", "too_long")
-_OF_TEST_SETS = ("test_set", "depth_steps")
+_ONE_OF = ("tasks", "score", "stride", "prompt")
+_OF_TASKS = ("data", "limit", "context", "too_long", "json")
 
 
 def add_commands(commands: Commands) -> None:
@@ -26,7 +25,6 @@ def add_commands(commands: Commands) -> None:
             "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
             'eval runs/mine --score "the band closes upon itself"',
-            "eval runs/p_hop --test-sets --depth-steps 12",
         ],
     )
     add_run_argument(parser)
@@ -55,7 +53,6 @@ def add_commands(commands: Commands) -> None:
         help="of the group context, for models that route sequences together",
     )
     _add_task_arguments(parser)
-    _add_test_set_arguments(parser)
     parser.add_argument(
         "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
     )
@@ -97,26 +94,6 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="everything as a JSON object")
 
 
-def _add_test_set_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what test sets need."""
-    group = parser.add_argument_group("test sets (docs/tasks.md)")
-    group.add_argument(
-        "--test-sets",
-        action="store_const",
-        const=True,
-        help="exact match on the run's own test sets, data.test_sets",
-    )
-    group.add_argument(
-        "--test-set",
-        action="append",
-        metavar="NAME=INPUT",
-        help="others than the run's own; may be given several times",
-    )
-    group.add_argument(
-        "--depth-steps", type=int, metavar="N", help="of a model that shares layers; as trained"
-    )
-
-
 def _eval(options: argparse.Namespace) -> int:
     """Carries out `moebius eval`."""
     asked = [name for name in _ONE_OF if getattr(options, name) is not None]
@@ -125,13 +102,7 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"--{asked[0]} and --{asked[1]} are two things to do: ask for one")
     if options.tasks is None:
         _refuse(options, _OF_TASKS, "--tasks: name the tasks to score")
-    if options.test_sets is None:
-        _refuse(options, _OF_TEST_SETS, "--test-sets: give that too")
-    if options.tasks is None and options.test_sets is None:
-        _refuse(options, ("json",), "--tasks or --test-sets: give one of them")
-    if options.tasks is not None:
-        return _tasks(options)
-    return _text_or_loss(options) if options.test_sets is None else _test_sets(options)
+    return _text_or_loss(options) if options.tasks is None else _tasks(options)
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], wanted: str) -> None:
@@ -139,35 +110,6 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], wanted: str) -> N
     given = [name for name in names if getattr(options, name) not in (None, False)]
     if given:
         raise ValueError(f"--{given[0].replace('_', '-')} goes with {wanted}, or leave it out")
-
-
-def _test_sets(options: argparse.Namespace) -> int:
-    """Scores the model on test sets and prints the report; the first rank does."""
-    import dataclasses
-    import json
-    import os
-
-    from rich.console import Console
-
-    from ...evaluation.test_sets import measure_test_sets
-    from .evaluate_report import render_test_sets
-
-    inputs: dict[str, list[str]] = {}
-    for given in options.test_set or ():
-        name, equals, source = given.partition("=")
-        if not (name and equals and source):
-            raise ValueError(f"--test-set {given!r}: write NAME=INPUT")
-        inputs.setdefault(name, []).append(source)
-    report = measure_test_sets(
-        options.run_dir, step=options.step, inputs=inputs or None, depth_steps=options.depth_steps
-    )
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if options.json:
-        print(json.dumps(dataclasses.asdict(report), indent=2))
-    else:
-        Console().print(render_test_sets(report, run=options.run_dir.name))
-    return 0
 
 
 def _tasks(options: argparse.Namespace) -> int:

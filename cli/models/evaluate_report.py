@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ...evaluation.tasks.table import PAPER_TASKS, STAND_INS
 from ...evaluation.tasks.task import PAPER
-from ...evaluation.test_sets import TestSetReport
 from ...evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 
 _SHARES = (PAPER, "acc", "acc_norm")  # shown as percentages, in columns of their own
@@ -134,23 +133,3 @@ def _notes(report: ZeroShotReport) -> list[str]:
             f"{report.seed}."
         )
     return notes
-
-
-def render_test_sets(report: TestSetReport, *, run: str) -> RenderableType:
-    """Returns the table of scores on test sets."""
-    depth = f"{report.depth_steps} depth steps"
-    if report.depth_steps != report.trained_depth_steps:
-        depth += f" (trained with {report.trained_depth_steps})"
-    table = Table(title=Text(f"{run}, step {report.step}: {depth}"), title_justify="left", box=None)
-    table.add_column("test set", overflow="fold")
-    for name in ("items", "exact match %", "tokens right %", "nats per token"):
-        table.add_column(name, justify="right")
-    for name, score in report.scores.items():
-        table.add_row(
-            Text(name),
-            f"{score.items:,}",
-            f"{100 * score.exact_match:.1f}",
-            f"{100 * score.accuracy:.1f}",
-            f"{score.loss:.4f}",
-        )
-    return table

@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from ...data_pipeline.callables import import_function, is_function_path
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.errors import InputError
 from ...model.config.sections import kinds_first, merge, set_value
 from .errors import ConfigError
 from .run_config import Config
@@ -62,13 +64,28 @@ def _base_values(name_or_file: str, recipes: Mapping[str, Callable[[], Config]])
     """Returns the plain values of a recipe or a TOML file."""
     if name_or_file.endswith(".toml"):
         return _read_toml(Path(name_or_file), recipes)
-    if name_or_file in recipes:
-        return recipes[name_or_file]().model_dump(mode="json")
-    raise ConfigError(
-        f"there is no recipe {name_or_file!r}{nearest(name_or_file, recipes)}; recipes: "
-        f"{', '.join(recipes)}; "
-        "a file must end in .toml"
-    )
+    return _recipe_values(name_or_file, recipes, where=name_or_file)
+
+
+def _recipe_values(
+    name: str, recipes: Mapping[str, Callable[[], Config]], *, where: str
+) -> dict[str, Any]:
+    """Returns the plain values of a recipe: one of the table, or `package.module:function`."""
+    if name in recipes:
+        return recipes[name]().model_dump(mode="json")
+    if not is_function_path(name):
+        raise ConfigError(
+            f"{where}: there is no recipe {name!r}{nearest(name, recipes)}; recipes: "
+            f"{', '.join(recipes)}; name a file that ends in .toml, or a function of your own as "
+            "package.module:function"
+        )
+    try:
+        built = import_function(name, where=where, purpose="a function that returns a Config")()
+    except InputError as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(built, Config):
+        raise ConfigError(f"{where}: {name} returned a {type(built).__name__}, not a Config")
+    return built.model_dump(mode="json")
 
 
 def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
@@ -135,12 +152,9 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
     base = values.pop("recipe", None)
     if base is None:
         return values
-    if not isinstance(base, str) or base not in recipes:
-        raise ConfigError(
-            f"{path}: recipe = {base!r} is unknown{nearest(str(base), recipes)}; recipes: "
-            f"{', '.join(recipes)}"
-        )
-    merged = merge(recipes[base]().model_dump(mode="json"), values, KINDS)
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: recipe = {base!r} is not the name of a recipe")
+    merged = merge(_recipe_values(base, recipes, where=str(path)), values, KINDS)
     given = values.get("data")
     _choose_input(merged, given.keys() if isinstance(given, dict) else ())
     return merged

@@ -118,18 +118,6 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_test_sets(self) -> Self:
-        """Checks that a test item's score is its own, where items are to be scored."""
-        promises = self.model.evaluation_promises
-        if self.data.test_sets and not (promises.causal and promises.batch_invariant):
-            raise ValueError(
-                "data.test_sets with a model whose tokens may see later ones, or other sequences of "
-                "their batch: the score of an item would not be its own; leave the test sets out, "
-                "or use another router (`moebius models` shows what each promises)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_bfloat16_only(self) -> Self:
         """Refuses what has not been made to work where nothing is kept in float32."""
         refused = {

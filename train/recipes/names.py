@@ -19,9 +19,4 @@ RECIPE_NAMES = (
     "sut_244m", "sut_244m_no_act", "gpt_medium", "mot_medium_8e", "mot_medium_32e_1",
     "mot_medium_32e_8", "mot_medium_32e_16", "mot_medium_32e_32", "mot_medium_128e", "gpt_base",
     "mot_base_32e", "mot_base_64e_16", "mot_mini",
-    "p_hop_dense", "p_hop_naive_ut", "p_hop_moeut",
-    "addition_dense", "addition_naive_ut", "addition_moeut",
-    "permutation_words_dense", "permutation_words_naive_ut", "permutation_words_moeut",
-    "composition_dense", "composition_naive_ut", "composition_moeut",
-    "composition_published_dense", "composition_published_naive_ut", "composition_published_moeut",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 changes single values.
 
 Here are the runs to start with; family.py has every architecture at one small size, published.py
-the sizes of the papers, algorithmic.py tasks where recurrence shows.
+the sizes of the papers.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from ...model.config.model_config import ModelConfig
 from ...model.routers.sigmoid import SigmoidConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
-from .algorithmic import ALGORITHMIC
 from .family import FAMILY
 from .published import PUBLISHED
 
@@ -85,5 +84,4 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "own_text": own_text,
     **{name: _described(*entry) for name, entry in FAMILY.items()},
     **{name: _described(*entry) for name, entry in PUBLISHED.items()},
-    **{name: _described(*entry) for name, entry in ALGORITHMIC.items()},
 }

@@ -1,1 +1,0 @@
-"""Comparisons: arms of equal size over seeds, their paired differences, and what they cost."""

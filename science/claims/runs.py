@@ -1,0 +1,206 @@
+"""One run of a claim: a toy is trained as any run, then its routings on held-out text are looked at,
+in a process of its own: `python -m moebius_science.claims.runs FOLDER ARM`.
+
+Everything about training is read from the run folder (metrics.jsonl, checkpoints); a routing is
+caught where a router answers.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .measures import activated_fraction, effective_experts, random_activated_fraction, representation_collapse, thinned
+from .toys import ARMS, EVALUATION_ROWS, Arm, toy
+from moebius.data_pipeline.read.loader import validation_batches
+from moebius.distributed.process.process import start_process
+from ..compare.one_run import end_with_standard_input
+from ..compare.plan import PlannedRun
+from ..compare.results import read_log
+from ..compare.runner import SCORES, Phase, command_of, read_json
+from moebius.evaluation.restore import restore
+from moebius.model.cost import count_parameters, forward_flops
+from moebius.model.routers.router import Router
+from moebius.model.routing import Routing
+from moebius.model.transformer import Transformer
+from moebius.train.config.run_config import Config
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to know of one run."""
+
+    arm: Arm
+    seed: int
+    steps: int
+    text: str
+    data: Path
+    run_dir: Path
+    device: str
+
+
+def planned(job: Job) -> PlannedRun:
+    """The run as the runner of comparisons takes it."""
+    config = toy(
+        job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
+    )
+    return PlannedRun(job.arm.name, job.seed, config, job.run_dir)
+
+
+def scoring(run: PlannedRun) -> dict[str, Any] | None:
+    """What is asked for once a run is trained: its probes, if the arm has any."""
+    return {"probes": ARMS[run.arm].probes} if ARMS[run.arm].probes else None
+
+
+def command(run: PlannedRun, phase: Phase) -> Sequence[str]:
+    """The command that trains a run or probes it."""
+    if phase == "train":
+        return command_of(run, phase)
+    return [sys.executable, "-m", "moebius_science.claims.runs", str(run.folder), run.arm]
+
+
+def main() -> None:
+    """Probes a trained run and writes what was found; its checkpoints stay."""
+    end_with_standard_input()
+    folder, arm = Path(sys.argv[1]), ARMS[sys.argv[2]]
+    config = Config.load(folder / "config.json")
+    found = {"request": {"probes": arm.probes}, "routings": probe(folder, config, arm)}
+    partial = (folder / SCORES).with_suffix(".tmp")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(folder / SCORES)
+
+
+def record_of(job: Job) -> dict[str, Any]:
+    """The record of a finished run, of plain values."""
+    config = planned(job).config
+    record = {
+        "arm": job.arm.name,
+        "seed": job.seed,
+        "steps": job.steps,
+        **read_metrics(job.run_dir / "metrics.jsonl"),
+        "parameters": count_parameters(config.model, config.data.seq_len).total,
+        "training_flops_per_token": forward_flops(config.model, config.data.seq_len).training,
+    }
+    if job.arm.probes:
+        record["routings"] = read_json(job.run_dir / SCORES)["routings"]
+    return record
+
+
+def read_metrics(file: Path) -> dict[str, Any]:
+    """Loss and load curves of a run."""
+    lines = read_log(file)
+    steps = [line for line in lines if line["kind"] == "train"]
+    record: dict[str, Any] = {
+        "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
+        "step_s": statistics.median(line["step_s"] for line in steps),
+        "train_loss": [(line["step"], line["loss"]) for line in steps],
+        "validation_loss": [
+            (line["step"], line["loss"]) for line in lines if line["kind"] == "eval"
+        ],
+    }
+    if "max_violation" in steps[0]:
+        record["max_violation"] = [
+            (line["step"], statistics.fmean(line["max_violation"])) for line in steps
+        ]
+    return record
+
+
+def probe(run_dir: Path, config: Config, arm: Arm) -> list[dict[str, Any]]:
+    """Figures of the routings of all checkpoints, each a list over the layers that have experts."""
+    steps = sorted(
+        int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")
+    )
+    found = []
+    with start_process(config.train.device) as process:
+        for step in steps:
+            layers = routings(restore(run_dir, process, step=step).model, config, process.device)
+            found.append(
+                {"step": step, "layers": [figures(layer, config, arm) for layer in layers]}
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Caught:
+    """One router's inputs and choices on the held-out rows."""
+
+    x_TD: Tensor
+    experts_TK: Tensor
+
+
+class Catcher:
+    """Keeps what a router of the kind that chooses was asked and what it answered."""
+
+    def __init__(self, router: Router) -> None:
+        self._x: list[Tensor] = []
+        self._experts: list[Tensor] = []
+        self._hook = router.register_forward_hook(self._catch)
+
+    def caught(self) -> Caught:
+        """Everything so far, in order."""
+        return Caught(torch.cat(self._x), torch.cat(self._experts))
+
+    def _catch(self, router: nn.Module, given: tuple[Tensor, ...], routing: Routing) -> None:
+        assert routing.wanted_TK is not None, (
+            "only a router that chooses experts for rows can be probed"
+        )
+        self._x.append(given[0])
+        self._experts.append(routing.wanted_TK)
+
+
+@torch.no_grad()
+def routings(model: Transformer, config: Config, device: torch.device) -> list[Caught]:
+    """What every router of the feed-forward layers does with the validation rows."""
+    catchers = [Catcher(router) for _, kind, router in model.routers() if kind == "feed_forward"]
+    batches = validation_batches(
+        config.data.directory,
+        seq_len=config.data.seq_len,
+        batch_size=config.train.micro_batch,
+        rank=0,
+        num_ranks=1,
+        max_rows=EVALUATION_ROWS,
+    )
+    for batch in batches:
+        model(torch.from_numpy(batch.tokens[batch.valid][:, :-1]).to(device))
+    return [catcher.caught() for catcher in catchers]
+
+
+def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
+    """Of one layer; collapse only where every token has one expert, which then is its class."""
+    experts = config.model.experts
+    assert experts is not None
+    num_experts, heads = experts.num_experts, experts.sub_tokens
+    top_k = layer.experts_TK.shape[1]
+    load_E = torch.bincount(layer.experts_TK.flatten(), minlength=num_experts)
+    found: dict[str, Any] = {
+        "num_experts": num_experts,
+        "effective_experts": effective_experts(load_E),
+        "max_violation": (load_E.max() / load_E.double().mean() - 1).item(),
+    }
+    if top_k == heads == 1:
+        found["collapse"] = representation_collapse(layer.x_TD, layer.experts_TK[:, 0])
+        found["experts_used"] = int((load_E > 0).sum())
+    for window in arm.windows:
+        rows = window * heads
+        measured = activated_fraction(layer.experts_TK, window_rows=rows, num_experts=num_experts)
+        found[f"activated_{window}"] = measured
+        found[f"activated_{window}_ratio"] = measured / random_activated_fraction(
+            top_k, num_experts, rows
+        )
+    return found
+
+
+def thin(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with at most 100 points in every curve."""
+    curves = ("train_loss", "validation_loss", "max_violation")
+    return {name: thinned(value) if name in curves else value for name, value in record.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The file of a comparison: TOML that names its arms, what is equal among them, and the seeds.
+
+    name = "example"
+    baseline = "dense"
+    match = "parameters"
+
+    [common.train]
+    global_batch = 32
+
+    [arms.dense]
+    recipe = "dense"
+
+    [arms.moeut]
+    recipe = "moeut"
+    scaled = "model.feed_forward.num_experts"
+    model.feed_forward.router.top_k = 4
+
+An arm is written as a run's own TOML file is: a recipe, and what it changes of it, section by
+section. science/docs/compare.md has every key.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
+
+from .statistics import Side
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+SECTIONS = ("model", "data", "mesh", "kernels", "optim", "train", "checkpoint", "job")
+Match = Literal["parameters", "flops", "none"]
+
+
+class CompareError(ValueError):
+    """Says why a comparison cannot be made: what is wrong, the values, and what to do."""
+
+
+class Published(BaseModel):
+    """Holds what a paper reports of an arm, to stand beside our figures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    difference: float | None = None  # of the loss to the baseline's, nats per token
+    time: float | None = Field(default=None, gt=0)  # of a step, ÷ the baseline's
+    memory: float | None = Field(default=None, gt=0)  # ÷ the baseline's
+
+
+class Sections(BaseModel):
+    """Holds sections of a configuration as plain values; they are checked when an arm is built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    mesh: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
+    optim: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
+    job: dict[str, Any] = {}
+
+    def changes(self) -> dict[str, Any]:
+        """Returns the sections that were given."""
+        return {name: getattr(self, name) for name in SECTIONS if name in self.model_fields_set}
+
+
+class ArmEntry(Sections):
+    """Describes one arm: a recipe, what it changes, and what is scaled until it matches."""
+
+    recipe: str
+    label: str = Field(default="", max_length=60)  # in tables and pictures; default: its name
+    scaled: str | None = None  # the whole-number field; default: the file's
+    multiple: PositiveInt | None = None  # of which its value is; default: the file's
+    published: Published = Published()
+
+
+class ClaimEntry(BaseModel):
+    """States something about the difference of two arms' final losses, for the rule to judge."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    says: str = Field(min_length=1)
+    arm: str
+    against: str | None = None  # default: the baseline
+    side: Side = "below"
+    bound: float = 0.0  # of arm − against, nats per token
+    source: str = ""  # who says so, with their figure
+
+
+class ComparisonFile(BaseModel):
+    """Holds everything that the file of a comparison says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=NAME)
+    question: str = ""
+    baseline: str
+    seeds: tuple[NonNegativeInt, ...] = Field(default=(0, 1, 2), min_length=1)
+    match: Match = "parameters"
+    target: PositiveInt | None = None  # parameters, or training FLOPs; default: the baseline's
+    tolerance: float = Field(default=0.01, ge=0, lt=1)
+    scaled: str | None = None
+    multiple: PositiveInt = 1
+    steps: PositiveInt | None = None  # default: those of the recipes
+    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of `steps`
+    evaluations: PositiveInt = 20  # over `steps`
+    jobs: PositiveInt = 1  # runs at a time
+    threads: PositiveInt = 1  # of every rank
+    tasks: tuple[str, ...] = ()  # of `moebius eval`, scored at the end of every run
+    task_data: str = ""
+    task_limit: PositiveInt | None = None
+    common: Sections = Sections()
+    arms: dict[str, ArmEntry] = Field(min_length=1)
+    claims: tuple[ClaimEntry, ...] = ()
+
+    @field_validator("arms")
+    @classmethod
+    def _check_names(cls, arms: dict[str, ArmEntry]) -> dict[str, ArmEntry]:
+        import re
+
+        for name in arms:
+            if not re.fullmatch(NAME, name):
+                raise ValueError(
+                    f"an arm is called {name!r}: names are folders, and have letters, digits, "
+                    "'_', '.', '-' alone; `label` may have anything"
+                )
+        return arms
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds={list(self.seeds)}: give each seed once")
+        named = [("baseline", self.baseline)]
+        for claim in self.claims:
+            named += [("claims.arm", claim.arm), ("claims.against", claim.against or self.baseline)]
+        for key, arm in named:
+            if arm not in self.arms:
+                raise ValueError(f"{key}={arm!r} is none of the arms: {', '.join(self.arms)}")
+        if self.tasks and not self.task_data:
+            raise ValueError(
+                f"tasks={list(self.tasks)} need task_data: the folder of their files, or hub"
+            )
+        return self
+
+
+def read_file(path: Path) -> ComparisonFile:
+    """Reads and checks the file of a comparison.
+
+    Raises:
+        CompareError: it cannot be read, is no TOML, or has unknown keys or unusable values.
+    """
+    try:
+        values = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise CompareError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise CompareError(f"{path}: is not valid TOML: {error}") from None
+    try:
+        return ComparisonFile.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(entry) for entry in error.errors()]
+    raise CompareError("\n".join([f"{path}: is no comparison that can be made", *problems]))
+
+
+def _explain(entry: Any) -> str:
+    """Spells one of pydantic's complaints."""
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        key = str(entry["loc"][-1])
+        known = _known_beside(entry["loc"])
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"  {where}: unknown key{hint} (keys here: {', '.join(known)})"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
+    return f"  {where}: {message}{given}" if where else f"  {message}"
+
+
+def _known_beside(loc: Sequence[int | str]) -> list[str]:
+    """Returns the keys that are known where an unknown one stands."""
+    kinds: dict[tuple[str, int], type[BaseModel]] = {
+        ("common", 2): Sections,
+        ("arms", 3): ArmEntry,
+        ("arms", 4): Published,
+        ("claims", 3): ClaimEntry,
+    }
+    return list(kinds.get((str(loc[0]), len(loc)), ComparisonFile).model_fields)

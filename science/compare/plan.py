@@ -1,0 +1,374 @@
+"""From the file of a comparison to the runs that it needs: arms of equal size, each with every seed.
+
+What differs between the arms is only what the file says: the data, its order, the tokens and the
+seeds are the same, and that is checked. Each run has a folder of its own (FOLDER/ARM/seed-N), an
+ordinary run folder, so that every other command can look into it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moebius.train.config.resolve import resolve_changed
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.record.run_folder import place_data
+from .file import ArmEntry, CompareError, ComparisonFile
+from .sizes import Size, fit, matched_size, size_of, value_at
+
+Recipes = Mapping[str, Callable[[], Config]]
+_OF_THE_SEED = ("data.seed", "train.seed")
+_SHOWN_DIFFERENCES = 6
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm as it will be trained, but for the seed."""
+
+    name: str
+    label: str
+    config: Config
+    size: Size
+    scaled: str | None  # the field that was changed until the arm matched
+    value: int | None  # and its value
+    deviation: float  # of what is equal, from the target
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One arm with one seed, and its folder."""
+
+    arm: str
+    seed: int
+    config: Config
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Names the run as messages do."""
+        return f"{self.arm}, seed {self.seed}"
+
+
+def plan_arms(
+    file: ComparisonFile,
+    overrides: Sequence[str],
+    recipes: Recipes,
+    *,
+    data_root: Path,
+    origin: str,
+) -> list[Arm]:
+    """Builds all arms and scales them until they match.
+
+    Args:
+        file: the comparison.
+        overrides: `section.key=value` for every arm; they hold against the file.
+        recipes: by name.
+        data_root: where prepared data goes unless the file says where.
+        origin: the file's name, for messages.
+
+    Raises:
+        CompareError: an arm cannot match, or the arms differ in what must be the same.
+        ConfigError: an arm is no valid configuration.
+    """
+    _check_overrides(file, overrides)
+    build = {
+        name: partial(_build, file, name, entry, tuple(overrides), recipes, data_root, origin)
+        for name, entry in file.arms.items()
+    }
+    target = float(file.target) if file.target else None
+    if target is None and file.match != "none":
+        target = matched_size(build[file.baseline](None), file.match)
+    arms = [
+        _matched(file, name, entry, build[name], target, origin)
+        for name, entry in file.arms.items()
+    ]
+    _check_same(file, arms, origin)
+    return arms
+
+
+def plan_runs(file: ComparisonFile, arms: Sequence[Arm], folder: Path) -> list[PlannedRun]:
+    """Returns every arm with every seed, seed by seed, so that early results are paired."""
+    return [
+        PlannedRun(arm.name, seed, with_seed(arm.config, seed), folder / arm.name / f"seed-{seed}")
+        for seed in file.seeds
+        for arm in arms
+    ]
+
+
+def with_seed(config: Config, seed: int) -> Config:
+    """Returns the run with the seed that draws its weights and the order of its data."""
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"seed": seed}),
+            "train": config.train.model_copy(update={"seed": seed}),
+        }
+    )
+
+
+def _check_overrides(file: ComparisonFile, overrides: Sequence[str]) -> None:
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    if file.steps and "train.steps" in keys:
+        raise CompareError(
+            f"the file has steps = {file.steps}, from which warm-up, decay and evaluations follow: "
+            "give --steps N instead of train.steps=N"
+        )
+    if seeds := sorted(keys.intersection(_OF_THE_SEED)):
+        raise CompareError(f"{seeds[0]} is that of each run: give --seeds N,N,… instead")
+
+
+def _build(
+    file: ComparisonFile,
+    name: str,
+    entry: ArmEntry,
+    overrides: tuple[str, ...],
+    recipes: Recipes,
+    data_root: Path,
+    origin: str,
+    value: int | None,
+) -> Config:
+    """Builds one arm, with a value of its scaled field."""
+    scaled = entry.scaled or file.scaled
+    steps = file.steps
+    given = list(overrides)
+    if value is not None and scaled == "train.steps" and steps:
+        steps = value
+    elif value is not None:
+        given.append(f"{scaled}={value}")
+    config = resolve_changed(
+        entry.recipe,
+        (file.common.changes(), entry.changes()),
+        [*_schedule(file, entry, steps), f"train.threads={file.threads}", *given],
+        recipes,
+        origin=f"{origin}, arm {name}",
+    )
+    _check_place(config, name, origin)
+    job = config.job.model_copy(
+        update={"name": f"{file.name}-{name}"[:100], "rehearse_failure_at_step": None}
+    )
+    return place_data(config.model_copy(update={"job": job}), data_root)
+
+
+def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[str]:
+    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate, as far as
+    the file does not say that itself.
+
+    Raises:
+        CompareError: the file says two numbers of steps.
+    """
+    if steps is None:
+        return []
+    said = {
+        f"{section}.{key}"
+        for changes in (file.common.changes(), entry.changes())
+        for section in ("train", "optim")
+        for key in changes.get(section, {})
+    }
+    if "train.steps" in said:
+        raise CompareError(
+            f"{file.name}: steps = {steps} and a train.steps of its own: leave one of them out"
+        )
+    warmup = round(file.warmup * steps)
+    follows = {
+        "train.steps": steps,
+        "optim.warmup_steps": warmup,
+        "optim.decay_steps": max(1, steps - warmup),
+        "train.eval_every": max(1, steps // file.evaluations),
+    }
+    return [f"{key}={value}" for key, value in follows.items() if key not in said]
+
+
+def _check_place(config: Config, name: str, origin: str) -> None:
+    """Checks that a run fits this machine's one node."""
+    if config.job.num_nodes != 1:
+        raise CompareError(
+            f"{origin}, arm {name}: job.num_nodes={config.job.num_nodes}, and a comparison runs on "
+            "this machine: set job.num_nodes and job.ranks_per_node (and mesh) under [common]"
+        )
+    config.check_world(config.world_size)
+
+
+def _matched(
+    file: ComparisonFile,
+    name: str,
+    entry: ArmEntry,
+    build: Callable[[int | None], Config],
+    target: float | None,
+    origin: str,
+) -> Arm:
+    """Returns an arm with the value of its scaled field that brings it nearest to the target.
+
+    Raises:
+        CompareError: that is not near enough, or there is nothing to scale.
+    """
+    config, scaled, value = build(None), entry.scaled or file.scaled, None
+    where = f"{origin}, arm {name}"
+    multiple = entry.multiple or file.multiple
+    if target is None:
+        return Arm(name, entry.label or name, config, size_of(config), None, None, 0.0)
+    is_reference = name == file.baseline and file.target is None
+    if scaled is not None and not is_reference:
+        start = value_at(config.model_dump(), scaled)
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise CompareError(
+                f"{where}: scaled = {scaled!r} is {start!r} in this arm, and has to be a whole "
+                "number, such as model.feed_forward.num_experts or model.feed_forward.d_expert"
+            )
+        try:
+            found = fit(build, start, match=file.match, target=target, multiple=multiple)
+        except CompareError as error:
+            raise CompareError(f"{where}: scaled = {scaled!r}: {error}") from None
+        config, value = build(found.value), found.value
+    size = matched_size(config, file.match)
+    deviation = size / target - 1
+    if abs(deviation) > file.tolerance:
+        raise CompareError(_too_far(file, where, size, target, scaled, value, multiple))
+    label = entry.label or name
+    return Arm(name, label, config, size_of(config), scaled if value else None, value, deviation)
+
+
+def _too_far(
+    file: ComparisonFile,
+    where: str,
+    size: float,
+    target: float,
+    scaled: str | None,
+    value: int | None,
+    multiple: int,
+) -> str:
+    """Says that an arm does not match, and what can be done about it."""
+    what = "parameters" if file.match == "parameters" else "FLOPs of training"
+    miss = f"{size:,.0f} {what}, and the target is {target:,.0f} ± {file.tolerance:.2%}"
+    if value is not None:
+        coarse = f" in multiples of {multiple}" if multiple > 1 else ""
+        advice = (
+            f"{scaled} = {value} comes nearest{coarse} ({size / target - 1:+.2%}): scale a finer "
+            "field (model.feed_forward.d_expert, …) or raise tolerance"
+        )
+    else:
+        advice = (
+            f"({size / target - 1:+.2%}); name the whole-number field to scale: scaled = "
+            '"model.feed_forward.num_experts"'
+        )
+    return f"{where}: has {miss}; {advice}"
+
+
+def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
+    """Checks that all arms read the same data, and as many tokens of it."""
+    first, *others = arms
+    for other in others:
+        differences = [
+            f"  data.{key}: {first.name} has {value!r}, {other.name} {theirs!r}"
+            for key, value, theirs in _different(
+                first.config.data.model_dump(mode="json"), other.config.data.model_dump(mode="json")
+            )
+        ]
+        batches = first.config.train.global_batch, other.config.train.global_batch
+        if batches[0] != batches[1]:
+            differences.append(
+                f"  train.global_batch: {first.name} has {batches[0]}, {other.name} {batches[1]}"
+            )
+        tokens = first.size.tokens, other.size.tokens
+        if tokens[0] != tokens[1] and file.match == "parameters":
+            differences.append(
+                f"  tokens: {first.name} has {tokens[0]:,}, {other.name} {tokens[1]:,} "
+                "(train.steps, or steps for all)"
+            )
+        if differences:
+            raise CompareError(
+                "\n".join(
+                    [
+                        f"{origin}: the arms {first.name} and {other.name} do not train on the "
+                        "same data; put what they share under [common.data] and [common.train]",
+                        *differences[:_SHOWN_DIFFERENCES],
+                    ]
+                )
+            )
+
+
+def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(key, value, theirs[key]) for key, value in ours.items() if value != theirs[key]]
+
+
+# What is in the folder already -------------------------------------------------------------------
+
+_HARMLESS = (
+    "job",
+    "checkpoint",
+)  # sections: where a run is and what it keeps, not what it computes
+_HARMLESS_KEYS = (
+    *("data.directory", "train.threads", "train.timeout_s", "train.steps"),
+    *("train.eval_every", "train.log_every"),  # change no weight
+)
+
+
+def stale_runs(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
+    """Returns what has changed since runs were begun, by run folder; nothing where all fit.
+
+    More steps are no change: such a run goes on. Fewer than it has made are. Nor is it one how
+    often a run is evaluated: the steps that all seeds of an arm have are drawn.
+    """
+    found = {}
+    for run in runs:
+        saved = run.folder / "config.json"
+        if not saved.is_file():
+            continue
+        try:
+            changes = _changes(Config.load(saved), run.config)
+        except ConfigError as error:
+            changes = [str(error)]
+        if changes:
+            found[str(run.folder)] = changes
+    return found
+
+
+def _changes(before: Config, now: Config) -> list[str]:
+    changes = []
+    saved, asked = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for section, values in saved.items():
+        for key, value, new in _different(values, asked[section]):
+            name = f"{section}.{key}"
+            if section not in _HARMLESS and name not in _HARMLESS_KEYS:
+                changes.append(f"{name}: {_short(value)} → {_short(new)}")
+    if now.train.steps < before.train.steps:
+        changes.append(f"train.steps: {before.train.steps} → {now.train.steps}")
+    return changes
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+_REMEDY = "put the file back, or train these arms anew with --restart {arms}"
+
+
+def refuse_stale(runs: Sequence[PlannedRun], folder: Path, *, remedy: str = _REMEDY) -> None:
+    """Refuses to go on where the file has changed since runs were begun.
+
+    `remedy`: what can be done, besides another folder; `{arms}` stands for the arms.
+
+    Raises:
+        CompareError: it names the arms, what has changed, and what to do.
+    """
+    stale = stale_runs(runs)
+    if not stale:
+        return
+    by_arm: dict[str, list[str]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).extend(stale.get(str(run.folder), []))
+    lines = [
+        f"  {arm}: " + "; ".join(list(dict.fromkeys(changes))[:_SHOWN_DIFFERENCES])
+        for arm, changes in by_arm.items()
+        if changes
+    ]
+    names = ",".join(arm for arm, changes in by_arm.items() if changes)
+    raise CompareError(
+        "\n".join(
+            [
+                f"{folder}: holds runs of other settings; take another folder (--folder DIR), "
+                + remedy.format(arms=names),
+                *lines,
+            ]
+        )
+    )

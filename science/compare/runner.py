@@ -1,0 +1,332 @@
+"""Runs of a comparison as processes of their own, so many at a time, watched from here.
+
+A run that is finished is not begun again; one that was killed goes on from its checkpoint. Asked to
+stop (Ctrl-C, SIGTERM), every run saves at its next step boundary and ends; asked twice, they are
+killed, and go on from the checkpoints that they have. A run reads from a pipe that only this
+process can write to, so it ends with this one however that ends (one_run.py).
+
+One process at a time works in a folder: it holds a lock on the file `lock`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from moebius.train.record.run_folder import open_run
+from .file import CompareError
+from .plan import PlannedRun
+
+State = Literal["waiting", "running", "finished", "stopped", "failed"]
+Phase = Literal["train", "score"]
+Command = Callable[[PlannedRun, Phase], Sequence[str]]
+Scoring = Callable[[PlannedRun], Mapping[str, Any] | None]
+"""Returns what is to be scored of a trained run; None: nothing."""
+
+LOG = "output.log"
+SCORES = "scores.json"  # of tasks, in the run folder
+SCORING = "scoring.json"  # which tasks are asked for
+_LOOK_S = 0.2
+_END_S = 600.0  # how long runs that were asked to stop may take for their step and checkpoint
+_LOG_LINES = 12
+
+
+@dataclass
+class RunState:
+    """Says how far a run has come; the loop below keeps it up to date."""
+
+    run: PlannedRun
+    state: State = "waiting"
+    phase: Phase = "train"
+    step: int = 0
+    loss: float | None = None  # of training
+    why: str = ""  # it failed
+    process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+    seen: int = 0  # bytes of metrics.jsonl
+
+    @property
+    def label(self) -> str:
+        """Names the run as progress lines do."""
+        return self.run.name
+
+
+OnChange = Callable[[Sequence[RunState]], None]
+OnEnd = Callable[[RunState], None]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process.
+
+    Raises:
+        CompareError: another process works in it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise CompareError(f"{folder}: cannot be written ({error.strerror})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise CompareError(
+                f"{folder}: process {file.read().strip() or 'another'} works on this comparison; "
+                "wait until it has ended, stop it with Ctrl-C there, or look at what is there so "
+                "far with --table"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+        file.truncate(0)
+
+
+def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
+    """Removes the run folders of arms, so that they are trained anew.
+
+    Raises:
+        CompareError: there is no such arm.
+    """
+    known = {run.arm for run in runs}
+    for arm in arms:
+        if arm not in known:
+            raise CompareError(f"--restart {arm}: is none of the arms: {', '.join(sorted(known))}")
+    for run in runs:
+        if run.arm in arms and run.folder.exists():
+            shutil.rmtree(run.folder)
+
+
+def is_trained(run: PlannedRun) -> bool:
+    """Returns whether a run has made all its steps."""
+    result = read_json(run.folder / "result.json")
+    return result.get("state") == "finished" and result.get("step", 0) >= run.config.train.steps
+
+
+def next_phase(run: PlannedRun, scoring: Scoring) -> Phase | None:
+    """Returns what a run still needs; None: it is done."""
+    if not is_trained(run):
+        return "train"
+    request = scoring(run)
+    if request is None or read_json(run.folder / SCORES).get("request") == dict(request):
+        return None
+    return "score"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object of a file; an empty one where there is none, or half of one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def command_of(run: PlannedRun, phase: Phase) -> list[str]:
+    """Returns the command that trains or scores: one process, or torchrun's agent for several ranks."""
+    module = "moebius_science.compare.one_run"
+    ranks = run.config.world_size
+    program = [sys.executable, "-m"]
+    if ranks > 1 and phase == "train":
+        program += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return [*program, module, phase, str(run.folder)]
+
+
+def run_all(
+    runs: Sequence[PlannedRun],
+    *,
+    at_once: int,
+    scoring: Scoring = lambda run: None,
+    on_change: OnChange = lambda states: None,
+    on_end: OnEnd = lambda state: None,
+    command: Command = command_of,
+) -> list[RunState]:
+    """Trains and scores all runs that are not done; returns how each of them ended.
+
+    Args:
+        runs: in the order in which they are begun.
+        at_once: so many at a time.
+        scoring: what is scored after training, as plain values; by default nothing.
+        on_change: told the states of all runs several times a second.
+        on_end: told of every run that has ended.
+        command: starts a run; it must end where its standard input ends.
+    """
+    states = [RunState(run) for run in runs]
+    for state in states:
+        phase = next_phase(state.run, scoring)
+        state.phase = phase or "train"
+        if phase is None:
+            state.state, state.step = "finished", state.run.config.train.steps
+        else:
+            _read_progress(state)
+    with _asked_to_stop() as asked:
+        try:
+            _loop(states, at_once, scoring, on_change, on_end, command, asked)
+        finally:
+            for state in states:
+                _kill(state)
+    return states
+
+
+def _loop(
+    states: Sequence[RunState],
+    at_once: int,
+    scoring: Scoring,
+    on_change: OnChange,
+    on_end: OnEnd,
+    command: Command,
+    asked: "Asked",
+) -> None:
+    while True:
+        running = [state for state in states if state.state == "running"]
+        waiting = [state for state in states if state.state == "waiting"]
+        if not asked.times:
+            for state in waiting[: max(0, at_once - len(running))]:
+                _begin(state, command, scoring)
+                running.append(state)
+        if not running:
+            on_change(states)
+            return
+        if asked.times:
+            _stop(running, at_once_killed=asked.times > 1 or asked.is_overdue)
+        for state in running:
+            if _has_ended(state, scoring):
+                on_end(state)
+        on_change(states)
+        time.sleep(_LOOK_S)
+
+
+def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
+    """Starts the process of what a run needs next."""
+    run = state.run
+    open_run(run.config, run.folder)
+    for name in ("stop", "pause"):
+        (run.folder / name).unlink(missing_ok=True)
+    if state.phase == "train":
+        (run.folder / "result.json").unlink(missing_ok=True)
+    else:
+        (run.folder / SCORING).write_text(json.dumps(scoring(run)), encoding="utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": str(run.config.train.threads or 1)}
+    with (run.folder / LOG).open("ab") as log:
+        state.process = subprocess.Popen(
+            command(run, state.phase),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process, which asks the runs to stop
+        )
+    state.state = "running"
+
+
+def _has_ended(state: RunState, scoring: Scoring) -> bool:
+    """Looks at a run's process; returns whether the run has ended."""
+    _read_progress(state)
+    assert state.process is not None
+    code = state.process.poll()
+    if code is None:
+        return False
+    _kill(state)
+    phase = next_phase(state.run, scoring)
+    if phase is None:
+        state.state, state.step = "finished", state.run.config.train.steps
+    elif phase != state.phase:  # trained, and now to be scored
+        state.phase, state.state = phase, "waiting"
+        return False
+    elif (state.run.folder / "stop").exists():
+        state.state = "stopped"
+    else:
+        state.state, state.why = "failed", _why(state, code)
+    return True
+
+
+def _why(state: RunState, code: int) -> str:
+    """Returns the end of a failed run's output."""
+    log = state.run.folder / LOG
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return "\n".join([f"{state.run.name}: ended with {ended}; the end of {log}:", *lines])
+
+
+def _read_progress(state: RunState) -> None:
+    """Reads what has been added to metrics.jsonl: the last step and its loss."""
+    try:
+        with (state.run.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(state.seen)
+            added = file.read()
+    except OSError:
+        return
+    whole = added[: added.rfind(b"\n") + 1]
+    state.seen += len(whole)
+    for line in reversed(whole.splitlines()):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if record.get("kind") == "train":
+                loss = record["loss"]
+                state.step = record["step"]
+                state.loss = loss if isinstance(loss, float) else None
+                return
+
+
+# Ending -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """Counts how often the end was asked for, and knows since when."""
+
+    times: int = 0
+    since_s: float = 0.0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Returns whether the runs have had their time."""
+        return time.monotonic() - self.since_s > _END_S
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[Asked]:
+    """Counts SIGINT and SIGTERM instead of ending this process."""
+    asked = Asked()
+
+    def count(number: int, frame: object) -> None:
+        asked.times += 1
+        asked.since_s = asked.since_s or time.monotonic()
+
+    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(running: Sequence[RunState], *, at_once_killed: bool) -> None:
+    """Asks runs to save and end; kills them if they were asked before, or only score."""
+    for state in running:
+        (state.run.folder / "stop").touch()
+        if at_once_killed or state.phase == "score":
+            _kill(state)
+
+
+def _kill(state: RunState) -> None:
+    """Ends a run's processes, if there are any left."""
+    process = state.process
+    if process is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # its ranks, which are in sessions of their own, see this
+    process.wait()

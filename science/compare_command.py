@@ -1,0 +1,237 @@
+"""`moebius compare`: arms of equal size over seeds, from one file to one table and one picture."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moebius.cli.arguments import RUNS, Commands, add_command, add_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .compare.file import ComparisonFile
+    from .compare.plan import Arm, PlannedRun
+    from .compare.runner import RunState
+
+_INTERRUPTED = 130
+_COST_STEPS = 10  # of every run of --cost
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius compare`."""
+    text = "train and score a list of recipes at equal size over seeds, and compare them"
+    parser = add_command(
+        commands,
+        "compare",
+        _compare,
+        text,
+        examples=[
+            "compare mine.toml --dry-run",
+            "compare mine.toml --steps 3000 --jobs 2 data.input=\"['corpus/*.jsonl']\"",
+            "compare mine.toml --table",
+            "compare mine.toml --cost",
+        ],
+        notes="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
+        "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="science/docs/compare.md has its keys")
+    add_overrides(parser)
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="of all runs; default: runs/compare/NAME"
+    )
+    parser.add_argument("--seeds", metavar="N,N,…", help="instead of the file's")
+    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at a time, instead of the file's"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what is equal and what is not; train nothing"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="show what has finished so far; train nothing"
+    )
+    parser.add_argument(
+        "--restart", metavar="ARM,…", help="train these arms anew; what they have is removed"
+    )
+    parser.add_argument(
+        "--cost",
+        action="store_true",
+        help="measure time and memory of a step of every arm, in turn; wants a quiet machine",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of --cost; default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="for tables and picture; default: the folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Holds what the command line and the file ask for together."""
+
+    file: "ComparisonFile"
+    arms: "list[Arm]"
+    runs: "list[PlannedRun]"
+    folder: Path
+    out: Path
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Carries out `moebius compare`."""
+    from rich.console import Console
+
+    from .compare.tables import size_table
+    from .compare.progress import render
+
+    request, console = _request(options), Console(stderr=options.json)
+    if not options.table:
+        console.print(render(size_table(request.file, request.arms)))
+    if options.dry_run:
+        return 0
+    if options.cost:
+        return _cost(options, request, console)
+    code = 0 if options.table else _train(options, request, console)
+    _show(options, request)
+    return code
+
+
+def _request(options: argparse.Namespace) -> _Request:
+    """Reads the file, applies the options and plans the runs."""
+    from .compare.file import ComparisonFile, read_file
+    from .compare.plan import plan_arms, plan_runs
+    from moebius.train.recipes.smoke import RECIPES
+
+    file = read_file(options.file)
+    changed = {
+        "seeds": _seeds(options.seeds),
+        "steps": _positive(options.steps, "--steps"),
+        "jobs": _positive(options.jobs, "--jobs"),
+    }
+    changed = {name: value for name, value in changed.items() if value is not None}
+    file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | changed)
+    arms = plan_arms(file, options.overrides, RECIPES, data_root=RUNS, origin=str(options.file))
+    folder = (options.folder or RUNS / "compare" / file.name).absolute()
+    return _Request(file, arms, plan_runs(file, arms, folder), folder, options.out or folder)
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        seeds = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text}: give different whole numbers with commas, such as 0,1,2")
+    return seeds
+
+
+def _positive(number: int | None, option: str) -> int | None:
+    if number is not None and number < 1:
+        raise ValueError(f"{option} {number}: at least 1 is needed")
+    return number
+
+
+def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+    """Measures what a step of every arm costs."""
+    from .compare.cost import measure_costs
+    from .compare.runner import locked
+    from .compare.tables import cost_table, how_measured, write_costs
+    from .compare.progress import render
+
+    rounds = _positive(options.rounds, "--rounds")
+    assert rounds is not None
+    with locked(request.folder):
+        _prepare(request, console)
+        costs = measure_costs(
+            request.file,
+            request.arms,
+            request.folder / "cost",
+            rounds=rounds,
+            steps=_COST_STEPS,
+            on_run=lambda words: console.print(words, markup=False, highlight=False),
+        )
+    written = write_costs(costs, request.arms, request.out)
+    console.print(render(cost_table(costs)))
+    console.print(how_measured(costs), style="dim" if costs.was_quiet else "yellow")
+    _tell_written(written, console)
+    return 0
+
+
+def _prepare(request: _Request, console: "Console") -> None:
+    """Prepares the data, which all arms share."""
+    from moebius.cluster.report.live import show_preparation
+    from moebius.data_pipeline.make.prepare import prepare
+
+    data = request.arms[0].config.data
+    with show_preparation(console) as on_progress:
+        prepare(data, data.directory, on_progress=on_progress)
+
+
+def _tell_written(written: "list[Path]", console: "Console") -> None:
+    for path in written:
+        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+    """Prepares the data, trains what is missing, and returns the exit code."""
+    from .compare.plan import refuse_stale
+    from .compare.runner import locked, restart, run_all
+    from .compare.progress import progress_of
+
+    file = request.file
+    tasks = {"tasks": list(file.tasks), "data": file.task_data, "limit": file.task_limit}
+    with locked(request.folder):
+        if options.restart:
+            restart(request.runs, options.restart.split(","))
+        refuse_stale(request.runs, request.folder)
+        _prepare(request, console)
+        with progress_of(request.runs, console) as watch:
+
+            def on_end(state: "RunState") -> None:
+                watch.on_end(state)
+                _write(request)
+
+            states = run_all(
+                request.runs,
+                at_once=file.jobs,
+                scoring=lambda run: tasks if file.tasks else None,
+                on_change=watch.on_change,
+                on_end=on_end,
+            )
+    ends = {state.state for state in states}
+    if "failed" in ends:
+        return 1
+    return 0 if ends == {"finished"} else _INTERRUPTED
+
+
+def _write(request: _Request) -> None:
+    """Writes tables and picture of what has finished so far."""
+    from .compare.results import collect
+    from .compare.tables import write_results
+
+    write_results(collect(request.file, request.arms, request.runs), request.arms, request.out)
+
+
+def _show(options: argparse.Namespace, request: _Request) -> None:
+    """Writes and prints the results."""
+    from rich.console import Console
+
+    from .compare.results import as_values, collect
+    from .compare.tables import RULE, result_tables, write_results
+    from .compare.progress import render
+
+    results = collect(request.file, request.arms, request.runs)
+    written = write_results(results, request.arms, request.out)
+    if options.json:
+        print(json.dumps(as_values(results), indent=1))
+        return
+    console = Console()
+    for table in result_tables(results):
+        console.print(render(table))
+    console.print(RULE, style="dim")
+    _tell_written(written, console)

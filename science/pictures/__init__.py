@@ -1,0 +1,1 @@
+"""Draws what the analysis has counted."""

@@ -1,0 +1,200 @@
+"""`moebius compare` from its file to its table: through the command line, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from compared import TINY, planned, write_comparison
+from jobs import wait_for
+from small_corpus import sentences, write_jsonl
+from tiny_job import MOEBIUS
+
+from moebius.cli.main import main
+from moebius_science.compare import picture
+from moebius_science.compare.cost import Measured, measure_costs
+from moebius_science.compare.plan import Arm, PlannedRun
+from moebius_science.compare.results import collect
+from moebius_science.compare.tables import as_csv, cost_table, how_measured, write_results
+from moebius.train.record.run_folder import open_run
+
+
+def command(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *map(str, words)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def finish(run: PlannedRun, loss: float, *, at_first: float = 5.0) -> None:
+    """Writes what a finished run leaves behind."""
+    open_run(run.config, run.folder)
+    steps = run.config.train.steps
+    lines = [{"kind": "eval", "step": 0, "loss": 6.0, "time": 0.0}]
+    lines += [{"kind": "train", "step": n, "loss": 5.0, "step_s": 0.1, "time": n} for n in range(1, steps + 1)]  # fmt: skip
+    lines += [
+        {"kind": "eval", "step": 3, "loss": at_first, "time": 3.0},
+        {"kind": "eval", "step": 3, "loss": 4.5, "time": 3.5},  # again, after it was killed
+        {"kind": "eval", "step": steps, "loss": loss, "time": 9.0},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.folder / "metrics.jsonl").write_text(text + '{"kind": "torn')
+    (run.folder / "result.json").write_text(json.dumps({"state": "finished", "step": steps}))
+
+
+CLAIMS = """
+[[claims]]
+says = "one layer is worse than two"
+arm = "single"
+side = "above"
+bound = 0.05
+"""
+
+
+def test_the_results_are_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, arms, runs = planned(tmp_path, TINY + CLAIMS)
+    losses = {"moeut": (3.0, 3.1, 3.2), "single": (3.2, 3.2, 3.5)}
+    for run in runs[:-1]:
+        finish(run, losses[run.arm][run.seed])
+    partial = collect(file, arms, runs)
+    assert (partial.finished, partial.planned, partial.is_complete) == (5, 6, False)
+    assert partial.claims[0].verdict == "undecided"  # two seeds are paired
+    finish(runs[-1], losses["single"][2])
+    results = collect(file, arms, runs)
+    baseline, single = results.arms
+    assert baseline.is_lower is None
+    assert single.differences == pytest.approx({0: 0.2, 1: 0.1, 2: 0.3})
+    assert single.difference is not None
+    assert (single.difference.mean, single.difference.deviation) == pytest.approx((0.2, 0.1))
+    assert single.is_lower == "does not hold"
+    assert results.claims[0].verdict == "holds"
+    assert baseline.runs[0].curve == [(0, 6.0), (3, 4.5), (6, 3.0)]
+    monkeypatch.setattr(picture, "draw", lambda results: b"drawn")  # the slow test below does
+    written = write_results(results, arms, tmp_path / "out")
+    assert [path.name for path in written] == ["tiny.md", "tiny.json", "tiny.csv", "tiny.png"]
+    text = written[0].read_text()
+    assert "| single | +0.2000 ± 0.1000 | +0.1000 … +0.3000 |" in text
+    assert "| one layer is worse than two | single − moeut > 0.05 |" in text
+    recorded = json.loads(written[1].read_text())
+    assert [run["loss"] for run in recorded["runs"]] == [3.0, 3.1, 3.2, 3.2, 3.2, 3.5]
+    rows = [line.split(",") for line in as_csv(results).splitlines()]
+    assert len(rows) == 7
+    assert [row[:2] for row in rows[1:3]] == [["moeut", "0"], ["moeut", "1"]]
+    assert written[3].read_bytes() == b"drawn"
+
+
+def test_costs_are_relative_to_the_baseline_of_their_round(tmp_path: Path):
+    text = TINY.replace('label = "MoEUT"', "published = { time = 1.0, memory = 1.0 }")
+    file, arms, _ = planned(tmp_path, text)
+    seconds = {"moeut": [0.1, 0.2], "single": [0.3, 0.4]}
+    peaks: Mapping[str, list[int | None]] = {"moeut": [10 << 20, 8 << 20], "single": [25 << 20, 5]}
+    order = []
+
+    def measure(arm: Arm, folder: Path, steps: int) -> Measured:
+        order.append(arm.name)
+        number = order.count(arm.name) - 1
+        busy = 0.0 if number else 1.5
+        return Measured(seconds[arm.name][number], peaks[arm.name][number], busy)
+
+    costs = measure_costs(file, arms, tmp_path, rounds=2, steps=4, measure=measure)
+    assert order == ["moeut", "single", "moeut", "single"]
+    ratio = costs.arms[1].time_ratio  # 3 and 2, not 0.35 ÷ 0.15
+    assert (ratio.mean, ratio.least, ratio.most) == pytest.approx((2.5, 2.0, 3.0))
+    assert costs.arms[1].memory_ratio == 2.5
+    assert "NOT QUIET: other processes took up to 1.5 cores" in how_measured(costs)
+    assert cost_table(costs).rows[1] == ("single", "350", "2.50", "2.00 … 3.00", "", "25", "2.50", "")  # fmt: skip
+    assert cost_table(costs).rows[0][4] == "1.00"
+
+
+def test_sizes_are_shown_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert command(write_comparison(tmp_path), "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "equal parameters within 5.00%" in shown
+    assert "num_experts" in shown
+    assert not (tmp_path / "runs").exists()
+    assert command(tmp_path / "tiny.toml", "--table", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["planned"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.toml"], "nothing.toml: cannot be read"),
+        (["tiny.toml", "--seeds", "0,0"], "--seeds 0,0: give different whole numbers"),
+        (["tiny.toml", "--jobs", "0"], "--jobs 0: at least 1 is needed"),
+        (["tiny.toml", "--restart", "dense"], "--restart dense: is none of the arms"),
+        (["tiny.toml", "model.d_modle=3"], "did you mean model.d_model?"),
+    ],
+)
+def test_bad_requests_are_refused_in_words(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    write_comparison(tmp_path)
+    assert command(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_and_called_again_it_ends_as_if_nothing_had_happened(tmp_path: Path):
+    text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 60))
+    longer = TINY.replace("steps = 6", "steps = 200").replace("every = 2", "every = 10")
+    file = write_comparison(tmp_path, longer)
+    words = [*MOEBIUS, "compare", str(file), f"data.input=['{text}']", "--seeds", "0", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def begin(folder: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*words, "--folder", str(tmp_path / folder)],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def checkpoints(arm: str) -> list[Path]:
+        return list((tmp_path / "killed" / arm / "seed-0" / "checkpoints").glob("step_*"))
+
+    killed = begin("killed")
+    wait_for(lambda: checkpoints("moeut") or checkpoints("single"), timeout_s=300)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    folder = str(tmp_path / "killed")
+    wait_for(lambda: not _processes_with(folder), timeout_s=100)  # its runs end with it
+    results = {}
+    for name in ("killed", "whole"):
+        process = begin(name)
+        out, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        results[name] = json.loads(out)
+    losses = {name: [run["loss"] for run in found["runs"]] for name, found in results.items()}
+    assert losses["killed"] == losses["whole"]  # to the last bit
+    assert len(losses["whole"]) == 2
+    origins = (tmp_path / "killed").glob("*/seed-0/origin.json")
+    assert sum(len(json.loads(origin.read_text())["starts"]) for origin in origins) > 2
+    assert (tmp_path / "killed" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _processes_with(word: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "one_run" in line and word in line:
+            found.append(line)
+    return found
