@@ -268,7 +268,9 @@ def score_tasks(
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
     """
     run_dir, step = _run_of(Path(path), step)
-    report = measure_tasks(run_dir, tasks, data if data == "hub" else Path(data), step=step, limit=limit)
+    report = measure_tasks(
+        run_dir, tasks, data if data == "hub" else Path(data), step=step, limit=limit
+    )
     assert report is not None, "one process"
     return report
 

@@ -38,11 +38,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.kernels.peers import Mode, exact_mode
+from benchmarks.peak_memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, environment, save
 from benchmarks.step_profile import profile_step
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
-from benchmarks.peak_memory import peak_bytes
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 from moebius.train.config.resolve import resolve

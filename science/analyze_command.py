@@ -97,7 +97,13 @@ def _analyze(options: argparse.Namespace) -> int:
 def _analysis(options: argparse.Namespace) -> "Analysis":
     """Counts, with a bar where somebody watches."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from .analysis.analyse import analyse
 

@@ -36,7 +36,9 @@ def add_commands(commands: Commands) -> None:
         notes="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
         "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="science/docs/compare.md has its keys")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="science/docs/compare.md has its keys"
+    )
     add_overrides(parser)
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="of all runs; default: runs/compare/NAME"
@@ -84,8 +86,8 @@ def _compare(options: argparse.Namespace) -> int:
     """Carries out `moebius compare`."""
     from rich.console import Console
 
-    from .compare.tables import size_table
     from .compare.progress import render
+    from .compare.tables import size_table
 
     request, console = _request(options), Console(stderr=options.json)
     if not options.table:
@@ -101,9 +103,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> _Request:
     """Reads the file, applies the options and plans the runs."""
+    from moebius.train.recipes.smoke import RECIPES
+
     from .compare.file import ComparisonFile, read_file
     from .compare.plan import plan_arms, plan_runs
-    from moebius.train.recipes.smoke import RECIPES
 
     file = read_file(options.file)
     changed = {
@@ -139,9 +142,9 @@ def _positive(number: int | None, option: str) -> int | None:
 def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
     """Measures what a step of every arm costs."""
     from .compare.cost import measure_costs
+    from .compare.progress import render
     from .compare.runner import locked
     from .compare.tables import cost_table, how_measured, write_costs
-    from .compare.progress import render
 
     rounds = _positive(options.rounds, "--rounds")
     assert rounds is not None
@@ -180,8 +183,8 @@ def _tell_written(written: "list[Path]", console: "Console") -> None:
 def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
     """Prepares the data, trains what is missing, and returns the exit code."""
     from .compare.plan import refuse_stale
-    from .compare.runner import locked, restart, run_all
     from .compare.progress import progress_of
+    from .compare.runner import locked, restart, run_all
 
     file = request.file
     tasks = {"tasks": list(file.tasks), "data": file.task_data, "limit": file.task_limit}
@@ -221,9 +224,9 @@ def _show(options: argparse.Namespace, request: _Request) -> None:
     """Writes and prints the results."""
     from rich.console import Console
 
+    from .compare.progress import render
     from .compare.results import as_values, collect
     from .compare.tables import RULE, result_tables, write_results
-    from .compare.progress import render
 
     results = collect(request.file, request.arms, request.runs)
     written = write_results(results, request.arms, request.out)

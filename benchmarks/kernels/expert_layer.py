@@ -53,9 +53,9 @@ from benchmarks.kernels.problem import (
     result_of,
 )
 from benchmarks.memory import saved_bytes
+from benchmarks.peak_memory import peak_bytes
 from benchmarks.report import RESULTS, save
 from moebius.distributed.process.host_memory import keep_freed_memory
-from benchmarks.peak_memory import peak_bytes
 from moebius.kernels.cpu import workspace
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 

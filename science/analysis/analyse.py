@@ -15,10 +15,11 @@ import numpy as np
 
 from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.distributed.process.process import start_process
+from moebius.evaluation.restore import Restored, restore
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.run_config import Config
 from moebius.train.record.routed_call import RoutedCall
-from moebius.evaluation.restore import Restored, restore
+
 from .banks import FEED_FORWARD, Bank, ChosenBy, banks_of, choices_of, chosen_by
 from .cosines import RowCosine, row_cosines
 from .hidden import HiddenCounter

@@ -9,9 +9,9 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
+from ..pictures.picture import KIND_NAMES, Picture
 from .analyse import Analysis, BankAnalysis
 from .banks import member_name
-from ..pictures.picture import KIND_NAMES, Picture
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #22313f; --faint: #566573; --line: #e1e6ea; --ground: #ffffff; --note: #f3f5f7; }

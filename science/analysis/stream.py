@@ -20,13 +20,14 @@ from torch import Tensor
 from moebius.data_pipeline.read.corruption import open_fetcher
 from moebius.data_pipeline.read.loader import ValidationBatch, validation_batches
 from moebius.data_pipeline.read.rows import SplitReader
+from moebius.evaluation.restore import Restored
 from moebius.model.documents import Documents
 from moebius.model.execution.precision import forward_in, products_dtype
 from moebius.train.config.run_config import Config
 from moebius.train.micro_batches import document_use
 from moebius.train.record.route_tap import tap
 from moebius.train.record.routed_call import RoutedCall
-from moebius.evaluation.restore import Restored
+
 from .hidden import HiddenPass, tap_hidden
 from .updates import DepthUpdate, tap_residual
 

@@ -9,11 +9,19 @@ import numpy as np
 
 from moebius.data_pipeline.atomic import atomic_write
 from moebius.data_pipeline.parquet import write_parquet
-from ..pictures import choice_pictures, drawing, slice_picture, update_picture, usage_pictures, weight_pictures
+
+from ..pictures import (
+    choice_pictures,
+    drawing,
+    slice_picture,
+    update_picture,
+    usage_pictures,
+    weight_pictures,
+)
+from ..pictures.picture import Picture
 from .analyse import Analysis, BankAnalysis
 from .hidden import PARTS
 from .page import facts_line, page
-from ..pictures.picture import Picture
 
 PAGE = "analysis.html"
 

@@ -46,14 +46,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
+from moebius.data_pipeline.make.prepare import prepare
+
+from ..compare.plan import refuse_stale
+from ..compare.progress import progress_of
+from ..compare.runner import locked, run_all
 from .judge import CLAIMS, Finding, by_seed
 from .pictures import draw
 from .runs import Job, command, planned, record_of, scoring, thin
 from .toys import ARMS, data_config, toy
-from ..compare.progress import progress_of
-from moebius.data_pipeline.make.prepare import prepare
-from ..compare.plan import refuse_stale
-from ..compare.runner import locked, run_all
 
 
 def main() -> None:

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+from moebius.model.execution.precision import Precision
+
+from ..compare.statistics import Verdict, verdict
 from .measures import log_slope, steps_to_reach
 from .toys import BFLOAT16_MODELS, GRANULARITIES, PRECISIONS, RATES, WINDOWS, granular, in_bfloat16
-from ..compare.statistics import Verdict, verdict
-from moebius.model.execution.precision import Precision
 
 Runs = Mapping[
     str, Sequence[Mapping[str, Any]]

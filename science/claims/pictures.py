@@ -13,7 +13,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from .judge import ACTIVATION_ARMS, CLAIMS, WINDOWS, Runs, activation_ratio, collapse_curve, final_loss, granular_losses, mean_loss, share_of_experts
+from .judge import (
+    ACTIVATION_ARMS,
+    CLAIMS,
+    WINDOWS,
+    Runs,
+    activation_ratio,
+    collapse_curve,
+    final_loss,
+    granular_losses,
+    mean_loss,
+    share_of_experts,
+)
 from .toys import BFLOAT16_MODELS, GRANULARITIES, PRECISIONS, RATES, in_bfloat16
 
 Picture = Callable[[Axes, Runs], None]

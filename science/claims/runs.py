@@ -16,20 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .measures import activated_fraction, effective_experts, random_activated_fraction, representation_collapse, thinned
-from .toys import ARMS, EVALUATION_ROWS, Arm, toy
 from moebius.data_pipeline.read.loader import validation_batches
 from moebius.distributed.process.process import start_process
-from ..compare.one_run import end_with_standard_input
-from ..compare.plan import PlannedRun
-from ..compare.results import read_log
-from ..compare.runner import SCORES, Phase, command_of, read_json
 from moebius.evaluation.restore import restore
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Router
 from moebius.model.routing import Routing
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config
+
+from ..compare.one_run import end_with_standard_input
+from ..compare.plan import PlannedRun
+from ..compare.results import read_log
+from ..compare.runner import SCORES, Phase, command_of, read_json
+from .measures import (
+    activated_fraction,
+    effective_experts,
+    random_activated_fraction,
+    representation_collapse,
+    thinned,
+)
+from .toys import ARMS, EVALUATION_ROWS, Arm, toy
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.train.config.run_config import Config
+
 from .environment import environment
 from .file import CompareError, ComparisonFile
 from .plan import Arm
@@ -187,6 +188,7 @@ def measure_steps(config: Config, folder: Path, steps: int) -> Mapping[str, Any]
     from moebius.train.loop import step
     from moebius.train.optim import learning_rate_at
     from moebius.train.run import assemble, open_loader
+
     from .peak_memory import peak_bytes
 
     if config.train.threads:

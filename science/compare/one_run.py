@@ -63,6 +63,7 @@ def note_origin(run_dir: Path) -> None:
 def score(run_dir: Path) -> None:
     """Scores the newest checkpoint, and writes scores.json."""
     from moebius.evaluation.zero_shot import measure_tasks
+
     from .runner import SCORES, SCORING
 
     request: dict[str, Any] = json.loads((run_dir / SCORING).read_text(encoding="utf-8"))

@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..pictures.drawing import FAINT, INK, MARKERS, PALETTE, finish_lines, label, new_figure, png, title
+from ..pictures.drawing import (
+    FAINT,
+    INK,
+    MARKERS,
+    PALETTE,
+    finish_lines,
+    label,
+    new_figure,
+    png,
+    title,
+)
 from .results import ArmResult, Results
 from .statistics import shared_points
 

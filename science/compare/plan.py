@@ -14,6 +14,7 @@ from typing import Any
 from moebius.train.config.resolve import resolve_changed
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.record.run_folder import place_data
+
 from .file import ArmEntry, CompareError, ComparisonFile
 from .sizes import Size, fit, matched_size, size_of, value_at
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moebius.train.record.run_folder import open_run
+
 from .file import CompareError
 from .plan import PlannedRun
 

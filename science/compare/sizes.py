@@ -13,6 +13,7 @@ from typing import Any
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import Flops, Parameters, count_parameters, forward_flops
 from moebius.train.config.run_config import Config, ConfigError
+
 from .file import CompareError, Match
 
 _LARGEST = 1 << 30  # of a field that is scaled

@@ -5,11 +5,24 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis, BankAnalysis
 from ..analysis.banks import FEED_FORWARD, member_name
-from .picture import PAPER, Picture, Table, depth_label, depth_rows, not_shown, pair_table, row_labels, stacked, why_nothing_is_chosen, why_nothing_repeats, why_usage_is_fixed
 from ..analysis.usage import preference_order
+from . import drawing
+from .picture import (
+    PAPER,
+    Picture,
+    Table,
+    depth_label,
+    depth_rows,
+    not_shown,
+    pair_table,
+    row_labels,
+    stacked,
+    why_nothing_is_chosen,
+    why_nothing_repeats,
+    why_usage_is_fixed,
+)
 
 PAPER_ITEMS = 1000  # where the paper cuts its curves
 FREQUENT_ITEMS = 6000  # of the heat map

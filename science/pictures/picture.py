@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis, BankAnalysis
 from ..analysis.banks import FEED_FORWARD, member_name
+from . import drawing
 
 Table = dict[str, np.ndarray]
 

@@ -5,11 +5,21 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis, BankAnalysis
 from ..analysis.banks import FEED_FORWARD
-from .picture import PAPER, Picture, Table, depth_label, depth_rows, row_labels, stacked, why_nothing_is_chosen, why_nothing_repeats
 from ..analysis.usage import preference_order
+from . import drawing
+from .picture import (
+    PAPER,
+    Picture,
+    Table,
+    depth_label,
+    depth_rows,
+    row_labels,
+    stacked,
+    why_nothing_is_chosen,
+    why_nothing_repeats,
+)
 
 QUANTILE = 0.95  # the paper's, of an item's slices
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis
-from .picture import Picture, Table
 from ..analysis.updates import COLUMNS
+from . import drawing
+from .picture import Picture, Table
 
 
 def update_magnitude(analysis: Analysis) -> Picture:

@@ -5,11 +5,24 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis, BankAnalysis
 from ..analysis.banks import FEED_FORWARD
-from .picture import KIND_NAMES, PAPER, Picture, Table, bank_name, depth_label, depth_rows, not_shown, row_labels, stacked, why_nothing_repeats, why_usage_is_fixed
 from ..analysis.usage import preference_order
+from . import drawing
+from .picture import (
+    KIND_NAMES,
+    PAPER,
+    Picture,
+    Table,
+    bank_name,
+    depth_label,
+    depth_rows,
+    not_shown,
+    row_labels,
+    stacked,
+    why_nothing_repeats,
+    why_usage_is_fixed,
+)
 
 ATTENTION_KINDS = ("value", "output", "attention")
 

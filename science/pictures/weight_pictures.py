@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing
 from ..analysis.analyse import Analysis
 from ..analysis.banks import member_name
 from ..analysis.cosines import MATRICES, RowCosine
 from ..analysis.hidden import PARTS
+from . import drawing
 from .picture import Picture, Table
 
 _MONITORS = "the paper's training monitors"

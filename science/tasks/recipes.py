@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from .draw import ANSWER, PROMPT
 from moebius.data_pipeline.data_config import DataConfig, TestSet
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from moebius.train.optim import OptimConfig
+
+from .draw import ANSWER, PROMPT
 
 _ROOM = "python:moebius_science.tasks"
 

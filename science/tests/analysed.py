@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
-from moebius_science.analysis.analyse import Analysis, new_analysis
-from moebius_science.analysis.hidden import tap_hidden
-from moebius_science.analysis.slices import Item
-from moebius_science.analysis.stream import AnalysedPass
-from moebius_science.analysis.updates import tap_residual
 from moebius.evaluation.restore import Restored
 from moebius.model.documents import mark_documents
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.record.route_tap import tap
 from moebius.train.record.routed_call import RoutedCall
+from moebius_science.analysis.analyse import Analysis, new_analysis
+from moebius_science.analysis.hidden import tap_hidden
+from moebius_science.analysis.slices import Item
+from moebius_science.analysis.stream import AnalysedPass
+from moebius_science.analysis.updates import tap_residual
 
 ITEMS = (Item(3, "three"), Item(5, "$five\n"))
 GROUP = 32  # sequences, which whole groups of every recipe are

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from moebius.train.recipes.smoke import RECIPES
 from moebius_science.compare.file import ComparisonFile, read_file
 from moebius_science.compare.plan import Arm, PlannedRun, plan_arms, plan_runs
-from moebius.train.recipes.smoke import RECIPES
 
 TINY = """
 name = "tiny"

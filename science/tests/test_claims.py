@@ -14,23 +14,41 @@ from small_corpus import sentences, write_jsonl
 ROOT = Path(__file__).resolve().parents[2]
 
 
-from moebius_science.claims import __main__ as claims
-from moebius_science.claims.judge import CLAIMS, Finding, granularity_helps, share_kept
-from moebius_science.claims.measures import activated_fraction, effective_experts, log_slope, random_activated_fraction, representation_collapse, steps_to_reach, thinned
-from moebius_science.claims.pictures import draw
-from moebius_science.claims.runs import routings
-from moebius_science.claims.toys import ARMS, BFLOAT16_MODELS, GRANULARITIES, PRECISIONS, RATES, WINDOWS, granular, in_bfloat16, toy
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import validation_batches
-from moebius_science.compare.plan import PlannedRun
-from moebius_science.compare.runner import RunState
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import forward_flops
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.loop import train
 from moebius.train.record.run_folder import open_run
+from moebius_science.claims import __main__ as claims
+from moebius_science.claims.judge import CLAIMS, Finding, granularity_helps, share_kept
+from moebius_science.claims.measures import (
+    activated_fraction,
+    effective_experts,
+    log_slope,
+    random_activated_fraction,
+    representation_collapse,
+    steps_to_reach,
+    thinned,
+)
+from moebius_science.claims.pictures import draw
+from moebius_science.claims.runs import routings
+from moebius_science.claims.toys import (
+    ARMS,
+    BFLOAT16_MODELS,
+    GRANULARITIES,
+    PRECISIONS,
+    RATES,
+    WINDOWS,
+    granular,
+    in_bfloat16,
+    toy,
+)
+from moebius_science.compare.plan import PlannedRun
+from moebius_science.compare.runner import RunState
 
 
 def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:

@@ -25,7 +25,6 @@ from benchmarks import (
     expert_parallel,
     gloo_table,
     overhead,
-    peak_memory,
     placement,
 )
 from moebius.distributed.dispatch.table import DISPATCHERS

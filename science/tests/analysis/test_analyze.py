@@ -16,12 +16,12 @@ from small_model import TINY
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.rows import SplitReader
-from moebius_science.analysis import analyse as counting
-from moebius_science.analysis import write as report
-from moebius_science.analysis.analyse import analyse
 from moebius.evaluation.report import measure
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
+from moebius_science.analysis import analyse as counting
+from moebius_science.analysis import write as report
+from moebius_science.analysis.analyse import analyse
 
 SEQ_LEN = 16
 

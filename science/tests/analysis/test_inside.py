@@ -11,13 +11,13 @@ from analysed import ITEMS, analysis_of, count_by_loops, pass_of, passes_of
 from family import make_uneven, tiny_model
 from torch import Tensor
 
+from moebius.model.transformer import Transformer
+from moebius.train.record.route_tap import tap
 from moebius_science.analysis.cosines import row_cosines
 from moebius_science.analysis.hidden import PARTS
 from moebius_science.analysis.slices import usual_items
 from moebius_science.analysis.stream import AnalysedPass
 from moebius_science.pictures.weight_pictures import relu_pass_rate
-from moebius.model.transformer import Transformer
-from moebius.train.record.route_tap import tap
 
 TOKENS = torch.randint(9, (4, 6), generator=torch.Generator().manual_seed(1))
 COUNTED = torch.ones(4, 6, dtype=torch.bool)

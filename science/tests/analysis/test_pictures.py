@@ -13,10 +13,10 @@ from family import NAMES, make_uneven, tiny_model
 from matplotlib.image import imread
 
 from moebius.data_pipeline.parquet import write_parquet
-from moebius_science.pictures import drawing
 from moebius_science.analysis.analyse import Analysis
 from moebius_science.analysis.page import page
 from moebius_science.analysis.write import PAGE, PICTURES, as_json, write_analysis
+from moebius_science.pictures import drawing
 
 ALL = [
     *("expert_usage", "layer_preference", "unique_experts", "frequent_items", "item_slices"),

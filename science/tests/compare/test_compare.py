@@ -15,12 +15,12 @@ from small_corpus import sentences, write_jsonl
 from tiny_job import MOEBIUS
 
 from moebius.cli.main import main
+from moebius.train.record.run_folder import open_run
 from moebius_science.compare import picture
 from moebius_science.compare.cost import Measured, measure_costs
 from moebius_science.compare.plan import Arm, PlannedRun
 from moebius_science.compare.results import collect
 from moebius_science.compare.tables import as_csv, cost_table, how_measured, write_results
-from moebius.train.record.run_folder import open_run
 
 
 def command(*words: str | Path) -> int:

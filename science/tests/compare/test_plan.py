@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from compared import TINY, planned
 
-from moebius_science.compare.file import CompareError
-from moebius_science.compare.plan import refuse_stale
-from moebius_science.compare.sizes import matched_size
 from moebius.model.cost import forward_flops
 from moebius.train.config.run_config import ConfigError
 from moebius.train.record.run_folder import open_run
+from moebius_science.compare.file import CompareError
+from moebius_science.compare.plan import refuse_stale
+from moebius_science.compare.sizes import matched_size
 
 SCALED = 'scaled = "model.feed_forward.num_experts"'
 

@@ -15,14 +15,14 @@ from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig, TestSet
 from moebius.data_pipeline.make.prepare import prepare
-from moebius_science.tasks.items import TestItem
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.generate import generate
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
-from moebius_science.tasks.exact_match import ExactMatch, score_items
 from moebius.train.loop import train
+from moebius_science.tasks.exact_match import ExactMatch, score_items
+from moebius_science.tasks.items import TestItem
 from moebius_science.tasks.recipes import input_of
 
 FIELDS: dict[str, Any] = {"prompt_field": "prompt", "answer_field": "answer"}
