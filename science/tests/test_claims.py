@@ -11,9 +11,6 @@ import pytest
 import torch
 from small_corpus import sentences, write_jsonl
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import validation_batches
@@ -49,6 +46,8 @@ from moebius_science.claims.toys import (
 )
 from moebius_science.compare.plan import PlannedRun
 from moebius_science.compare.runner import RunState
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:
