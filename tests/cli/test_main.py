@@ -9,10 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,8 @@ from moebius.cluster.job import Journal, State
 from moebius.evaluation import text
 from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
+
+Command = Callable[..., Any]  # the fixture `moebius` of conftest.py
 
 # What takes time or memory to import, and answers no question about a run folder.
 HEAVY = {
@@ -109,12 +112,9 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_completion_script_knows_commands_options_and_recipes(
-    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shell: str, tmp_path: Path, moebius: Command
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--print-completion", shell])
-    assert ended.value.code == 0
-    script = capsys.readouterr().out
+    script = moebius("--print-completion", shell).out
     for word in ("submit", "verify", "overlap-chunks", "mot_medium_32e_16", "hierarchical"):
         assert word in script
     if shutil.which(shell):
@@ -123,11 +123,7 @@ def test_a_completion_script_knows_commands_options_and_recipes(
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash here")
-def test_bash_completes_what_it_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--print-completion", "bash"])
+def test_bash_completes_what_it_is_asked(tmp_path: Path, moebius: Command) -> None:
     (tmp_path / "runs").mkdir()
     asked = {
         "sta": "status",
@@ -141,72 +137,49 @@ def test_bash_completes_what_it_is_asked(
         'echo "${COMPREPLY[*]}"'
         for words in asked
     ]
-    script = "\n".join([capsys.readouterr().out, *lines])
+    script = "\n".join([moebius("--print-completion", "bash").out, *lines])
     shown = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert shown.stdout.splitlines() == list(asked.values())
 
 
-def test_commands_of_other_packages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed gets the rest of the line; one that is not names its package."""
     heard: list[list[str]] = []
     entry = SimpleNamespace(load=lambda: lambda words: heard.append(words) or 7)
     installed = {"mine": [entry]}
     monkeypatch.setattr(metadata, "entry_points", lambda *, group, name: installed.get(name, []))
-    assert answer(capsys, "mine", "a", "--b=1")[0] == 7
+    assert moebius("mine", "a", "--b=1").code == 7
     assert heard == [["a", "--b=1"]]
     for name, package in command_line.ELSEWHERE.items():
         if name in command_line.command_names(build_parser()):
             continue  # still here
-        code, said = answer(capsys, name)
-        assert code == 2
-        assert f"pip install {package}" in said
-    assert answer(capsys, "minee")[0] == 2
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
-    """Exit code, and what was printed, with line breaks folded."""
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    printed = capsys.readouterr()
-    return ended.value.code, " ".join((printed.out + printed.err).split())
+        answer = moebius(name)
+        assert answer.code == 2
+        assert f"pip install {package}" in answer.err
+    assert moebius("minee").code == 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan smoke --layout --ep 0", "mesh.ep: Input should be greater than or equal to 1"),
         ("status a b --watch", "--watch follows one run: name it"),
         ("logs run model.d_model=8", "unrecognized arguments: model.d_model=8"),
         ("train smoke --stepz=3", "unrecognized arguments: --stepz=3"),
     ],
 )
-def test_a_mistake_in_the_words_is_told(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = answer(capsys, *words.split())
-    assert code == 2
-    assert message in said
+def test_a_mistake_in_the_words_is_told(words: str, message: str, moebius: Command) -> None:
+    answer = moebius(*words.split())
+    assert answer.code == 2
+    assert message in answer.text
 
 
-def test_a_layout_is_shown_with_the_experts_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = answer(capsys, *["plan", "smoke", "mesh.dp_shard=8", "--ep", "2", "--layout"])
-    assert code == 0
-    assert "dp_shard 8" in said
-    assert "ep 2" in said
-    assert "0-7" in said
-
-
-def test_several_runs_stand_in_one_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [str(write_finished_run(tmp_path / name)) for name in ("one", "two")]
-    code, said = answer(capsys, "status", *runs)
-    assert code == 0
-    assert said.lower().count("succeeded") == 2
+def test_several_runs_stand_in_one_table(tmp_path: Path, moebius: Command) -> None:
+    runs = [write_finished_run(tmp_path / name) for name in ("one", "two")]
+    answer = moebius("status", *runs)
+    assert answer.code == 0
+    assert answer.text.lower().count("succeeded") == 2
 
 
 @pytest.mark.parametrize(
