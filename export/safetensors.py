@@ -1,14 +1,11 @@
-"""A checkpoint's weights as safetensors with one key per expert, and back. docs/checkpoints.md has
-the map of the keys.
+"""Exports a checkpoint's weights as safetensors with one key per expert, and loads them back.
 
-Per expert, in torch.nn.Linear's [out, in], because that is how mixtures of experts are published:
-whoever serves a model on other ranks, converts it, or drops or merges experts, picks whole experts
-by name and knows nothing of our banks. The price: a few thousand keys, and a transposition on the
-way. Within a bank [E, in, out] is what the kernels want.
+Experts are stored one by one in torch.nn.Linear's [out, in], as mixtures of experts are published:
+a converter or server picks whole experts by name and knows nothing of our banks [E, in, out]. The
+price is a few thousand keys and a transposition. docs/checkpoints.md has the map of the keys.
 
-What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases,
-embeddings and buffers stay as they are, as they do in training, so the export of a bfloat16 run
-answers with the same bits as the run.
+`dtype` applies to weights that enter matrix products; routers, norms, biases, embeddings and
+buffers stay as they are, as in training, so the export of a bfloat16 run gives the run's own bits.
 
 Cost: three passes over the bytes; memory for one output file and the largest tensor.
 """
@@ -54,17 +51,7 @@ from ..train.config.validation import validated
 INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
     "w_up": "w_up.weight",
     "w_down": "w_down.weight",
@@ -229,11 +216,11 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: it is none of them, or less than a byte.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.strip().upper())
-    unit = match[2] if match and match[2] in _UNITS else None
-    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
+    size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
+    if size < 1:
         raise ConfigError(f"{text!r} is no size: write 5GB, 500MB, 2GiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[unit])
+    return size
 
 
 # Planning and writing -----------------------------------------------------------------------------
@@ -317,9 +304,8 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         raise CheckpointError(
             f"{file.name} could not be written: {error}; nothing was left there"
         ) from error
-    file.chmod(
-        file.parent.stat().st_mode & 0o666
-    )  # the library makes files that nobody else can read
+    # The library makes files that nobody else can read.
+    file.chmod(file.parent.stat().st_mode & 0o666)
     with open(file, "rb") as written:
         os.fsync(written.fileno())
 
@@ -330,22 +316,15 @@ def _compare(
     """Reads every file back and compares it with what was written."""
     library = require_safetensors()
     for file, pieces in plan.items():
-        unlike = None
         try:
             with library.safe_open(folder / file, framework="pt") as opened:
-                unlike = next(
-                    (
-                        own.key
-                        for own in pieces
-                        if tensor_checksum(opened.get_tensor(own.key)) != sums[own.key]
-                    ),
-                    None,
-                )
+                keys = (piece.key for piece in pieces)
+                unlike = [k for k in keys if tensor_checksum(opened.get_tensor(k)) != sums[k]]
         except library.SafetensorError as error:
-            unlike = str(error)
-        if unlike is not None:
+            unlike = [str(error)]
+        if unlike:
             raise CheckpointError(
-                f"{file} does not read as it was written ({unlike}); is the disk sound? Nothing "
+                f"{file} does not read as it was written ({unlike[0]}); is the disk sound? Nothing "
                 "was left of the export"
             )
 
@@ -366,6 +345,7 @@ def require_safetensors() -> Any:
 
 
 def config_of(stored: StoredCheckpoint) -> Config:
+    """Returns the configuration of the run that wrote a checkpoint."""
     if not {"config", "progress"} <= stored.meta.meta.keys():
         raise CheckpointError(
             f"{stored.path}: holds no configuration or no progress, so it was not written by a run"
@@ -464,20 +444,15 @@ def _fill(tensor: Tensor, piece: ExportedTensor, value: Tensor, folder: Path) ->
 
 
 def _weight_map_of(folder: Path) -> dict[str, str]:
-    """Reads which key stands in which file."""
+    """Reads which key stands in which file; the index is untrusted."""
     found = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise ConfigError(
-            f"{folder / INDEX_FILE}: has no weight_map of keys and files; is it the index of an "
-            "export?"
-        )
-    if outside := [file for file in found.values() if Path(file).name != file]:
+        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map of keys and files")
+    files = sorted(set(found.values()))
+    if outside := [file for file in files if Path(file).name != file]:
         raise ConfigError(f"{folder / INDEX_FILE}: names files outside of its folder: {outside[0]}")
-    if absent := sorted({file for file in found.values() if not (folder / file).is_file()}):
-        raise ConfigError(
-            f"{folder}: {', '.join(absent)} missing, of {len(set(found.values()))} files with "
-            "weights"
-        )
+    if absent := [file for file in files if not (folder / file).is_file()]:
+        raise ConfigError(f"{folder}: {', '.join(absent)} missing, of {len(files)} weight files")
     return found
 
 

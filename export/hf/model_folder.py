@@ -1,11 +1,9 @@
-"""A folder that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` and
-`AutoTokenizer.from_pretrained(folder)` load: weights as in every export, and beside them the code of
-the model, its tokenizer and a model card.
+"""Writes a folder that transformers loads: weights, the model's code, its tokenizer and a card.
 
-The weights are safetensors with one key per expert (../safetensors.py), for the modules in
-modeling_moebius.py are named as they are here. That code needs torch and transformers alone. It
-asks every sequence by itself and every position without those after it, so only models that promise
-both in evaluation go out this way.
+The weights are safetensors with one key per expert (../safetensors.py), because the modules in
+modeling_moebius.py have the names of ours. That code needs only torch and transformers. It asks
+every sequence by itself and every position without those after it, so only models that promise
+both in evaluation are exported this way.
 """
 
 import json
@@ -28,7 +26,7 @@ from ..safetensors import (
     export,
     tokenizer_of,
 )
-from .card import card_files
+from .card import make_card
 from .tokenizer import tokenizer_files
 
 _SAMPLE_ROWS = 64
@@ -62,16 +60,18 @@ def export_to_hf(
             file for it, or whatever `export` refuses.
     """
     config = config_of(open_checkpoint(source))
-    # what may be refused, before an hour of verifying
-    check_promises(config.model)
+    check_promises(config.model)  # refused before an hour of verifying
     tokenizer, words = tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as asked")
+    words = words.replace("no tokenizer file", "a tokenizer")
     files: dict[str, str] = {}
     if tokenizer is not None:
         files = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
 
     def describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
-        own = _files(stored, config, dtype, tokenizer)
-        return Description({**own, **files}, words.replace("no tokenizer file", "a tokenizer"))
+        card = {"README.md": make_card(stored, config, words)}
+        return Description(
+            {**_model_files(stored, config, dtype, tokenizer), **card, **files}, words
+        )
 
     return export(
         source,
@@ -123,10 +123,10 @@ def check_promises(model: ModelConfig) -> None:
     )
 
 
-def _files(
+def _model_files(
     stored: StoredCheckpoint, config: Config, dtype: Precision, tokenizer: Tokenizer | None
-) -> dict[str, str | bytes]:
-    """Returns all that stands beside the weights but for the tokenizer."""
+) -> dict[str, str]:
+    """Returns the model's code, and its configuration as transformers reads it."""
     end = None if tokenizer is None else tokenizer.end_of_document_id
     described = config_values(stored, config, tokenizer, dtype) | {
         "architectures": ["MoebiusForCausalLM"],
@@ -137,10 +137,9 @@ def _files(
         "pad_token_id": end,
     }
     generation = {"eos_token_id": end, "pad_token_id": end}
-    files: dict[str, str | bytes] = {
+    folder = Path(__file__).parent
+    code = {name: (folder / name).read_text(encoding="utf-8") for name in CODE}
+    return code | {
         "config.json": json.dumps(described, indent=2) + "\n",
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }
-    folder = Path(__file__).parent
-    files |= {name: (folder / name).read_text(encoding="utf-8") for name in CODE}
-    return files | card_files(stored, config, dtype, has_tokenizer=tokenizer is not None)

@@ -447,7 +447,7 @@ INDEX = "model.safetensors.index.json"
         (
             INDEX,
             {"weight_map": {EXPERT: "model-1.safetensors", "b": "model.safetensors"}},
-            "out: model-1.safetensors missing, of 2 files with weights",
+            "out: model-1.safetensors missing, of 2 weight files",
         ),
         ("config.json", {"step": 3}, "describes no model of moebius: it has no 'model'"),
         ("config.json", {"model": {}, "step": None}, "describes no model of moebius"),
