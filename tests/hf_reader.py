@@ -98,10 +98,10 @@ def main() -> None:
             ids = tokenizer(texts)["input_ids"]
             words = [tokenizer.decode(row) for row in ids]
             said = io.StringIO()
-            if "tokenizer(" in (card := (folder / "README.md").read_text()):
-                example = card.split("```python\n")[1].split("```")[0]
-                with contextlib.redirect_stdout(said):
-                    exec(example.replace("FOLDER", str(folder)), {})
+            card = (folder / "README.md").read_text()
+            example = card.split("```python\n")[1].split("```")[0]
+            with contextlib.redirect_stdout(said):
+                exec(example.replace("FOLDER", str(folder)), {})
             words_of_card = said.getvalue()
             written = {
                 "ids": ids,
