@@ -1,14 +1,13 @@
 """What feeding the ranks of a node costs in processor time, with and without its data server.
 
-    python -m benchmarks.data_server [--ranks 1,2,4,8] [--mtokens 128] [--ray]
+    python -m benchmarks.data_server [--ranks 1,2,4,8] [--mtokens 128]
 
 Data is made up: documents of 900 tokens on average, Zipf-distributed over 8,192 ids (9.8 bits per
 token), as zstd shards of the usual record batches. Every rank is a process that opens a loader and
 takes its batches, and nothing else; all ranks together read every token once. Counted is the
 processor time of all ranks, imports left out, and of the server. Its start is in that, and hides what
-it saves on little data; `ns_per_token_once_started` leaves it out. `--ray` measures Ray Data's
-`streaming_split` beside it (cluster/ingest.py), all processes of its cluster counted from the
-dataset's making to the last batch. On a busy machine believe nothing.
+it saves on little data; `ns_per_token_once_started` leaves it out.
+On a busy machine believe nothing.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-from numpy.lib.stride_tricks import sliding_window_view
 
 from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.manifest import (
@@ -40,7 +38,6 @@ from moebius.data_pipeline.manifest import (
     shard_name,
 )
 from moebius.data_pipeline.read.loader import Loader
-from moebius.data_pipeline.read.rows import Prepared
 from moebius.data_pipeline.serve.job import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle, start_server
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
@@ -160,7 +157,7 @@ def _figures(
 
 
 def _steps(data: DataConfig) -> int:
-    return _prepared(data).num_rows("text", 0) // GLOBAL_BATCH
+    return Prepared(data.directory, seq_len=data.seq_len).num_rows("text", 0) // GLOBAL_BATCH
 
 
 def _rank(
@@ -192,71 +189,6 @@ def _rank(
         end.wait()
 
 
-def measure_streaming_split(data: DataConfig, num_ranks: int) -> dict[str, float]:
-    """Reads all tokens once as a Ray Dataset that is split over so many actors.
-
-    Its tasks decode the chunks of the same shards, in the order of the files. All processes of the
-    simulated cluster count, this one too.
-    """
-    import ray
-    import ray.data
-
-    from moebius.cluster.ingest import split_batches
-    from moebius.cluster.places.simulated import simulated_cluster
-
-    prepared = _prepared(data)
-    num_chunks = len(prepared.chunks("text", 0).row_starts) - 1
-    with simulated_cluster(1, cpus_per_node=num_ranks + 1, object_store_bytes=2**30) as cluster:
-        before_s, began = _tree_s(cluster.host_pid), time.perf_counter()
-        chunks: Any = ray.data.range(num_chunks, override_num_blocks=num_chunks)
-        rows = chunks.map_batches(
-            _rows_of_chunks, fn_kwargs={"data": data}, batch_format="numpy", num_cpus=1
-        )
-        batches = split_batches(
-            rows, num_ranks=num_ranks, global_batch=GLOBAL_BATCH, micro_batch=8, rank_cpus=num_ranks
-        )
-        count: Any = ray.remote(num_cpus=1)(_count_steps)
-        steps = ray.get([count.remote(one) for one in batches], timeout=600)
-        wall_s = time.perf_counter() - began
-        all_s = _tree_s(cluster.host_pid) - before_s
-    tokens = steps[0] * GLOBAL_BATCH * SEQ_LEN
-    return {
-        "all_s": round(all_s, 3),
-        "ns_per_token": round(all_s / tokens * 1e9, 3),
-        "wall_s": round(wall_s, 3),
-        "mtokens": round(tokens / 1e6, 1),
-    }
-
-
-def _prepared(data: DataConfig) -> Prepared:
-    return Prepared(data.directory, seq_len=data.seq_len)
-
-
-def _rows_of_chunks(chunks: dict[str, np.ndarray], *, data: DataConfig) -> dict[str, np.ndarray]:
-    prepared = _prepared(data)
-    found = []
-    for number in chunks["id"]:
-        chunk = prepared.read_chunk("text", 0, int(number))
-        starts = chunk.pieces.starts  # rows that are cut are a piece each
-        found.append(sliding_window_view(chunk.flat_tokens, chunk.width)[starts])
-    prepared.close()
-    return {"tokens": np.concatenate(found)}
-
-
-def _count_steps(batches: Any) -> int:
-    return sum(1 for _ in batches)
-
-
-def _tree_s(pid: int) -> float:
-    """Returns the processor seconds of this process and of those below another, children included."""
-    root = psutil.Process(pid)
-    total = time.process_time()
-    for process in (root, *root.children(recursive=True)):
-        times = process.cpu_times()
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
-
-
 def server_start_s() -> float:
     """Returns the processor time of the server's imports."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -278,7 +210,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks on the node")
     parser.add_argument("--mtokens", type=int, default=128, help="millions of tokens")
-    parser.add_argument("--ray", action="store_true", help="streaming_split beside it")
     parser.add_argument(
         "--folder", type=Path, help="takes the result; benchmarks/results if not given"
     )
@@ -292,10 +223,6 @@ def main() -> None:
             for served in (False, True):
                 name = f"{num_ranks} ranks, {'data server' if served else 'each for itself'}"
                 figures[name] = _once_started(measure(data, num_ranks, served=served), start_s)
-                print(f"{name:28}", figures[name], flush=True)
-            if options.ray:
-                name = f"{num_ranks} ranks, streaming_split"
-                figures[name] = measure_streaming_split(data, num_ranks)
                 print(f"{name:28}", figures[name], flush=True)
     from benchmarks.report import RESULTS, save
 

@@ -55,17 +55,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
-from moebius.cluster.job import (
-    JOURNAL,
-    METRICS,
-    JobError,
-    read_generation,
-    request_stop,
-    stop,
-)
+from moebius.cluster.job import JOURNAL, METRICS, JobError, read_generation
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.report.json_lines import JsonLinesTail
+from moebius.cluster.stop import request_stop, stop
 from moebius.data_pipeline.manifest import is_prepared
 from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import smoke
@@ -183,7 +177,7 @@ class Observer:
     def last_node(self) -> int:
         """Returns the number of a node that the job uses, and that is not the cluster's head."""
         generation = read_generation(self.run_dir)
-        attempts = self.run_dir.glob(f"logs/g{generation:03d}/node*/attempt.json")
+        attempts = self.run_dir.glob(f"logs/g{generation:03d}/node*/assignment.json")
         addresses = [json.loads(path.read_text())["address"] for path in attempts]
         return max(int(address.rpartition(".")[2]) - 2 for address in addresses)
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
-from . import liveness as life_signs
-from .liveness import LifeWatch, beat, silence_s
+from .liveness import LOST_AFTER_S, LivenessWatch, beat, silence_s
 from .report.json_lines import JsonLinesTail
 
 JOURNAL = "journal.jsonl"
@@ -34,10 +33,6 @@ RESULT = "result.json"
 STOP = "stop"
 PAUSE = "pause"  # set by the supervision, for a generation that is to make way for another
 SCALE = "scale.json"
-
-# Contents of the stop flag; empty, it asks for an end at a step boundary with a checkpoint.
-STOP_NOW = "now"  # without a checkpoint
-STOP_PREEMPT = "preempt"  # the same end, because the machines are taken away
 
 EXIT_PREEMPTED = 75
 THIS_MACHINE, SIMULATED = "this machine", "simulated"  # of Launch.where
@@ -278,12 +273,12 @@ def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
     return entries[start:]
 
 
-def read_status(run_dir: Path, *, life: LifeWatch | None = None) -> JobStatus:
+def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobStatus:
     """Returns how the job of a run folder stands.
 
     Args:
-        life: of one who watches, and has looked before; a single look must trust the folder's
-            times.
+        liveness: of one who watches and has looked before; a single look must trust the times of
+            the folder's files.
 
     Raises:
         JobError: there is no job in this folder.
@@ -295,7 +290,7 @@ def read_status(run_dir: Path, *, life: LifeWatch | None = None) -> JobStatus:
     last = current[-1]
     silent_s = None
     if not last.state.is_final:
-        silent_s = silence_s(run_dir) if life is None else life.silent_s()
+        silent_s = silence_s(run_dir) if liveness is None else liveness.silent_s()
     state, reason = _judge_life(last, silent_s)
     newest = last_train_line(run_dir)
     causes = [entry.details["root_cause"] for entry in current if "root_cause" in entry.details]
@@ -316,7 +311,7 @@ def read_status(run_dir: Path, *, life: LifeWatch | None = None) -> JobStatus:
 
 
 def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]:
-    if silent_s is None or silent_s <= life_signs.LOST_AFTER_S:
+    if silent_s is None or silent_s <= LOST_AFTER_S:
         return last.state, last.reason
     return (
         State.LOST,
@@ -399,52 +394,6 @@ def read_generation(run_dir: Path) -> int:
         return int((run_dir / GENERATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
-
-
-def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> None:
-    """Asks the job to end: at the next step boundary with a checkpoint, or `now` without one.
-
-    Args:
-        preempt: end at the step boundary as PREEMPTED, because the machines are taken away.
-    """
-    write_atomically(run_dir / STOP, STOP_NOW if now else STOP_PREEMPT if preempt else "")
-
-
-def stop(
-    run_dir: Path, *, now: bool = False, preempt: bool = False, timeout_s: float = 600.0
-) -> JobStatus:
-    """Asks a job to end (`request_stop`) and waits until it has.
-
-    Raises:
-        JobError: there is no job in this folder, or it did not end within `timeout_s`.
-    """
-    status = read_status(run_dir)
-    if status.state.is_final:
-        return status
-    request_stop(run_dir, now=now, preempt=preempt)
-    deadline = time.monotonic() + timeout_s
-    life = LifeWatch(run_dir)
-    while not (status := read_status(run_dir, life=life)).state.is_final:
-        if life.is_given_up():
-            raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
-        if time.monotonic() > deadline:
-            raise JobError(
-                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` "
-                "ends it at once"
-            )
-        time.sleep(0.2)
-    return status
-
-
-def stop_requested(run_dir: Path) -> str | None:
-    """Returns None to go on, "step" to end at a step boundary, "preempt" for the same, "now" to end
-    at once.
-    """
-    try:
-        said = (run_dir / STOP).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    return said if said in (STOP_NOW, STOP_PREEMPT) else "step"
 
 
 def write_atomically(path: Path, text: str) -> None:

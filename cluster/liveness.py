@@ -2,7 +2,7 @@
 
 It touches the file `heartbeat` about twice a second. Two ways to judge:
 
-* Who watches (`LifeWatch`) sees whether the file changes between two looks, by its own monotonic
+* Who watches (`LivenessWatch`) sees whether the file changes between two looks, by its own monotonic
   clock. No clock that jumps or differs between machines can deceive it.
 * Who looks once (`silence_s`) compares times, both of the run folder's file system: the heartbeat's
   and that of a file made now. If that looks bad it looks again for a second, for the clock may have
@@ -45,7 +45,7 @@ def silence_s(run_dir: Path) -> float:
     return max(0.0, silent_s)
 
 
-class LifeWatch:
+class LivenessWatch:
     """Measures a supervisor's silence between the looks of one who watches."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):

@@ -14,11 +14,11 @@ from ..train.record.run_folder import open_run
 from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
-from .recovery.interrupts import interrupts_ask_for_a_stop
 from .report.live import follow, show_preparation
 from .report.summary import closing_words, draw_summary
-from .shipping.record import record_environment
-from .supervise.background_data import Preparation, prepares_beside, workers_beside
+from .shipped_code import record_environment
+from .stop import interrupts_stop_the_job
+from .supervise.background_data import BackgroundData, prepares_beside, workers_beside
 from .supervise.job_supervisor import supervise
 
 
@@ -71,10 +71,10 @@ def _launch_of(config: Config, run_dir: Path) -> Launch:
     )
 
 
-def _preparation(launch: Launch) -> Preparation | None:
+def _preparation(launch: Launch) -> BackgroundData | None:
     if not launch.prepares_data:
         return None
-    return Preparation(launch, lambda: workers_beside(launch.world_size))
+    return BackgroundData(launch, lambda: workers_beside(launch.world_size))
 
 
 def _run_and_show(
@@ -91,7 +91,7 @@ def _run_and_show(
     )
     screen.start()
     try:
-        with interrupts_ask_for_a_stop(run_dir):
+        with interrupts_stop_the_job(run_dir):
             supervise(launch, this_machine, _preparation(launch))
     finally:
         ended.set()

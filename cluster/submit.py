@@ -39,13 +39,12 @@ from .places.ray_session import disconnect, require_ray
 from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
 from .ray_tasks import RayPool
-from .recovery.interrupts import interrupts_ask_for_a_stop
 from .report.live import follow, show_preparation
 from .report.summary import closing_words, draw_summary
-from .shipping.record import record_environment
-from .shipping.wheel import Shipment
+from .scale import ScaleRequest, write_request
+from .shipped_code import Shipment, record_environment
+from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
-from .supervise.scale import ScaleRequest, write_request
 
 FORWARDED = (
     "MOEBIUS_",
@@ -135,7 +134,7 @@ def submit(
         _begin(launch, scale, shipment)
         if not is_ours and scale is None:
             launch = place_ahead(launch)
-        with interrupts_ask_for_a_stop(run_dir):
+        with interrupts_stop_the_job(run_dir):
             start_supervisor(launch, held)
             if detach:
                 return read_status(run_dir)

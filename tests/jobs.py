@@ -88,7 +88,7 @@ def template_pids(run_dir: Path) -> list[int]:
 
 def used_nodes(run_dir: Path, generation: int) -> list[int]:
     """The numbers of the pretended nodes that a generation runs on."""
-    attempts = run_dir.glob(f"logs/g{generation:03d}/node*/attempt.json")
+    attempts = run_dir.glob(f"logs/g{generation:03d}/node*/assignment.json")
     addresses = [json.loads(path.read_text())["address"] for path in attempts]
     return sorted(int(address.rpartition(".")[2]) - 2 for address in addresses)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fuzz_inputs import fuzz
 
-from moebius.cluster.report.line_checks import is_believed
+from moebius.cluster.report.json_lines import is_believed
 
 
 @pytest.mark.parametrize(

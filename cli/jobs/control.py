@@ -20,7 +20,7 @@ from ..configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
-    from ...cluster.supervise.scale import ScaleRequest
+    from ...cluster.scale import ScaleRequest
     from ...train.config.run_config import Config
 
 ENDS = (
@@ -137,7 +137,7 @@ def _submit_to(
     scale: "ScaleRequest | None" = None,
 ) -> int:
     """Submits to the place that the options name, with the code that they name."""
-    from ...cluster.shipping.runtime import shipping
+    from ...cluster.shipped_code import shipping
     from ...cluster.submit import submit
 
     if options.wheel is not None and not options.ship:
@@ -158,7 +158,7 @@ def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.job import JobError, State, refuse_if_running
     from ...cluster.report.run_report import read_report
-    from ...cluster.supervise.scale import request_to_keep
+    from ...cluster.scale import request_to_keep
 
     run_dir = options.run_dir.absolute()
     report = read_report(run_dir)
@@ -225,7 +225,7 @@ def _add_scale(commands: Commands) -> None:
 
 def _scale(options: argparse.Namespace) -> int:
     """Carries out `moebius scale`."""
-    from ...cluster.supervise.scale import request_scale
+    from ...cluster.scale import request_scale
 
     request_scale(options.run_dir, options.num_nodes)
     print(
@@ -254,8 +254,8 @@ def _add_stop(commands: Commands) -> None:
 
 def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
-    from ...cluster.job import stop
     from ...cluster.report.run_report import read_report
+    from ...cluster.stop import stop
 
     status = stop(options.run_dir, now=options.now, preempt=options.preempt)
     if options.json:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..job import Launch
-from ..nodes.agent import Attempt
+from ..nodes.assignment import Assignment
 from .facts import NodeFacts
 from .findings import Finding
 from .folder import PREFIX
@@ -282,7 +282,7 @@ def _run_ranks(group: _Nodes, settings: Settings) -> dict[str, Any]:
     )
     port, secret = nodes[0].free_port(), secrets.token_hex(32)
     attempts = [
-        Attempt(launch, 1, number, names[0], port, name, secret=secret)
+        Assignment(launch, 1, number, names[0], port, name, secret=secret)
         for number, name in enumerate(names)
     ]
     for node, attempt in zip(nodes, attempts, strict=True):

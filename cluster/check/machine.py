@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..nodes.agent import versions
+from ..nodes.node import versions
 from .findings import (
     Finding,
     judge_disk,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..nodes.agent import AgentReport, Attempt, Node
+from ..nodes.assignment import AgentReport, Assignment
+from ..nodes.node import Node
 from . import folder
 from .facts import NodeFacts, gather_facts
 from .folder import Seen, Written
@@ -53,7 +54,7 @@ class NodeProbe(Protocol):
     def claim(self, path: str) -> bool: ...
     def clean(self, path: str, token: str) -> None: ...
     def free_port(self) -> int: ...
-    def start_exchange(self, attempt: Attempt) -> None: ...
+    def start_exchange(self, attempt: Assignment) -> None: ...
     def exchange_report(self) -> AgentReport | None: ...
     def exchange_result(self) -> str: ...
     def end_exchange(self) -> None: ...
@@ -119,7 +120,7 @@ class Probe:
         """Returns a port of this node's address that is free now."""
         return self._node.free_port()
 
-    def start_exchange(self, attempt: Attempt) -> None:
+    def start_exchange(self, attempt: Assignment) -> None:
         """Starts this node's ranks of the self-test, in a private folder of this machine's own."""
         launch = attempt.launch
         scratch = Path(launch.run_dir).with_name(f"{Path(launch.run_dir).name}-{attempt.node_rank}")

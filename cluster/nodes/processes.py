@@ -7,7 +7,7 @@ peers inside C++ would not notice SIGTERM. What slips through all the same is fo
 each process carries in its environment: run folder, generation, rank.
 
 A fork shows the environment that its template was started with, whatever it sets later. So a
-template (warm/template.py) is started with empty room for marks, and its forks write theirs there
+template (template.py) is started with empty room for marks, and its forks write theirs there
 (`write_mark`): the same `find` sees executed and forked processes, and so does `ps e`.
 
 Elsewhere (macOS) nothing binds a process to its parent: when the command is killed with SIGKILL its
@@ -16,12 +16,15 @@ ranks go on, until the next start in the same run folder finds them by their mar
 """
 
 import ctypes
+import json
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -40,6 +43,8 @@ _ROOMS = {
 _DIGITS = 12  # of a mark's value; leading zeros fill its room
 
 IS_LINUX = sys.platform == "linux"
+
+_SLOW_TO_END_S = 2.0  # for processes that are only slow to end: `Node.stop` has waited before
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -94,14 +99,11 @@ def difference_from_linux() -> str | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns all living processes below `pid`, children before grandchildren."""
-    children: dict[int, list[int]] = {}
-    for child, parent in _parents().items():
-        children.setdefault(parent, []).append(child)
-    found = [pid]
-    for ancestor in found:
-        found += children.get(ancestor, [])
-    return found[1:]
+    """Returns all living processes below `pid`."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def room_for_marks() -> dict[str, str]:
@@ -199,18 +201,75 @@ def _environment(pid: int) -> dict[str, str]:
         return {}  # gone meanwhile, or another user's
 
 
-def _parents() -> dict[int, int]:
-    parents = {}
-    for pid in psutil.pids():
-        try:
-            parents[pid] = psutil.Process(pid).ppid()
-        except psutil.Error:  # gone meanwhile
-            continue
-    return parents
-
-
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def unkillable(run_dir: str, address: str) -> str:
+    """Describes the processes of a run that cannot be ended on a node that runs none of it now.
+
+    SIGKILL does not end a process that is stuck in the kernel (state D), most often in a network
+    file system or a driver that hangs. It holds its memory and its device, nobody can say for how
+    long. The description names the kernel's function, which names the file system or driver.
+
+    Args:
+        run_dir: absolute, as it was given to the launch.
+        address: of the node: pretended nodes share a machine, and each answers for its own.
+    """
+    mine = {
+        pid: marks
+        for pid, marks in find(run_dir).items()
+        if RANK in marks and _address_of(run_dir, marks) == address
+    }
+    stuck = end(mine, timeout_s=_SLOW_TO_END_S)
+    if not stuck:
+        return ""
+    named = "; ".join(_describe(pid, mine[pid]) for pid in stuck)
+    return f"SIGKILL does not end {named} on {socket.gethostname()} ({address})"
+
+
+def _address_of(run_dir: str, marks: Mapping[str, str]) -> str:
+    """Returns the address of the node on which a rank was started."""
+    generation, rank = int(marks[MARK_GENERATION]), int(marks[RANK])
+    for path in Path(run_dir).glob(f"logs/g{generation:03d}/node*/assignment.json"):
+        with suppress(OSError, ValueError, KeyError):  # torn by what ended the node
+            told = json.loads(path.read_bytes())
+            if rank // told["launch"]["ranks_per_node"] == told["node_rank"]:
+                return told["address"]
+    return ""
+
+
+def _describe(pid: int, marks: Mapping[str, str]) -> str:
+    rank, generation = int(marks[RANK]), int(marks[MARK_GENERATION])
+    return f"process {pid} (rank {rank} of generation {generation}), {_what_it_does(pid)}"
+
+
+def _what_it_does(pid: int) -> str:
+    """Returns the state of a process and its kernel function, as far as the system shows them."""
+    try:
+        state = psutil.Process(pid).status()
+    except psutil.Error:
+        return "which ends just now"
+    words = "state D (uninterruptible)" if state == psutil.STATUS_DISK_SLEEP else f"state {state}"
+    function = ""
+    with suppress(OSError):  # no Linux, or not shown to this user
+        function = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0\n")
+    return f"{words} in the kernel's {function}" if function else words
+
+
+def main() -> None:
+    """Binds this process to the agent, opens the rank's log and becomes the user's command.
+
+    python -m moebius.cluster.nodes.processes LOG_DIR COMMAND...
+    """
+    log_dir, *command = sys.argv[1:]
+    bind_to_parent()
+    log_to(Path(log_dir) / f"rank{os.environ[RANK]}.log")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

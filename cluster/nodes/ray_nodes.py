@@ -2,7 +2,7 @@
 
 Bundles and actors are detached: they live on when the supervisor dies, and the ranks train on. Their
 names begin with the job's, so that the next supervisor finds them. Each call carries the number of
-the supervisor that makes it (recovery/term.py), and a node refuses one that has a successor. Should
+the supervisor that makes it (supervise/fencing.py), and a node refuses one that has a successor. Should
 no supervisor come any more, because somebody has ended it for good, the nodes end themselves.
 
 Cost: one process of about 80 MB per node; one remote call per node every 0.2 s (about 1 ms each).
@@ -28,11 +28,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..job import SIMULATED, Launch
 from ..places.ray_session import NAMESPACE, nodes_of
 from ..ray_tasks import tasks_for
-from ..recovery.control_store import listens
-from ..recovery.doors import Door
-from ..recovery.term import ReplacedError
+from ..supervise.fencing import ReplacedError
 from ..supervise.job_supervisor import POLL_S
-from .agent import Node
+from ..supervise.network import listens
+from .node import Address, Node
 from .provider import Capacity, NodeHandle, NodesUnavailable
 from .remote_node import RemoteNode
 
@@ -55,33 +54,34 @@ class NodeAgent(Node):
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(ray.util.get_node_ip_address(), launch)
-        self._term = 0
+        self._supervisor = 0  # the number of the last one that has called
         context = ray.get_runtime_context()
         self._me, self._node_id = context.current_actor, context.get_node_id()
-        self._door = _door_of(self._node_id)
+        self._listens_at = _address_of(self._node_id)
         threading.Thread(target=self._end_without_supervisor, args=(launch,), daemon=True).start()
 
-    def serve(self, term: int, method: str, *arguments: Any) -> Any:
+    def serve(self, supervisor: int, method: str, *arguments: Any) -> Any:
         """Calls a method of this node for the supervisor of this number.
 
         Raises:
             ReplacedError: a later one has called.
         """
-        if term < self._term:
-            raise ReplacedError(f"supervisor {term} was replaced by {self._term}")
-        self._term = term
+        if supervisor < self._supervisor:
+            raise ReplacedError(f"supervisor {supervisor} was replaced by {self._supervisor}")
+        self._supervisor = supervisor
         return getattr(self, method)(*arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what every node tells, its name in the cluster, and where others can knock."""
-        return super().describe() | {"node_id": self._node_id, "door": self._door}
+        """Returns what every node tells, its name in the cluster, and where it listens."""
+        own = {"node_id": self._node_id, "listens_at": self._listens_at}
+        return super().describe() | own
 
     def _end_without_supervisor(self, launch: Launch) -> None:
         """Gives the node back once Ray knows of no supervisor that could come back."""
         name = actor_name(launch.run_dir)
         while True:
             time.sleep(min(ORPHANED_LOOK_S, launch.supervisor_timeout_s))
-            if self._term == 0 and launch.where == SIMULATED:
+            if self._supervisor == 0 and launch.where == SIMULATED:
                 continue  # data is still being prepared; the cluster ends with who does it
             try:
                 ray.get_actor(name, namespace=NAMESPACE)
@@ -121,9 +121,9 @@ class _Bundle:
 class RayNodeProvider:
     """Provides a job's nodes: one Ray bundle per node, spread strictly, a node agent in each."""
 
-    def __init__(self, launch: Launch, term: int):
+    def __init__(self, launch: Launch, supervisor: int):
         self._launch = launch
-        self._term = term
+        self._supervisor = supervisor
         self._bundle = _Bundle.of(launch)
         self._control_store = ray.get_runtime_context().gcs_address
         self._capacity = Capacity(0, 0)
@@ -234,7 +234,7 @@ class RayNodeProvider:
         self._group, self._nodes = group, [None] * group.bundle_count
         run_dir = Path(self._launch.run_dir)
         for number, actor in self._agents():
-            node, other = RemoteNode(actor, self._term, run_dir), self._nodes[number]
+            node, other = RemoteNode(actor, self._supervisor, run_dir), self._nodes[number]
             if other is None:
                 self._nodes[number] = node
             elif other.is_up(timeout_s=ADOPT_TIMEOUT_S):
@@ -327,7 +327,7 @@ class RayNodeProvider:
     def _create_agent(self, group: PlacementGroup, number: int) -> RemoteNode:
         key = _key(self._launch.run_dir)
         options: dict[str, Any] = {
-            "name": f"node-{key}-{number}-{self._term}.{secrets.token_hex(4)}",
+            "name": f"node-{key}-{number}-{self._supervisor}.{secrets.token_hex(4)}",
             "namespace": NAMESPACE,
             "lifetime": "detached",
             "num_cpus": self._bundle.cpus,
@@ -339,7 +339,7 @@ class RayNodeProvider:
         }
         agent: Any = ray.remote(NodeAgent)
         actor = agent.options(**options).remote(self._launch)
-        return RemoteNode(actor, self._term, Path(self._launch.run_dir))
+        return RemoteNode(actor, self._supervisor, Path(self._launch.run_dir))
 
     def _start_agent(
         self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
@@ -374,7 +374,7 @@ def _remove_group(name: str) -> None:
         remove_placement_group(ray.util.get_placement_group(name))
 
 
-def _door_of(node_id: str) -> Door:
+def _address_of(node_id: str) -> Address:
     """Returns where a node's raylet listens for the others."""
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     return node["NodeManagerAddress"], node["NodeManagerPort"]

@@ -1,39 +1,62 @@
-"""A node agent as the supervisor calls it: a Ray actor on another machine, behind a network."""
+"""A node as the supervisor calls it: a Ray actor on another machine, behind a network."""
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ..liveness import beat
-from ..recovery.doors import Door
-from ..recovery.term import ReplacedError
-from ..watch.evidence import Evidence
-from ..watch.heartbeats import RankState
-from .agent import AgentReport, Attempt
-from .node_check import NodeCheck
+from ..supervise.fencing import ReplacedError
+from .node import Node
 from .provider import NodeLost
 
-# of a call to a node: it answers within milliseconds, or within seconds when processes resist
+# A node answers within milliseconds, or within seconds when processes resist being ended.
 CALL_TIMEOUT_S = 30.0
 BEAT_EVERY_S = 5.0  # while an answer is waited for
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _remote(
+    method: Callable[Concatenate[Node, P], R],
+) -> Callable[Concatenate["RemoteNode", P], R]:
+    """Returns the method that calls a method of `Node` on the other machine."""
+
+    def call(node: "RemoteNode", *arguments: P.args, **_: P.kwargs) -> R:
+        return node._call(method.__name__, *arguments)
+
+    return call
+
 
 class RemoteNode:
-    """Stands for a node agent; every failure of actor, node or network is NodeLost."""
+    """Stands for a node on another machine; every failure of actor, node or network is NodeLost."""
 
-    def __init__(self, actor: Any, term: int, run_dir: Path):
+    def __init__(self, actor: Any, supervisor: int, run_dir: Path):
         self._actor = actor
-        self._term = term
+        self._supervisor = supervisor
         self._run_dir = run_dir
         self._address = ""
-        self._ready = actor.serve.remote(term, "describe")
+        self._ready = actor.serve.remote(supervisor, "describe")
         self.is_dead = False
         self.node_id = ""  # in the cluster, once it is up
+
+    describe = _remote(Node.describe)
+    check = _remote(Node.check)
+    unkillable = _remote(Node.unkillable)
+    unreachable = _remote(Node.unreachable)
+    free_port = _remote(Node.free_port)
+    start = _remote(Node.start)
+    poll = _remote(Node.poll)
+    heartbeats = _remote(Node.heartbeats)
+    gather_evidence = _remote(Node.gather_evidence)
+    running_ranks = _remote(Node.running_ranks)
+    kill_rank = _remote(Node.kill_rank)
+    stop = _remote(Node.stop)
 
     def is_up(self, *, timeout_s: float) -> bool:
         """Returns whether the actor has started; waits at most `timeout_s`."""
@@ -55,54 +78,6 @@ class RemoteNode:
             return False
         return True
 
-    def describe(self) -> dict[str, Any]:
-        """Calls `Node.describe` there."""
-        return self._call("describe")
-
-    def check(self, wanted: NodeCheck) -> str:
-        """Calls `Node.check` there."""
-        return self._call("check", wanted)
-
-    def unkillable(self, run_dir: str) -> str:
-        """Calls `Node.unkillable` there."""
-        return self._call("unkillable", run_dir)
-
-    def free_port(self) -> int:
-        """Calls `Node.free_port` there."""
-        return self._call("free_port")
-
-    def start(self, attempt: Attempt) -> None:
-        """Calls `Node.start` there."""
-        self._call("start", attempt)
-
-    def poll(self) -> AgentReport | None:
-        """Calls `Node.poll` there."""
-        return self._call("poll")
-
-    def heartbeats(self) -> list[RankState]:
-        """Calls `Node.heartbeats` there."""
-        return self._call("heartbeats")
-
-    def gather_evidence(self) -> list[Evidence]:
-        """Calls `Node.gather_evidence` there."""
-        return self._call("gather_evidence")
-
-    def unreached(self, doors: Sequence[Door]) -> list[int]:
-        """Calls `Node.unreached` there."""
-        return self._call("unreached", doors)
-
-    def running_ranks(self) -> list[int]:
-        """Calls `Node.running_ranks` there."""
-        return self._call("running_ranks")
-
-    def kill_rank(self, rank: int) -> bool:
-        """Calls `Node.kill_rank` there."""
-        return self._call("kill_rank", rank)
-
-    def stop(self) -> None:
-        """Calls `Node.stop` there."""
-        self._call("stop")
-
     def end(self) -> None:
         """Ends the ranks, the template and the actor."""
         if self.node_id:  # else the actor waits for its place, and would not answer
@@ -116,7 +91,7 @@ class RemoteNode:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return self._await(self._actor.serve.remote(self._term, method, *arguments))
+            return self._await(self._actor.serve.remote(self._supervisor, method, *arguments))
         except RayTaskError as error:
             if isinstance(error.cause, ReplacedError):
                 raise ReplacedError(str(error.cause)) from None
@@ -131,8 +106,9 @@ class RemoteNode:
             raise NodeLost(f"its agent actor died{at} ({_first_line(error)})") from error
 
     def _await(self, answer: Any) -> Any:
-        """Waits for an answer, and shows meanwhile that the supervisor lives: where the network to
-        a node is cut, Ray says so after a minute only.
+        """Waits for an answer, and shows meanwhile that the supervisor lives.
+
+        Where the network to a node is cut, Ray reports it after a minute only.
         """
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while True:
@@ -146,6 +122,6 @@ class RemoteNode:
 
 
 def _first_line(error: Exception) -> str:
-    """What Ray says, without what its libraries say: that is half a page."""
+    """Returns what Ray says, without what its libraries add: that is half a page."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.partition("; last error")[0]

@@ -38,13 +38,13 @@ if __name__ == "__main__":
     processes.bind_to_parent()
 
 from ...train.record.process_log import print_through_log
-from ..warm.orders import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 from . import agent
+from .template_process import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 
 _AGENTS_NEED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     f"{agent.__package__}.rendezvous",
-    f"{agent.__package__}.spares",
+    f"{agent.__package__}.forked_ranks",
 )
 _RANKS_NEED = (
     "moebius.train.__main__",

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from ..job import Launch
-from ..warm.orders import COMMAND, MAX_MESSAGE_BYTES, TRAINING, Order, send_order, tell
 from . import processes
 
 KILL_TIMEOUT_S = 10.0  # for the template to kill an agent; then it is killed itself
@@ -310,3 +310,27 @@ def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
         pipe.write(secret.encode() + b"\n")
+
+
+TRAINING = "training"  # the template's forks run the training loop
+COMMAND = "command"  # they run a command of the user's
+MAX_MESSAGE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Order:
+    """Asks the template for an agent."""
+
+    number: int  # of the orders of this template
+    log_dir: str
+    generation: int
+
+
+def send_order(channel: socket.socket, order: Order, secret: int) -> None:
+    """Sends an order and the pipe that holds the generation's secret."""
+    socket.send_fds(channel, [json.dumps(asdict(order)).encode()], [secret])
+
+
+def tell(channel: socket.socket, **message: object) -> None:
+    """Sends anything else."""
+    channel.send(json.dumps(message).encode())

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..job import JobError
-from ..shipping.runtime import runtime_env
+from ..shipped_code import runtime_env
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0

@@ -17,8 +17,7 @@ from string import Template
 
 from ...train.config.run_config import Config
 from ..job import JobError
-from .kuberay import gpus_per_node
-from .plain_words import plain_word
+from .kuberay import gpus_per_node, plain_word
 
 END_OF_CONFIG = "END_OF_THE_CONFIGURATION"
 WARNED_S = 300  # before the end of its time the job is asked to stop, with a checkpoint

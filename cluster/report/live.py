@@ -29,7 +29,7 @@ from ..job import (
     read_status,
     total_steps,
 )
-from ..liveness import LifeWatch
+from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
 from .history import ExpertLoad, History
 from .json_lines import JsonLinesTail
@@ -157,9 +157,9 @@ def follow(
 
 def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
     """New events, again and again, until the job has ended; the last ones included."""
-    life, was_lost = LifeWatch(view.run_dir), False
+    liveness, was_lost = LivenessWatch(view.run_dir), False
     while True:
-        status = view.status = read_status(view.run_dir, life=life)
+        status = view.status = read_status(view.run_dir, liveness=liveness)
         events = view.refresh()
         is_lost = status.state is State.LOST
         if is_lost and not was_lost:
@@ -170,7 +170,7 @@ def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[E
             )
         was_lost = is_lost
         yield events
-        if status.state.is_final or (is_lost and life.is_given_up()) or until(status):
+        if status.state.is_final or (is_lost and liveness.is_given_up()) or until(status):
             return
         time.sleep(POLL_S)
 

@@ -374,7 +374,7 @@ def _is_number(value: object) -> bool:
 
 def _attempts(run_dir: Path, generation: int) -> Iterator[tuple[Path, dict[str, Any]]]:
     """What each node of a generation was told, and the folder that it writes its logs to."""
-    for path in sorted((run_dir / "logs" / f"g{generation:03d}").glob("node*/attempt.json")):
+    for path in sorted((run_dir / "logs" / f"g{generation:03d}").glob("node*/assignment.json")):
         try:
             yield path.parent, json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

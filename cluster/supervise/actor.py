@@ -3,8 +3,8 @@
 It is a detached, named actor on the head node: it lives on when the command line that submitted the
 job ends, and Ray starts it again when it is killed. All it knows is in the run folder and on the
 nodes, which do not die with it (ray_nodes.py): a restarted supervisor reads the journal, takes a
-new number (recovery/term.py), finds the nodes by their names and goes on watching the generation
-that they run, which has noticed nothing. The lifecycle itself is generations.py; here is only what
+new number (fencing.py), finds the nodes by their names and goes on watching the generation
+that they run, which has noticed nothing. The lifecycle itself is job_supervisor.py; here is only what
 Ray has to do with it.
 
 Cost: one process of about 80 MB.
@@ -23,11 +23,11 @@ from ..job import JobError, Launch
 from ..nodes.ray_nodes import RayNodeProvider, actor_name
 from ..nodes.remote_node import CALL_TIMEOUT_S
 from ..places.ray_session import NAMESPACE
-from ..recovery.control_store import ControlStoreWatch
-from ..recovery.term import Term, read_term
-from ..shipping.runtime import hand_on_shipment
-from .background_data import Preparation
+from ..shipped_code import hand_on_shipment
+from .background_data import BackgroundData
+from .fencing import SupervisorNumber, last_supervisor
 from .job_supervisor import POLL_S, supervise
+from .network import ControlStoreWatch
 
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
 
@@ -48,7 +48,7 @@ class Supervisor:
         """
         self._launch = launch
         self._may_begin, self._has_begun = threading.Event(), threading.Event()
-        if held_at is None or read_term(Path(launch.run_dir)) > held_at:
+        if held_at is None or last_supervisor(Path(launch.run_dir)) > held_at:
             self._may_begin.set()
         self._thread = threading.Thread(target=self._run, name="supervise")
         self._thread.start()
@@ -68,28 +68,28 @@ class Supervisor:
         hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
         control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
-        term = _begin_term(run_dir)
+        number = _take_number(run_dir)
         self._has_begun.set()
         try:
-            nodes = RayNodeProvider(self._launch, term.number)
+            nodes = RayNodeProvider(self._launch, number.number)
             if self._launch.placed_ahead:
                 nodes.expect_nodes()
-            preparation = None
+            data = None
             if self._launch.prepares_data:
-                preparation = Preparation(self._launch, nodes.where_to_prepare)
-            supervise(self._launch, nodes, preparation, term=term)
+                data = BackgroundData(self._launch, nodes.where_to_prepare)
+            supervise(self._launch, nodes, data, number=number)
         finally:
             control_store.end()
             # A detached actor ends only when it is told to; a replaced one is its successor by name.
-            if read_term(run_dir) == term.number:
+            if last_supervisor(run_dir) == number.number:
                 ray.kill(me, no_restart=True)
 
 
-def _begin_term(run_dir: Path) -> Term:
+def _take_number(run_dir: Path) -> SupervisorNumber:
     """Takes the supervisor's number; waits where the run folder cannot be written."""
     while True:
         try:
-            return Term.begin(run_dir)
+            return SupervisorNumber.take(run_dir)
         except OSError:  # the disk is full; nodes that hear nothing for too long end their ranks
             time.sleep(POLL_S)
 
@@ -128,7 +128,7 @@ def hold_supervisor(launch: Launch) -> HeldSupervisor:
     Raises:
         JobError: a supervisor for this run folder exists already.
     """
-    held_at = read_term(Path(launch.run_dir))
+    held_at = last_supervisor(Path(launch.run_dir))
     return HeldSupervisor(_create(launch, held_at), held_at)
 
 
@@ -144,7 +144,7 @@ def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None
         ray.get(answer, timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
     except RayActorError as error:
         # it may have done its work already and ended: the journal tells
-        if held and read_term(Path(launch.run_dir)) == held.held_at:
+        if held and last_supervisor(Path(launch.run_dir)) == held.held_at:
             raise JobError(
                 f"{launch.run_dir}: the supervisor died before it began ({error}); submit again"
             ) from None

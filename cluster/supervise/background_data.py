@@ -1,6 +1,6 @@
 """Preparing a job's data while its ranks train: the supervision's side of it.
 
-One child process prepares (preparer.py). It belongs to the supervision as the ranks do: it dies with
+One child process prepares (prepare_data.py). It belongs to the supervision as the ranks do: it dies with
 it, and a restarted supervision starts another, which goes on where the last one was. When it is
 killed it is started again, at most `max_restarts` times. When it fails for good, the folder is given
 up (`data_pipeline/growth.py`): the ranks train to the end of what is sealed, save and stop, and the
@@ -41,12 +41,12 @@ _MAX_BACKOFF_S = 30.0
 _OF_THE_CLUSTER = ("RAY_AUTH_", "RAY_TMPDIR", "RAY_USAGE_STATS_", "RAY_DISABLE_IMPORT_WARNING")
 
 
-class Preparation:
+class BackgroundData:
     """Prepares the data of a run folder's configuration in a child process, for the supervision.
 
     Args:
         launch: of the job; its run folder holds config.json.
-        where: returns the preparer's arguments that say where tasks run; called once the ranks'
+        where: returns the process's arguments that say where tasks run; called once the ranks'
             CPUs are reserved.
     """
 
@@ -85,7 +85,7 @@ class Preparation:
             self._has_enough = manifest is not None and self.start_when.is_met(manifest)
         return self._has_enough
 
-    def tend(self) -> str:
+    def look_after(self) -> str:
         """Looks after the child; returns what people should know of, or ""."""
         if self._is_complete or self.failure or not self._begun:
             return ""

@@ -1,14 +1,14 @@
 """One generation of a job: its agents are started, watched, and judged when they have ended.
 
-The supervision (generations.py) decides what follows. What a generation has reached it learns from
-the metrics that rank 0 writes.
+The job's supervisor (job_supervisor.py) decides what follows. How far a generation has come is read
+from the metrics that rank 0 writes.
 """
 
 import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,34 +18,26 @@ from ..job import (
     METRICS,
     PAUSE,
     RESULT,
-    STOP_PREEMPT,
-    JsonLinesTail,
     Launch,
     RootCause,
     State,
-    beat,
     read_generation,
-    stop_requested,
     write_atomically,
 )
-from ..nodes.agent import AgentReport, Attempt
+from ..liveness import beat
+from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.provider import NodeHandle, NodeLost
-from ..recovery.term import Term
 from ..report.history import describe_trouble
+from ..report.json_lines import JsonLinesTail
+from ..stop import STOP_NOW, STOP_PREEMPT, stop_requested
 from ..watch.watcher import RankWatcher, read_limits
-from .background_data import Preparation
+from .background_data import BackgroundData
+from .fencing import Superseded, SupervisorNumber
 from .recovery_clock import RecoveryClock
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
 POLL_S = 0.2
 COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
-
-
-class Superseded(Exception):
-    """Says that another supervisor has announced a newer generation of this run.
-
-    This one must not touch the run any more.
-    """
 
 
 @dataclass(frozen=True)
@@ -57,48 +49,44 @@ class Outcome:
     step: int | None = None  # the last one that this generation made
 
 
-class Supervision(Protocol):
-    """Declares what a generation knows of its job."""
+class GenerationOwner(Protocol):
+    """Declares what a generation asks of the supervisor of its job."""
 
     run_dir: Path
-    term: Term
+    number: SupervisorNumber
     generation: int
-    preparation: Preparation | None
+    data: BackgroundData | None
     clock: RecoveryClock
-    breathe: Callable[[], None]  # gives a sign of life, and writes what could not be written
 
     def log(self, state: State, reason: str, **details: object) -> None:
         """Appends a state with its reason to the journal."""
         ...
 
-    def tend_preparation(self) -> None:
+    def beat(self) -> None:
+        """Gives a sign of life, and writes what could not be written before."""
+        ...
+
+    def look_after_data(self) -> None:
         """Looks after the process that prepares the data."""
         ...
 
-    def wish(self, current: int) -> str:
+    def why_resize(self, current: int) -> str:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
         ...
 
 
-class Watch:
-    """One generation, from its start to its end."""
+class GenerationWatch:
+    """Watches one generation from its start to its end."""
 
-    def __init__(self, supervision: Supervision, nodes: Sequence[NodeHandle], launch: Launch):
+    def __init__(self, owner: GenerationOwner, nodes: Sequence[NodeHandle], launch: Launch):
+        self.owner = owner
         self.nodes = nodes
         self.launch = launch
-        self.wish = supervision.wish
-        self.run_dir = supervision.run_dir
-        self.term = supervision.term
-        self.generation = supervision.generation
-        self.log = supervision.log
-        self.breathe = supervision.breathe
-        self.clock = supervision.clock
-        self.preparation = supervision.preparation
-        self.tend_preparation = supervision.tend_preparation
+        self.run_dir = owner.run_dir
+        self.generation = owner.generation
         metrics = self.run_dir / METRICS
-        self.metrics = JsonLinesTail(
-            metrics, offset=metrics.stat().st_size if metrics.exists() else 0
-        )
+        size = metrics.stat().st_size if metrics.exists() else 0
+        self.metrics = JsonLinesTail(metrics, offset=size)
         self.step: int | None = None
         self.is_up = False  # a first evaluation or step was made
         self.started = time.monotonic()
@@ -119,61 +107,67 @@ class Watch:
         port = self.nodes[0].free_port()
         secret = secrets.token_hex(32)
         for node_rank, node in enumerate(self.nodes):
-            attempt = Attempt(
-                launch=self.launch,
-                generation=self.generation,
-                node_rank=node_rank,
-                master_address=addresses[0],
-                master_port=port,
-                address=addresses[node_rank],
-                secret=secret,
+            node.start(
+                Assignment(
+                    launch=self.launch,
+                    generation=self.generation,
+                    node_rank=node_rank,
+                    master_address=addresses[0],
+                    master_port=port,
+                    address=addresses[node_rank],
+                    secret=secret,
+                )
             )
-            node.start(attempt)
             beat(self.run_dir)
-        self.clock.mark("order")
+        self.owner.clock.mark("order")
 
     def address_of(self, node_rank: int) -> str:
         """Returns where the other nodes reach this one."""
-        try:
+        with _named(node_rank):
             return self.nodes[node_rank].describe()["address"]
-        except NodeLost as error:
-            raise NodeLost(f"node {node_rank} was lost: {error}") from error
 
     def until_the_end(self) -> Outcome:
         """Watches until all ranks have exited or something else has happened."""
         while True:
             if self.step is not None:
-                self.clock.restart()  # all is well
+                self.owner.clock.restart()  # all is well
             self.sign_of_life()
             self.read_metrics()
             self.rehearse()
-            self.pause_if_wished()
-            self.tend_preparation()
-            if self.preparation is not None and self.preparation.must_end_ranks:
-                return Outcome("failed", _without_data(self.preparation.failure), self.step)
-            reports = self.poll()
-            if any(not report.ok for report in reports.values()):
-                return self.failed(reports)
-            if len(reports) == len(self.nodes):
-                return self.all_ranks_exited()
-            if stop_requested(self.run_dir) == "now":
-                return Outcome("ended", step=self.step)
-            if cause := self.ranks.look():
-                return Outcome("failed", cause, self.step)
-            self.is_up |= self.ranks.all_have_started
-            if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
-                return Outcome("failed", self.too_slow())
+            self.pause_if_wanted()
+            self.owner.look_after_data()
+            if (outcome := self.look()) is not None:
+                return outcome
             time.sleep(POLL_S)
 
+    def look(self) -> Outcome | None:
+        """Returns how the generation has ended; None while it goes on."""
+        data = self.owner.data
+        if data is not None and data.must_end_ranks:
+            return Outcome("failed", _without_data(data.failure), self.step)
+        reports = self.poll()
+        if any(not report.ok for report in reports.values()):
+            return self.failed(reports)
+        if len(reports) == len(self.nodes):
+            return self.all_ranks_exited()
+        if stop_requested(self.run_dir) == STOP_NOW:
+            return Outcome("ended", step=self.step)
+        if cause := self.ranks.look():
+            return Outcome("failed", cause, self.step)
+        self.is_up |= self.ranks.all_have_started
+        if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
+            return Outcome("failed", self.too_slow())
+        return None
+
     def note(self, reason: str, **details: object) -> None:
-        """Appends to the journal what has happened beside the job's state, which stays as it is."""
+        """Journals what has happened beside the job's state, which stays as it is."""
         running = State.RUNNING if self.step is not None else State.STARTING
-        self.log(State.STOPPING if self.stopping else running, reason, **details)
+        self.owner.log(State.STOPPING if self.stopping else running, reason, **details)
 
     def sign_of_life(self) -> None:
         """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
-        self.term.check()
-        self.breathe()
+        self.owner.number.check()
+        self.owner.beat()
         announced = read_generation(self.run_dir)
         if announced != self.generation:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
@@ -181,9 +175,9 @@ class Watch:
         if asked and not self.stopping:
             self.stopping = True
             what = "a preemption was announced" if asked == STOP_PREEMPT else "a stop was asked for"
-            self.log(State.STOPPING, f"{what}; the ranks end at the next step boundary")
+            self.owner.log(State.STOPPING, f"{what}; the ranks end at the next step boundary")
 
-    def pause_if_wished(self) -> None:
+    def pause_if_wanted(self) -> None:
         """Asks the ranks to save and end when the run should go on with other nodes.
 
         Only ranks that make steps are asked: those that start could not save, and would lose what
@@ -191,37 +185,41 @@ class Watch:
         """
         if self.step is None or self.pausing or self.stopping:
             return
-        if reason := self.wish(len(self.nodes)):
+        if reason := self.owner.why_resize(len(self.nodes)):
             with contextlib.suppress(OSError):  # the disk is full: asked again at the next look
                 write_atomically(self.run_dir / PAUSE, "")
                 self.pausing = True
-                self.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
+                self.owner.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
 
     def read_metrics(self) -> None:
-        """Reads the steps that were made since the last look."""
+        """Reads the lines that were written since the last look."""
         for line in self.metrics.read():
             self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
             if trouble := describe_trouble(line):
-                self.log(State.STARTING if self.step is None else State.RUNNING, trouble)
-            if line.get("kind") == "start":
-                self.clock.hear_start(line)
-            if line.get("kind") == "eval" and self.step is None:
-                self.clock.hear_evaluation(line)
-            if line.get("kind") != "train":
-                continue
-            if self.step is None:
-                seconds = time.monotonic() - self.started
-                words = f"first step ({line['step']}) after {seconds:.1f} s"
-                self.log(
-                    State.RUNNING,
-                    "; ".join([words, *self.cold_starts()]),
-                    first_step=line["step"],
-                    phases_s=self.clock.first_step(line, seen_after_s=POLL_S),
-                )
-            self.step = line["step"]
+                self.note(trouble)
+            match line.get("kind"):
+                case "start":
+                    self.owner.clock.take_start(line)
+                case "eval" if self.step is None:
+                    self.owner.clock.take_evaluation(line)
+                case "train":
+                    if self.step is None:
+                        self.log_first_step(line)
+                    self.step = line["step"]
+
+    def log_first_step(self, line: dict) -> None:
+        """Journals that the generation makes steps, and where the time until then went."""
+        seconds = time.monotonic() - self.started
+        words = f"first step ({line['step']}) after {seconds:.1f} s"
+        self.owner.log(
+            State.RUNNING,
+            "; ".join([words, *self.cold_starts()]),
+            first_step=line["step"],
+            phases_s=self.owner.clock.first_step(line, seen_after_s=POLL_S),
+        )
 
     def cold_starts(self) -> list[str]:
-        """Returns why nodes have started agents and ranks as programs, where forks were wanted."""
+        """Returns why nodes started agents and ranks as programs, where forks were wanted."""
         nodes_of: dict[str, list[str]] = {}
         for node_rank, node in enumerate(self.nodes):
             with contextlib.suppress(NodeLost):  # which the next look will find
@@ -233,13 +231,9 @@ class Watch:
     def rehearse(self) -> None:
         """Kills the last rank for the fault drill, once in the life of a run folder."""
         step = self.launch.rehearse_failure_at_step
-        if (
-            step is None
-            or self.rehearsed
-            or self.generation != 1
-            or self.step is None
-            or self.step < step
-        ):
+        if step is None or self.rehearsed or self.generation != 1:
+            return
+        if self.step is None or self.step < step:
             return
         rank = self.launch.world_size - 1
         if self.nodes[-1].kill_rank(rank):
@@ -252,10 +246,8 @@ class Watch:
         """Returns the reports of the nodes whose agent has ended."""
         reports = {}
         for node_rank, node in enumerate(self.nodes):
-            try:
+            with _named(node_rank):
                 report = node.poll()
-            except NodeLost as error:
-                raise NodeLost(f"node {node_rank} was lost: {error}") from error
             if report is not None:
                 reports[node_rank] = report
         return reports
@@ -267,11 +259,9 @@ class Watch:
         if port_was_taken(reports):
             return Outcome("port taken")
         deadline = time.monotonic() + COLLECT_S
-        while (
-            len(reports) < len(self.nodes)
-            and not is_certain(reports)
-            and time.monotonic() < deadline
-        ):
+        while len(reports) < len(self.nodes) and not is_certain(reports):
+            if time.monotonic() > deadline:
+                break
             time.sleep(POLL_S)
             reports = self.poll()
         left_early = self.ranks_that_left(reports)
@@ -292,14 +282,12 @@ class Watch:
         left = []
         for node_rank, node in enumerate(self.nodes):
             first = node_rank * self.launch.ranks_per_node
-            report = reports.get(node_rank)
-            if report is not None and not report.failures and not report.ok:
-                continue  # the agent itself failed: nothing is known of its ranks
             own = range(first, first + self.launch.ranks_per_node)
-            if report is not None:
+            report = reports.get(node_rank)
+            if report is None:
+                left += own if not node.running_ranks() else ()
+            elif report.ok or report.failures:  # else the agent itself failed: nothing is known
                 left += set(own) - {failure.rank for failure in report.failures}
-            elif not node.running_ranks():
-                left += own
         return left
 
     def all_ranks_exited(self) -> Outcome:
@@ -323,11 +311,20 @@ class Watch:
 
     def too_slow(self) -> RootCause:
         """Returns the cause for a generation that makes no step in time."""
-        stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
+        alive = sorted(rank for node in self.nodes for rank in node.running_ranks())
         return RootCause(
             summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
-            f"{stuck}; see their logs"
+            f"{alive}; see their logs"
         )
+
+
+@contextlib.contextmanager
+def _named(node_rank: int):
+    """Names the node in a NodeLost that is raised inside."""
+    try:
+        yield
+    except NodeLost as error:
+        raise NodeLost(f"node {node_rank} was lost: {error}") from error
 
 
 def _without_data(failure: str) -> RootCause:

@@ -1,20 +1,20 @@
-"""From a launch to its end: generation after generation until the run is finished, stopped or given
-up.
+"""Runs a job from its launch to its end: generation after generation until the run is finished,
+stopped or given up.
 
-Read `supervise` first. It knows nothing of Ray: nodes come from a `NodeProvider`, so that the same
-lines run a job on a cluster (supervisor.py) and on this machine alone (`ThisMachine`).
+Read `supervise` first. It knows nothing of Ray: nodes come from a `NodeProvider`, so the same lines
+run a job on a cluster (actor.py) and on this machine alone (`ThisMachine`).
 
 One generation: announce its number in the file `generation` (whoever still writes for an older one
 is refused from then on), start one agent per node, watch until all ranks have exited 0 with a
-result, or anything else has happened. Then end everything everywhere, say why in the journal, and
-go on or give up:
+result, or anything else has happened. Then end everything everywhere, journal the reason, and go on
+or give up:
 
-* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED, or PREEMPTED
-  where that was the reason; or, where the supervision itself had asked the ranks for a pause, the
-  next generation on other nodes (recovery/placing.py);
+* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED, or PREEMPTED if
+  that was the reason; or, if the supervisor itself had asked the ranks for a pause, the next
+  generation on other nodes (placing.py);
 * a stop was asked for: STOPPED or PREEMPTED, however the generation ended;
-* a rank says that no restart would help (train/config/errors.py), the same error comes at the same step
-  three times, or a budget is used up (recovery/budgets.py): FAILED with the root cause;
+* a rank says that no restart would help (train/config/errors.py), the same error comes at the same
+  step three times, or a budget is used up (budgets.py): FAILED with the root cause;
 * otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
   the wait doubles.
 """
@@ -27,33 +27,23 @@ from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
-from ..job import (
-    PAUSE,
-    STOP_PREEMPT,
-    Launch,
-    RootCause,
-    State,
-    as_details,
-    read_generation,
-    stop_requested,
-)
+from ..job import PAUSE, Launch, RootCause, State, as_details, read_generation
 from ..liveness import HEARTBEAT
 from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
-from ..recovery.term import ReplacedError, Term
-from .background_data import Preparation
+from ..stop import STOP_PREEMPT, stop_requested
+from .background_data import BackgroundData
 from .budgets import Budgets
-from .generation import POLL_S, Outcome, Superseded, Watch
+from .fencing import ReplacedError, Superseded, SupervisorNumber
+from .generation import POLL_S, GenerationWatch, Outcome
 from .network import NetworkWatch
 from .placing import Placing
 from .recovery_clock import RecoveryClock
-from .retrying_journal import PatientJournal, announce
+from .retrying_journal import RetryingJournal, announce
 from .takeover import Predecessor
 
-SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/format.py, which is not imported here
-PORT_ATTEMPTS = (
-    5  # new generations because somebody took the port; they are not charged to max_restarts
-)
+SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/, which is not imported here
+PORT_ATTEMPTS = 5  # generations that found their port taken; not charged to max_restarts
 MAX_BACKOFF_S = 30.0
 _CHECKS_AT_ONCE = 32
 
@@ -73,61 +63,61 @@ class DataGivenUp(Exception):
 def supervise(
     launch: Launch,
     node_provider: NodeProvider,
-    preparation: Preparation | None = None,
+    data: BackgroundData | None = None,
     *,
-    term: Term | None = None,
+    number: SupervisorNumber | None = None,
 ) -> None:
-    """Runs the job to its end; the journal tells everything.
+    """Runs the job to its end; the journal records everything.
 
     Raises only for defects of our own, after journaling them.
 
     Args:
         launch: what is run.
         node_provider: where it runs.
-        preparation: makes the job's data meanwhile; None: it is there.
-        term: of this supervision; None: one begins here.
+        data: makes the job's data meanwhile; None: it is there.
+        number: of this supervisor; None: it takes one here.
     """
-    term = term or Term.begin(Path(launch.run_dir))
-    supervision = _Supervision(launch, node_provider, preparation, term)
+    number = number or SupervisorNumber.take(Path(launch.run_dir))
+    job = JobSupervisor(launch, node_provider, data, number)
     try:
-        supervision.run()
+        job.run()
     except ReplacedError:
-        # A successor has taken over the nodes and what runs there: not a word, and nothing is ended.
-        return supervision.end_preparation()
+        # A successor has taken over the nodes and what runs there: write nothing, end nothing.
+        return job.end_data()
     except Superseded:
-        # The folder belongs to a newer supervisor: not a word into its journal.
-        return supervision.release()
+        # The folder belongs to a newer supervisor: its journal is not ours.
+        return job.release()
     except Exception as error:
-        supervision.log(
-            State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}"
-        )
-        supervision.release()
-        supervision.journal.settle()
+        job.log(State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}")
+        job.release()
+        job.journal.settle()
         raise
-    supervision.release()
-    supervision.journal.settle()
-    # Who waits until nothing is left of the job waits for this.
+    job.release()
+    job.journal.settle()
+    # Whoever waits until nothing is left of the job waits for this.
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
 
-class _Supervision:
+class JobSupervisor:
+    """Decides what a job does next, and journals it."""
+
     def __init__(
         self,
         launch: Launch,
         node_provider: NodeProvider,
-        preparation: Preparation | None,
-        term: Term,
+        data: BackgroundData | None,
+        number: SupervisorNumber,
     ):
         self.launch = launch
-        self.term = term
+        self.number = number
         self.node_provider = node_provider
-        self.preparation = preparation
+        self.data = data
         self.clock = RecoveryClock()
         self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
         self.predecessor = Predecessor(self.run_dir)
-        self.journal = PatientJournal(self.run_dir)
-        self.breathe = self.journal.breathe
+        self.journal = RetryingJournal(self.run_dir)
+        self.beat = self.journal.beat
         self.generation = read_generation(self.run_dir)
         entries = self.predecessor.entries
         self.budgets = Budgets.from_journal(launch, entries)
@@ -202,13 +192,13 @@ class _Supervision:
 
     def release(self) -> None:
         """Ends what prepares data, and everything on the nodes."""
-        self.end_preparation()
+        self.end_data()
         self.node_provider.release()
 
-    def end_preparation(self) -> None:
+    def end_data(self) -> None:
         """Ends what prepares data."""
-        if self.preparation is not None:
-            self.preparation.end()
+        if self.data is not None:
+            self.data.end()
 
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
@@ -250,8 +240,8 @@ class _Supervision:
         return not refusal
 
     def _while_placing(self, reason: str) -> None:
-        self.term.check()
-        self.breathe()
+        self.number.check()
+        self.beat()
         if stop_requested(self.run_dir):
             raise StopAsked
         if reason and reason != self._reason:
@@ -293,9 +283,9 @@ class _Supervision:
             if fault:
                 raise NodeUnfit(f"node {node_rank}: {fault}")
 
-    def wish(self, current: int) -> str:
+    def why_resize(self, current: int) -> str:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
-        return self.placing.wish(current)
+        return self.placing.why_resize(current)
 
     def _await_data(self) -> None:
         """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
@@ -304,32 +294,32 @@ class _Supervision:
             DataGivenUp: there will never be so much.
             StopAsked: a stop was asked for meanwhile.
         """
-        if self.preparation is None:
+        if self.data is None:
             return
-        self.preparation.begin()
+        self.data.begin()
         started, told = time.monotonic(), False
-        while not self.preparation.has_enough():
-            if self.preparation.failure:
-                raise DataGivenUp(self.preparation.failure)
+        while not self.data.has_enough():
+            if self.data.failure:
+                raise DataGivenUp(self.data.failure)
             if not told:
-                asked = self.preparation.start_when
+                asked = self.data.start_when
                 self.log(State.PREPARING, f"the ranks begin with {asked} sealed")
             told = True
-            self.breathe()
+            self.beat()
             if stop_requested(self.run_dir):
                 raise StopAsked
-            self.tend_preparation()
+            self.look_after_data()
             time.sleep(POLL_S)
         if told:
             seconds = time.monotonic() - started
             self.log(
                 State.PREPARING,
-                f"{self.preparation.sealed_words()} sealed after {seconds:.1f} s; the ranks begin",
+                f"{self.data.sealed_words()} sealed after {seconds:.1f} s; the ranks begin",
             )
 
-    def tend_preparation(self) -> None:
+    def look_after_data(self) -> None:
         """Looks after the process that prepares the data, and journals what became of it."""
-        if self.preparation is not None and (news := self.preparation.tend()):
+        if self.data is not None and (news := self.data.look_after()):
             self.log(self.state, news)
 
     def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
@@ -340,16 +330,16 @@ class _Supervision:
         words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
         self.log(State.STARTING, words, num_nodes=len(nodes))
         self.has_started = True
-        watch = Watch(self, nodes, launch)
+        watch = GenerationWatch(self, nodes, launch)
         return self._watch(watch, nodes, watch.start)
 
     def _watch_on(self, nodes: Sequence[NodeHandle]) -> Outcome:
         """Watches the generation that a predecessor has started, to its end."""
-        watch = Watch(self, nodes, self.placing.launch_on(len(nodes)))
+        watch = GenerationWatch(self, nodes, self.placing.launch_on(len(nodes)))
         return self._watch(watch, nodes, lambda: self.predecessor.hand_over(watch))
 
     def _watch(
-        self, watch: Watch, nodes: Sequence[NodeHandle], begin: Callable[[], None]
+        self, watch: GenerationWatch, nodes: Sequence[NodeHandle], begin: Callable[[], None]
     ) -> Outcome:
         try:
             begin()
@@ -487,7 +477,7 @@ class _Supervision:
         )
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not stop_requested(self.run_dir):
-            self.breathe()
+            self.beat()
             time.sleep(POLL_S)
         self.clock.mark("wait")
         return not stop_requested(self.run_dir)

@@ -10,7 +10,7 @@ what the cluster has it asks the `NodeProvider`.
   `give_up_after_s`. A job that has never run fails after `place_timeout_s` instead: what was never
   there is a mistake.
 * While it runs with fewer nodes than it may have, with another number than `moebius scale` asked
-  for, or on one that will be taken away, `wish` says so; the supervision then asks the ranks for a
+  for, or on one that will be taken away, `why_resize` says so; the supervision then asks the ranks for a
   pause at a step boundary. Where the pause did not bring the nodes, because others were quicker,
   the next one for more nodes comes a minute later, then after two, four …
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..job import Launch
 from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
-from .scale import scale_requested
+from ..scale import scale_requested
 
 LOOK_EVERY_S = 2.0  # between two questions to the cluster while nothing happens
 STEADY_LOOKS = 2  # so often in a row must more nodes be seen before a run is paused for them
@@ -149,7 +149,7 @@ class Placing:
         changed = "".join(f", mesh.{key}={value}" for key, value in mesh.items())
         return f" on {num_nodes} node(s) instead of {self._launch.num_nodes}{changed}"
 
-    def wish(self, current: int) -> str:
+    def why_resize(self, current: int) -> str:
         """Returns why the run should be paused to go on with another number of nodes, or ""."""
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return ""

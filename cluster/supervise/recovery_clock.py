@@ -29,11 +29,11 @@ class RecoveryClock(PhaseClock):
         super().__init__()
         self._ranks: dict[str, float] = {}
 
-    def hear_start(self, line: Mapping[str, Any]) -> None:
+    def take_start(self, line: Mapping[str, Any]) -> None:
         """Takes over what rank 0 says of its start in the metrics."""
         self._ranks = dict(line.get("start_s", {}))
 
-    def hear_evaluation(self, line: Mapping[str, Any]) -> None:
+    def take_evaluation(self, line: Mapping[str, Any]) -> None:
         """Takes over how long an evaluation before the first step has taken."""
         self._ranks["eval"] = line.get("seconds", 0.0)
 

@@ -19,25 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..job import (
-    GENERATION,
-    PAUSE,
-    RESULT,
-    STOP_NOW,
-    Journal,
-    State,
-    beat,
-    entry_of,
-    stop_requested,
-    write_atomically,
-)
+from ..job import GENERATION, PAUSE, RESULT, Journal, State, beat, entry_of, write_atomically
+from ..stop import STOP_NOW, stop_requested
 
 _SETTLE_S = 0.2
 
 logger = logging.getLogger(__name__)
 
 
-class PatientJournal(Journal):
+class RetryingJournal(Journal):
     """Keeps what cannot be written until it can."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):
@@ -69,7 +59,7 @@ class PatientJournal(Journal):
         self._why, self._is_told = "", False
         return True
 
-    def breathe(self) -> None:
+    def beat(self) -> None:
         """Gives a sign of life, and writes what could not be written before."""
         with contextlib.suppress(OSError):  # who watches sees that it is missing
             beat(self._run_dir)
@@ -80,7 +70,7 @@ class PatientJournal(Journal):
         once is asked for. Then what waits is said elsewhere.
         """
         while not self.catch_up() and stop_requested(self._run_dir) != STOP_NOW:
-            self.breathe()
+            self.beat()
             time.sleep(_SETTLE_S)
         self.give_up()
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ...train.config.errors import EXIT_MISTAKE
 from ..job import RootCause, signal_name
-from ..nodes.agent import AgentReport, RankFailure
+from ..nodes.assignment import AgentReport, RankFailure
 
 _LOST_CONNECTION = re.compile(
     r"connection (reset|closed|refused|was)|broken pipe|timed out|timeout|gloo|nccl|"

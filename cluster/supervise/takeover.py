@@ -1,9 +1,9 @@
-"""What a restarted supervisor takes over: the generation that its predecessor has started.
+"""How a restarted supervisor takes over what its predecessor has started.
 
-Nodes and ranks do not die with a supervisor, and a run makes steps without one. If every node of
-the last generation is there and still runs it, the successor watches on where the other has stopped,
-and no step is lost. Where that generation had ended already, or a node is missing, a new generation
-follows as after any failure.
+Nodes and ranks do not die with a supervisor, and training goes on without one. If every node of the
+last generation is there and still runs it, the successor watches on where the other stopped, and no
+step is lost. Where that generation has ended, or a node is missing, a new one follows as after any
+failure.
 """
 
 import time
@@ -14,7 +14,6 @@ from ..job import (
     METRICS,
     PAUSE,
     Journal,
-    JsonLinesTail,
     State,
     current_submission,
     last_train_line,
@@ -22,11 +21,12 @@ from ..job import (
 )
 from ..liveness import HEARTBEAT
 from ..nodes.provider import NodeHandle, NodeLost
-from .generation import Watch
+from ..report.json_lines import JsonLinesTail
+from .generation import GenerationWatch
 
 _RUNS = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
 _NEWEST_BYTES = 4 << 20  # of the metrics: more than is written while a supervisor restarts
-_MARGIN_S = 0.5  # lines that the predecessor may not have read although it still breathed
+_MARGIN_S = 0.5  # lines that the predecessor may not have read although it was alive
 
 
 class Predecessor:
@@ -38,7 +38,7 @@ class Predecessor:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.entries = current_submission(Journal(run_dir).entries())
-        self.heard_at = _last_breath(run_dir)
+        self.heard_at = _last_beat(run_dir)
 
     @property
     def existed(self) -> bool:
@@ -53,17 +53,17 @@ class Predecessor:
     def generation_goes_on(self, nodes: Sequence[NodeHandle]) -> bool:
         """Returns whether these living nodes are all of the last generation, and still run it."""
         started = [entry for entry in self.entries if entry.state is State.STARTING]
-        generation = read_generation(self._run_dir)
         if self.entries[-1].state not in _RUNS or not started:
             return False
+        generation = read_generation(self._run_dir)
         if started[-1].generation != generation:
             return False
         if started[-1].details.get("num_nodes") != len(nodes):
             return False
         return all(_runs(node, generation, rank) for rank, node in enumerate(nodes))
 
-    def hand_over(self, watch: Watch) -> None:
-        """Lets the watch of the generation that goes on know what this supervisor knew.
+    def hand_over(self, watch: GenerationWatch) -> None:
+        """Tells the watch of the generation that goes on what this supervisor knew.
 
         Args:
             watch: was just made, and has started nothing.
@@ -77,7 +77,7 @@ class Predecessor:
             watch.step, watch.is_up = newest["step"], True
 
 
-def _last_breath(run_dir: Path) -> float:
+def _last_beat(run_dir: Path) -> float:
     try:
         return (run_dir / HEARTBEAT).stat().st_mtime
     except FileNotFoundError:

@@ -23,8 +23,7 @@ from ..job import RootCause
 from ..nodes.provider import NodeLost
 from .evidence import Evidence
 from .heartbeats import GONE, STOPPED, RankState
-from .stalls import Stall, find_behind, is_stalled, limit_of
-from .stragglers import Stragglers
+from .stalls import Stall, Stragglers, find_behind, is_stalled, limit_of
 
 LOOK_S = 1.0
 ANSWER_S = 1.0  # for which one look waits for nodes

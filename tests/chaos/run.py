@@ -37,7 +37,7 @@ from rich.text import Text
 
 from benchmarks.report import environment
 from moebius.cluster.job import Journal, JournalEntry, State, read_status
-from moebius.cluster.liveness import LifeWatch
+from moebius.cluster.liveness import LivenessWatch
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.make.prepare import prepare
@@ -178,9 +178,9 @@ def _is_over(run_dir: Path) -> bool:
 
 
 def _await_end(run_dir: Path, timeout_s: float) -> None:
-    life, deadline = LifeWatch(run_dir), time.monotonic() + timeout_s
+    liveness, deadline = LivenessWatch(run_dir), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if read_status(run_dir, life=life).state.is_final:
+        if read_status(run_dir, liveness=liveness).state.is_final:
             return
         time.sleep(0.5)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from jobs import assert_nothing_left, curve, fake_launch, undisturbed, wait_for, wait_for_step
 
-from moebius.cluster.job import Journal, State, begin_submission, read_status, stop
+from moebius.cluster.job import Journal, State, begin_submission, read_status
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
@@ -18,6 +18,7 @@ from moebius.cluster.places.standing import (
     end_cluster,
     start_cluster,
 )
+from moebius.cluster.stop import stop
 
 
 def begin(cluster: StandingCluster, run_dir: Path) -> None:

@@ -59,5 +59,5 @@ def begin(run_dir: Path) -> None:
 
 def number_of_rank_0(run_dir: Path) -> int:
     """The number of its node in the cluster: the address is 127.0.0.(number + 2)."""
-    told = json.loads((run_dir / "logs" / "g001" / "node0" / "attempt.json").read_text())
+    told = json.loads((run_dir / "logs" / "g001" / "node0" / "assignment.json").read_text())
     return int(told["address"].rpartition(".")[2]) - 2

@@ -10,7 +10,9 @@ import pytest
 from moebius.cluster import job
 from moebius.cluster import liveness as life
 from moebius.cluster.job import JobError, Journal, Launch, RootCause, State
+from moebius.cluster.liveness import beat
 from moebius.cluster.report.json_lines import JsonLinesTail
+from moebius.cluster.stop import request_stop, stop_requested
 
 
 def journal_of(run_dir: Path, *states: State) -> Journal:
@@ -54,7 +56,7 @@ def test_status_tells_step_loss_restarts_and_root_cause(tmp_path):
         '{"kind":"train","step":7,"loss":3.5}\n{"kind":"eval","step":7,"loss":9}\n'
     )
     (tmp_path / "config.json").write_text('{"train": {"steps": 20}}')
-    job.beat(tmp_path)
+    beat(tmp_path)
     status = job.read_status(tmp_path)
     assert (status.state, status.generation, status.restarts) == (State.RUNNING, 2, 1)
     assert (status.step, status.total_steps, status.loss) == (7, 20, 3.5)
@@ -73,7 +75,7 @@ def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beat
     journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
     long_ago = time.time() - 100
     if has_beaten:
-        job.beat(tmp_path)
+        beat(tmp_path)
         os.utime(tmp_path / "heartbeat", (long_ago, long_ago))
     assert job.read_status(tmp_path).state is State.RUNNING  # the journal is a sign of life too
     os.utime(tmp_path / "journal.jsonl", (long_ago, long_ago))
@@ -104,9 +106,9 @@ def test_a_second_job_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
     with pytest.raises(JobError, match=r"already at work here \(SUBMITTED"):
         job.begin_submission(launch)
     Journal(tmp_path).append(State.STOPPED, generation=0, reason="")
-    job.request_stop(tmp_path)
+    request_stop(tmp_path)
     job.begin_submission(launch)
-    assert job.stop_requested(tmp_path) is None, "an old stop flag must not stop the new job"
+    assert stop_requested(tmp_path) is None, "an old stop flag must not stop the new job"
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
@@ -116,13 +118,13 @@ def test_a_run_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 
 def test_stop_flag_has_two_degrees(tmp_path):
-    assert job.stop_requested(tmp_path) is None
-    job.request_stop(tmp_path)
-    assert job.stop_requested(tmp_path) == "step"
-    job.request_stop(tmp_path, now=True)
-    assert job.stop_requested(tmp_path) == "now"
-    job.request_stop(tmp_path, preempt=True)
-    assert job.stop_requested(tmp_path) == "preempt"
+    assert stop_requested(tmp_path) is None
+    request_stop(tmp_path)
+    assert stop_requested(tmp_path) == "step"
+    request_stop(tmp_path, now=True)
+    assert stop_requested(tmp_path) == "now"
+    request_stop(tmp_path, preempt=True)
+    assert stop_requested(tmp_path) == "preempt"
 
 
 def test_tail_gives_whole_lines_once_and_counts_what_it_cannot_read(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 from moebius.cluster import liveness as life
 from moebius.cluster.job import Journal, State, read_status
-from moebius.cluster.liveness import LifeWatch, beat, silence_s
-from moebius.cluster.recovery.deadman import Deadman
+from moebius.cluster.liveness import LivenessWatch, beat, silence_s
+from moebius.cluster.nodes.node import Watchdog
 from moebius.cluster.report import live as watch
 
 
@@ -53,7 +53,7 @@ def test_the_time_is_the_file_system_s(run_dir, monkeypatch):
 
 def test_who_watches_judges_by_change_alone(run_dir):
     clock = Clock()
-    watching = LifeWatch(run_dir, clock=clock)
+    watching = LivenessWatch(run_dir, clock=clock)
     clock.now = 25.0
     assert watching.silent_s() == pytest.approx(25.0, abs=1.0)
     age(run_dir / "heartbeat", 300)  # touched, with a time of long ago
@@ -66,7 +66,7 @@ def test_who_watches_judges_by_change_alone(run_dir):
 
 def test_who_comes_late_knows_how_long_it_has_been_silent(run_dir):
     grow_old(run_dir, 5 * 3600)
-    assert LifeWatch(run_dir).is_given_up()
+    assert LivenessWatch(run_dir).is_given_up()
 
 
 def test_a_lost_job_can_come_back_while_it_is_watched(run_dir, monkeypatch):
@@ -92,11 +92,11 @@ def test_a_lost_job_can_come_back_while_it_is_watched(run_dir, monkeypatch):
 
 def test_a_node_acts_when_its_supervisor_is_silent_and_only_then():
     acted = threading.Event()
-    deadman = Deadman(0.05, acted.set, tick_s=0.01)
+    watchdog = Watchdog(0.05, acted.set, tick_s=0.01)
     assert acted.wait(60)
-    deadman.end()
+    watchdog.end()
     heard = threading.Event()
-    deadman = Deadman(3600, heard.set, tick_s=0.001)
-    deadman.hear()
-    deadman.end()
+    watchdog = Watchdog(3600, heard.set, tick_s=0.001)
+    watchdog.reset()
+    watchdog.end()
     assert not heard.is_set()

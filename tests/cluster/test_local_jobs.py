@@ -20,7 +20,8 @@ from jobs import (
     wait_for_step,
 )
 
-from moebius.cluster.job import Journal, State, stop_requested
+from moebius.cluster.job import Journal, State
+from moebius.cluster.stop import stop_requested
 
 
 def states(run_dir: Path) -> list[str]:
@@ -65,13 +66,13 @@ INTERRUPTED = """
 import json, sys
 from pathlib import Path
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
+from moebius.cluster.stop import interrupts_stop_the_job
 from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.job import Launch, begin_submission
 values = json.loads(sys.argv[1])
 launch = Launch(**values | {"command": tuple(values["command"])})
 begin_submission(launch)
-with interrupts_ask_for_a_stop(Path(launch.run_dir)):
+with interrupts_stop_the_job(Path(launch.run_dir)):
     supervise(launch, ThisMachine())
 """
 

@@ -14,12 +14,22 @@ from small_corpus import sentences
 
 from moebius import __version__
 from moebius.cli.main import main
+from moebius.cluster import shipped_code as record
+from moebius.cluster import shipped_code as wheel
 from moebius.cluster.job import JobError, Launch, read_status
 from moebius.cluster.report.run_report import read_report
-from moebius.cluster.shipping import record, wheel
-from moebius.cluster.shipping.record import Code, code_here, installed_packages
-from moebius.cluster.shipping.runtime import hand_on_shipment, runtime_env, shipping
-from moebius.cluster.shipping.wheel import ROOT, build_wheel, copy_sources, make_shipment
+from moebius.cluster.shipped_code import (
+    ROOT,
+    Code,
+    build_wheel,
+    code_here,
+    copy_sources,
+    hand_on_shipment,
+    installed_packages,
+    make_shipment,
+    runtime_env,
+    shipping,
+)
 from moebius.cluster.submit import _begin
 
 
@@ -76,7 +86,7 @@ def test_an_actor_hands_on_what_it_runs(monkeypatch):
 def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
     copy_sources(tmp_path / "source")
     copied = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*.py")}
-    assert Path("cluster/shipping/wheel.py") in copied
+    assert Path("cluster/shipped_code.py") in copied
     assert (tmp_path / "source" / "kernels" / "brgemm" / "brgemm.cpp").exists()
     assert not any(path.parts[0] in ("tests", "benchmarks") for path in copied)
     assert all((ROOT / path).is_file() for path in copied)

@@ -13,8 +13,9 @@ import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
 
 from moebius.cluster import submit as submitting
-from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
+from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
 from moebius.cluster.places import ray_session
+from moebius.cluster.stop import stop
 from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name

@@ -21,15 +21,8 @@ import psutil
 import pytest
 from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_for_step
 
-from moebius.cluster.job import (
-    Journal,
-    JournalEntry,
-    State,
-    read_generation,
-    read_status,
-    request_stop,
-    stop,
-)
+from moebius.cluster.job import Journal, JournalEntry, State, read_generation, read_status
+from moebius.cluster.stop import request_stop, stop
 from moebius.distributed.process.store import is_loopback
 from tests.chaos.job_under_fire import changes, curve, write_texts
 from tests.network.ray_nodes import RayCluster, ray_cluster
@@ -152,7 +145,7 @@ def submit(cluster: RayCluster, prepared: Prepared, run_dir: Path, *overrides: s
 def machine_of(cluster: RayCluster, run_dir: Path, node: int) -> int:
     """The number of the machine that is a node of the last generation."""
     generation = read_generation(run_dir)
-    told = run_dir / "logs" / f"g{generation:03d}" / f"node{node}" / "attempt.json"
+    told = run_dir / "logs" / f"g{generation:03d}" / f"node{node}" / "assignment.json"
     return cluster.net.addresses.index(json.loads(told.read_text())["address"])
 
 

@@ -29,7 +29,7 @@ from moebius.cluster.check.judgements import (
 )
 from moebius.cluster.check.pairs import Link, Times, rounds, summarise
 from moebius.cluster.check.probe import NodeFault, NodeSilent, Probe, Reached
-from moebius.cluster.nodes.agent import AgentReport, RankFailure
+from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.planning.measured import fit_hockney, read_table
 
 GIB = 1 << 30

@@ -14,27 +14,22 @@ from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, wait_f
 
 from moebius.cluster.job import Launch
 from moebius.cluster.nodes import processes
-from moebius.cluster.nodes.agent import (
-    AgentReport,
-    Attempt,
-    Node,
-    agent_environment,
-    versions,
-)
+from moebius.cluster.nodes.assignment import AgentReport, Assignment
+from moebius.cluster.nodes.node import Node, node_environment, versions
 
 
-def attempt_of(launch: Launch, *, generation: int = 1) -> Attempt:
-    return Attempt(launch, generation, 0, "127.0.0.1", Node().free_port(), "127.0.0.1")
+def attempt_of(launch: Launch, *, generation: int = 1) -> Assignment:
+    return Assignment(launch, generation, 0, "127.0.0.1", Node().free_port(), "127.0.0.1")
 
 
 def test_attempt_is_told_through_a_file_that_holds_no_secrets(tmp_path):
     launch = fake_launch(
         tmp_path, environment={"MOEBIUS_TOKEN": "secret"}, num_nodes=2, ranks_per_node=3
     )
-    attempt = Attempt(launch, 7, 1, "10.0.0.1", 1234, "10.0.0.2")
-    attempt.save(tmp_path / "attempt.json")
-    assert "secret" not in (tmp_path / "attempt.json").read_text()
-    loaded = Attempt.load(tmp_path / "attempt.json")
+    attempt = Assignment(launch, 7, 1, "10.0.0.1", 1234, "10.0.0.2")
+    attempt.save(tmp_path / "assignment.json")
+    assert "secret" not in (tmp_path / "assignment.json").read_text()
+    loaded = Assignment.load(tmp_path / "assignment.json")
     assert (loaded.launch.command, loaded.generation, loaded.master_port) == (
         launch.command,
         7,
@@ -51,28 +46,25 @@ def test_ranks_get_nothing_of_ray_and_everything_of_ours(tmp_path):
         "RAY_AUTH_TOKEN_PATH": "/x",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
-    attempt = attempt_of(fake_launch(tmp_path, environment={"NCCL_DEBUG": "INFO"}), generation=3)
-    environment = agent_environment(inherited, attempt)
+    launch = fake_launch(tmp_path, environment={"NCCL_DEBUG": "INFO"})
+    environment = node_environment(inherited, launch)
     assert environment["PATH"] == "/bin"
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert environment["MOEBIUS_GENERATION"] == "3"
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert not {"OMP_NUM_THREADS", "RAY_AUTH_TOKEN_PATH"} & set(environment)
 
 
 @pytest.mark.parametrize(("gpus", "visible"), [(0, ""), (None, "0,1"), (2, "0,1")])
 def test_a_job_without_gpus_sees_none(tmp_path, gpus, visible):
-    attempt = attempt_of(fake_launch(tmp_path, gpus_per_node=gpus))
-    assert (
-        agent_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, attempt)["CUDA_VISIBLE_DEVICES"]
-        == visible
-    )
+    launch = fake_launch(tmp_path, gpus_per_node=gpus)
+    environment = node_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, launch)
+    assert environment["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_a_thread_count_that_the_user_set_is_kept(tmp_path):
-    attempt = attempt_of(fake_launch(tmp_path, environment={"OMP_NUM_THREADS": "4"}))
-    assert agent_environment({"OMP_NUM_THREADS": "1"}, attempt)["OMP_NUM_THREADS"] == "4"
+    launch = fake_launch(tmp_path, environment={"OMP_NUM_THREADS": "4"})
+    assert node_environment({"OMP_NUM_THREADS": "1"}, launch)["OMP_NUM_THREADS"] == "4"
 
 
 def test_node_runs_its_ranks_keeps_their_logs_and_reports(tmp_path):
@@ -125,9 +117,10 @@ def test_a_new_generation_ends_what_an_older_one_left_but_nothing_else(tmp_path)
 
 HOLDER = """
 import sys, time, json
-from moebius.cluster.nodes.agent import Attempt, Node
+from moebius.cluster.nodes.assignment import Assignment
+from moebius.cluster.nodes.node import Node
 from pathlib import Path
-Node().start(Attempt.load(Path(sys.argv[1])))
+Node().start(Assignment.load(Path(sys.argv[1])))
 time.sleep(100)
 """
 

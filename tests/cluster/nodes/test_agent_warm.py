@@ -30,7 +30,8 @@ from small_model import TINY
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
 from moebius.cluster.nodes import processes
-from moebius.cluster.nodes.agent import AgentReport, Attempt, Node
+from moebius.cluster.nodes.assignment import AgentReport, Assignment
+from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.template_process import OrderedAgent, _sweep
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config.run_config import (
@@ -44,8 +45,8 @@ from moebius.train.record.run_folder import open_run
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="elsewhere nothing is forked")
 
 
-def attempt_of(launch: Launch, node: Node, *, generation: int = 1) -> Attempt:
-    return Attempt(launch, generation, 0, "127.0.0.1", node.free_port(), "127.0.0.1", "a secret")
+def attempt_of(launch: Launch, node: Node, *, generation: int = 1) -> Assignment:
+    return Assignment(launch, generation, 0, "127.0.0.1", node.free_port(), "127.0.0.1", "a secret")
 
 
 @pytest.fixture
@@ -107,8 +108,9 @@ def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from moebius.cluster.nodes.agent import Attempt, Node
-attempt = Attempt.load(Path(sys.argv[1]))
+from moebius.cluster.nodes.assignment import Assignment
+from moebius.cluster.nodes.node import Node
+attempt = Assignment.load(Path(sys.argv[1]))
 Node(launch=attempt.launch).start(attempt)
 time.sleep(100)
 """
@@ -133,7 +135,7 @@ def test_all_layers_end_with_the_node(tmp_path):
 def test_a_job_without_warm_start_has_no_template(tmp_path, monkeypatch, warm, starts):
     started = []
     monkeypatch.setattr(
-        "moebius.cluster.nodes.agent.Template", lambda *_: started.append(_) or Refusing()
+        "moebius.cluster.nodes.node.Template", lambda *_: started.append(_) or Refusing()
     )
     node = Node(launch=fake_launch(tmp_path, warm_start=warm))
     assert bool(started) == warm
@@ -213,17 +215,17 @@ def test_an_ordered_agent_becomes_a_program_once():
 
 def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
     """Such as one that is stopped: torch alone would wait half a minute."""
-    from moebius.cluster.nodes import spares
+    from moebius.cluster.nodes import forked_ranks
 
-    monkeypatch.setattr(spares, "GRACE_S", 0)
+    monkeypatch.setattr(forked_ranks, "GRACE_S", 0)
     rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     os.kill(rank.pid, signal.SIGSTOP)
     stopped = psutil.Process(rank.pid)  # before that SIGTERM would end it
     wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="the stop")
-    ranks: Any = spares._Spares.__new__(spares._Spares)
-    handler = spares._Handler(rank.pid)
+    ranks: Any = forked_ranks._ForkedRanks.__new__(forked_ranks._ForkedRanks)
+    handler = forked_ranks._Handler(rank.pid)
     ranks.subprocess_handlers = {0: handler}
-    agent = spares.WarmElasticAgent.__new__(spares.WarmElasticAgent)
+    agent = forked_ranks.WarmElasticAgent.__new__(forked_ranks.WarmElasticAgent)
     agent._worker_watchdog = agent._health_check_server = None
     graces: list[int] = []
 
@@ -321,7 +323,7 @@ def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
 
 STARTER = """
 import os, signal, sys
-from moebius.cluster.nodes.agent import Node
+from moebius.cluster.nodes.node import Node
 from moebius.cluster.job import Launch
 Node(launch=Launch(sys.argv[1], command=("true",)))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from moebius.cluster.job import State, begin_submission, read_status
 from moebius.cluster.nodes import rendezvous
-from moebius.cluster.nodes.agent import Attempt, Node, interface_of
+from moebius.cluster.nodes.agent import interface_of
+from moebius.cluster.nodes.assignment import Assignment
+from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.nodes.rendezvous import (
     Meeting,
@@ -360,7 +362,7 @@ def test_a_stranger_in_the_cluster_does_not_get_to_the_store(tmp_path):
 
 def test_the_secret_is_in_no_file_and_in_no_environment(tmp_path):
     node = Node()
-    attempt = Attempt(
+    attempt = Assignment(
         fake_launch(tmp_path, "plain=1", "step_s=0.3"),
         1,
         0,

@@ -13,11 +13,12 @@ import pytest
 import stuck
 from jobs import agent_pids, fake_launch, rank_pids, run_here, wait_for
 
-from moebius.cluster.job import State, request_stop
+from moebius.cluster.job import State
 from moebius.cluster.nodes import processes
+from moebius.cluster.nodes import processes as unkillable_module
+from moebius.cluster.nodes.processes import unkillable
 from moebius.cluster.nodes.provider import NodesUnavailable, ThisMachine
-from moebius.cluster.recovery import unkillable as unkillable_module
-from moebius.cluster.recovery.unkillable import unkillable
+from moebius.cluster.stop import request_stop
 
 needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 
@@ -25,7 +26,7 @@ needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be m
 @pytest.fixture
 def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Rank 3 of generation 2, on the second node of two ranks each."""
-    attempt = tmp_path / "logs" / "g002" / "node1" / "attempt.json"
+    attempt = tmp_path / "logs" / "g002" / "node1" / "assignment.json"
     attempt.parent.mkdir(parents=True)
     plain = {"launch": {"ranks_per_node": 2}, "node_rank": 1, "address": "10.0.0.7"}
     attempt.write_text(json.dumps(plain))
@@ -45,7 +46,7 @@ def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_it_is_named_by_the_node_on_which_it_was_started(
     tmp_path: Path, hanging_rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unkillable_module, "_WAIT_S", 0.3)
+    monkeypatch.setattr(unkillable_module, "_SLOW_TO_END_S", 0.3)
     wait_for(lambda: waits_for_the_server(hanging_rank.pid), what="the hang")
     assert unkillable(str(tmp_path), "10.0.0.8") == ""
     words = unkillable(str(tmp_path), "10.0.0.7")
@@ -61,7 +62,7 @@ def waits_for_the_server(pid: int) -> bool:
 
 
 def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
-    attempt = tmp_path / "logs" / "g001" / "node0" / "attempt.json"
+    attempt = tmp_path / "logs" / "g001" / "node0" / "assignment.json"
     attempt.parent.mkdir(parents=True)
     plain = {"launch": {"ranks_per_node": 1}, "node_rank": 0, "address": "10.0.0.7"}
     attempt.write_text(json.dumps(plain))

@@ -9,7 +9,8 @@ from pathlib import Path
 from jobs import wait_for
 from rich.console import Console
 
-from moebius.cluster.job import Journal, State, beat
+from moebius.cluster.job import Journal, State
+from moebius.cluster.liveness import beat
 from moebius.cluster.report.history import ExpertLoad
 from moebius.cluster.report.live import (
     View,

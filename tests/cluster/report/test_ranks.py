@@ -13,7 +13,8 @@ import pytest
 from jobs import wait_for
 from rich.console import Console
 
-from moebius.cluster.job import JobError, Journal, State, beat
+from moebius.cluster.job import JobError, Journal, State
+from moebius.cluster.liveness import beat
 from moebius.cluster.nodes import processes
 from moebius.cluster.report.ranks import look_once, render, show_top
 from moebius.cluster.watch.heartbeats import WatchedRanks, folder_of
@@ -57,7 +58,7 @@ def run_dir(tmp_path: Path) -> Path:
         node = tmp_path / "logs" / f"g{generation:03d}" / "node0"
         node.mkdir(parents=True)
         attempt = {"launch": {"ranks_per_node": 2}, "node_rank": 0, "address": address}
-        (node / "attempt.json").write_text(json.dumps(attempt))
+        (node / "assignment.json").write_text(json.dumps(attempt))
     (tmp_path / "logs/g002/node0/rank1.log").write_text("x\n")
     newest = RESOURCES | {"time": time.time() - 5}
     lines = [RESOURCES | {"cpus": 1}, newest, {"time": "now"}, RESOURCES | {"gpus": [7]}]

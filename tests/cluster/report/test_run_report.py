@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moebius.cluster.job import Journal, JournalEntry, RootCause, State, as_details, beat
+from moebius.cluster.job import Journal, JournalEntry, RootCause, State, as_details
+from moebius.cluster.liveness import beat
 from moebius.cluster.report.run_list import find_runs, is_recent, jobs_table, read_reports
 from moebius.cluster.report.run_report import last_checkpoint, read_report, short_cause
 

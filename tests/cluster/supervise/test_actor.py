@@ -20,18 +20,11 @@ from jobs import (
     wait_for_step,
 )
 
-from moebius.cluster.job import (
-    JobError,
-    JobStatus,
-    Journal,
-    Launch,
-    State,
-    begin_submission,
-    request_stop,
-)
+from moebius.cluster.job import JobError, JobStatus, Journal, Launch, State, begin_submission
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.provider import Capacity, NodesUnavailable
 from moebius.cluster.places.ray_session import NAMESPACE
+from moebius.cluster.stop import request_stop
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

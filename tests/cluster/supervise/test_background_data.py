@@ -12,24 +12,17 @@ import pytest
 from made_folder import MadeFolder, documents
 from rich.console import Console
 
-from moebius.cluster.job import (
-    JobStatus,
-    Journal,
-    Launch,
-    State,
-    begin_submission,
-    read_status,
-    request_stop,
-)
-from moebius.cluster.nodes.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.job import JobStatus, Journal, Launch, State, begin_submission, read_status
+from moebius.cluster.nodes.assignment import AgentReport, Assignment, RankFailure
 from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.report.live import View, follow, render
 from moebius.cluster.report.summary import closing_words
+from moebius.cluster.stop import request_stop
 from moebius.cluster.supervise import background_data as preparation
 from moebius.cluster.supervise import generation
 from moebius.cluster.supervise import job_supervisor as generations
-from moebius.cluster.supervise.background_data import Preparation, workers_beside
+from moebius.cluster.supervise.background_data import BackgroundData, workers_beside
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch.evidence import Evidence
 from moebius.cluster.watch.heartbeats import RankState
@@ -58,7 +51,7 @@ class Child:
         assert self.code is not None
 
 
-class Pretended(Preparation):
+class Pretended(BackgroundData):
     """A preparation whose processes are pretended; each is kept."""
 
     def __init__(self, launch: Launch):
@@ -76,7 +69,7 @@ class Nodes:
     def __init__(self, run_dir: Path, *reports: AgentReport):
         self.run_dir, self.reports = run_dir, list(reports)
         self.may_end = threading.Event()
-        self.attempts: list[Attempt] = []
+        self.assignments: list[Assignment] = []
 
     def capacity(self) -> Capacity:
         return Capacity(1, 1)
@@ -105,14 +98,14 @@ class Nodes:
     def free_port(self) -> int:
         return 1
 
-    def start(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
+    def start(self, assignment: Assignment) -> None:
+        self.assignments.append(assignment)
         (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
 
     def poll(self) -> AgentReport | None:
         if not self.may_end.is_set():
             return None
-        report = self.reports[len(self.attempts) - 1]
+        report = self.reports[len(self.assignments) - 1]
         if not report.ok:
             (self.run_dir / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 1}\n')
         return report
@@ -120,7 +113,7 @@ class Nodes:
     def heartbeats(self) -> list[RankState]:
         return []
 
-    def unreached(self, doors) -> list[int]:
+    def unreachable(self, others) -> list[int]:
         return []
 
     def gather_evidence(self) -> list[Evidence]:
@@ -200,7 +193,7 @@ def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path
     job.await_words("PREPARING: the ranks begin with 2 eras sealed")
     seal(made)
     time.sleep(0.05)
-    assert not job.nodes.attempts
+    assert not job.nodes.assignments
     seal(made, 1)
     job.await_words("2 eras with")
     job.await_words("STARTING: starting 1 rank(s)")
@@ -242,7 +235,7 @@ def test_a_preparation_that_would_fail_again_ends_the_job_that_waits_for_it(tmp_
     assert status.state is State.FAILED
     assert status.reason == "the data could not be prepared: b.txt is not UTF-8"
     assert len(job.preparation.children) == 1
-    assert not job.nodes.attempts
+    assert not job.nodes.assignments
 
 
 def test_another_run_of_a_given_up_folder_begins_anew(tmp_path, made):

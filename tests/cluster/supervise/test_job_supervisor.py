@@ -18,17 +18,15 @@ from moebius.cluster.job import (
     begin_submission,
     read_generation,
     read_status,
-    request_stop,
-    stop_requested,
 )
-from moebius.cluster.nodes.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.nodes.assignment import AgentReport, Assignment, RankFailure
 from moebius.cluster.nodes.node_check import NodeCheck
 from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
-from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
-from moebius.cluster.recovery.term import Term
+from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_requested
 from moebius.cluster.supervise import generation
 from moebius.cluster.supervise import job_supervisor as generations
 from moebius.cluster.supervise import retrying_journal as patient_journal
+from moebius.cluster.supervise.fencing import SupervisorNumber
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch.evidence import Evidence
 from moebius.cluster.watch.heartbeats import RankState
@@ -49,7 +47,7 @@ class PretendedNode:
     def __init__(self, run_dir: Path, script: Iterator[Callable[[Path], AgentReport | None]]):
         self.run_dir = run_dir
         self.script = script
-        self.attempts: list[Attempt] = []
+        self.assignments: list[Assignment] = []
         self.runs: list[int] = []  # generation and node rank
         self.stuck, self.spare = "", self
 
@@ -63,11 +61,11 @@ class PretendedNode:
         return wanted.faults()
 
     def free_port(self) -> int:
-        return 1000 + len(self.attempts)
+        return 1000 + len(self.assignments)
 
-    def start(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
-        self.runs = [attempt.generation, attempt.node_rank]
+    def start(self, assignment: Assignment) -> None:
+        self.assignments.append(assignment)
+        self.runs = [assignment.generation, assignment.node_rank]
         self.act = next(self.script)
 
     def poll(self) -> AgentReport | None:
@@ -79,7 +77,7 @@ class PretendedNode:
     def gather_evidence(self) -> list[Evidence]:
         return []
 
-    def unreached(self, doors) -> list[int]:
+    def unreachable(self, others) -> list[int]:
         return []
 
     def running_ranks(self) -> list[int]:
@@ -157,7 +155,7 @@ def test_success_needs_a_result(tmp_path):
     status, node = live(tmp_path, makes_steps(1, 5, then=finishes))
     assert status.state is State.SUCCEEDED
     assert status.exit_code == 0
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,8 +189,8 @@ def test_every_generation_has_its_own_number_and_port_and_announces_itself_first
 
     status, node = live(tmp_path, fails, fails, makes_steps(1, then=finishes))
     assert status.state is State.SUCCEEDED
-    assert [attempt.generation for attempt in node.attempts] == [1, 2, 3]
-    assert len({attempt.master_port for attempt in node.attempts}) == 3
+    assert [attempt.generation for attempt in node.assignments] == [1, 2, 3]
+    assert len({attempt.master_port for attempt in node.assignments}) == 3
     assert announced == [1, 2]
     assert read_generation(tmp_path) == 3
 
@@ -233,7 +231,7 @@ def test_restarts_are_limited_and_the_root_cause_is_told(tmp_path):
     script = [makes_steps(step, then=ends(failed(f"ValueError: {step}"))) for step in (1, 2, 3)]
     status, node = live(tmp_path, *script, max_restarts=2)
     assert status.state is State.FAILED
-    assert len(node.attempts) == 3
+    assert len(node.assignments) == 3
     assert "max_restarts=2 used up" in status.reason
     assert status.root_cause is not None
     assert (status.root_cause.rank, status.root_cause.error) == (0, "ValueError: 3")
@@ -243,7 +241,7 @@ def test_restarts_are_limited_and_the_root_cause_is_told(tmp_path):
 def test_the_same_error_at_the_same_step_three_times_is_the_end(tmp_path):
     status, node = live(tmp_path, *[makes_steps(7, then=ends(failed()))] * 9, max_restarts=8)
     assert status.state is State.FAILED
-    assert len(node.attempts) == 3
+    assert len(node.assignments) == 3
     assert "at step 7, 3 times; the same error at the same place" in status.reason
 
 
@@ -251,7 +249,7 @@ def test_a_mistake_ends_the_job_at_once(tmp_path):
     mistake = failed("moebius.train.config.run_config.ConfigError: train.timeout_s=0", exit_code=78)
     status, node = live(tmp_path, *[ends(mistake)] * 3, max_restarts=8)
     assert status.state is State.FAILED
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
     assert "ConfigError: train.timeout_s=0 (before the first step, no restart would mend this" in (
         status.reason.replace(";", ",")
     )
@@ -274,8 +272,8 @@ def test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started(tmp_p
     status, node = live(tmp_path, max_restarts=8)
     assert status.state is State.FAILED
     assert status.reason.startswith("node 0: b does not see the run folder")
-    assert not node.attempts
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "term"]
+    assert not node.assignments
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "supervisor"]
 
 
 def test_the_same_error_at_different_steps_is_not(tmp_path):
@@ -356,7 +354,7 @@ def test_a_taken_port_costs_no_restart_but_is_not_tried_for_ever(tmp_path):
     assert status.state is State.SUCCEEDED
     status, node = live(tmp_path / "b", *[ends(taken)] * 9, max_restarts=0)
     assert status.state is State.FAILED
-    assert len(node.attempts) == generations.PORT_ATTEMPTS
+    assert len(node.assignments) == generations.PORT_ATTEMPTS
 
 
 def test_a_lost_node_is_a_failure_that_is_recovered_from(tmp_path):
@@ -396,7 +394,7 @@ def test_a_stop_before_the_start_starts_nothing(tmp_path):
     request_stop(tmp_path)
     supervise(launch, node_provider)
     assert states(tmp_path) == ["SUBMITTED", "STOPPED"]
-    assert not node_provider.node.attempts
+    assert not node_provider.node.assignments
 
 
 def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
@@ -410,7 +408,7 @@ def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
     begin_submission(launch)
     supervise(launch, PretendedNodeProvider(first))
     assert read_status(tmp_path).state is State.SUCCEEDED
-    assert (len(first.attempts), len(first.spare.attempts)) == (1, 1)
+    assert (len(first.assignments), len(first.spare.assignments)) == (1, 1)
     [told] = [one for one in Journal(tmp_path).entries() if "process 7" in one.reason]
     assert "node 0: SIGKILL does not end process 7" in told.reason
     assert "this job does not use the node again" in told.reason
@@ -425,7 +423,7 @@ def test_a_generation_that_fails_while_stopping_is_not_followed_by_another(tmp_p
     status, node = live(tmp_path, makes_steps(2, then=stops_badly))
     assert status.state is State.STOPPED
     assert "failed on the way: rank 0" in status.reason
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
 
 
 def stops(run_dir: Path) -> AgentReport:
@@ -444,12 +442,12 @@ def test_a_preemption_notice_ends_the_job_as_preempted(tmp_path, then):
     status, node = live(tmp_path, makes_steps(3, then=is_announced))
     assert status.state is State.PREEMPTED
     assert status.exit_code == 75
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
     assert "STOPPING" in states(tmp_path)
 
 
 def test_sigterm_is_a_preemption_notice(tmp_path):
-    with interrupts_ask_for_a_stop(tmp_path):
+    with interrupts_stop_the_job(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_requested(tmp_path) == "preempt"
         os.kill(os.getpid(), signal.SIGINT)
@@ -458,7 +456,7 @@ def test_sigterm_is_a_preemption_notice(tmp_path):
 
 def test_ranks_make_way_for_another_number_of_nodes(tmp_path, monkeypatch):
     wishes = iter(["2 node(s) can be had"])
-    monkeypatch.setattr(generations.Placing, "wish", lambda *_: next(wishes, ""))
+    monkeypatch.setattr(generations.Placing, "why_resize", lambda *_: next(wishes, ""))
 
     def makes_way(run_dir: Path) -> AgentReport | None:
         return stops(run_dir) if (run_dir / "pause").exists() else None
@@ -469,12 +467,12 @@ def test_ranks_make_way_for_another_number_of_nodes(tmp_path, monkeypatch):
     assert status.state is State.SUCCEEDED
     assert status.restarts == 0, "nothing has failed"
     assert states(tmp_path).count("RESIZING") == 2
-    assert len(node.attempts) == 2
+    assert len(node.assignments) == 2
     assert not (tmp_path / "pause").exists()
 
 
 def test_a_person_s_stop_goes_before_a_pause(tmp_path, monkeypatch):
-    monkeypatch.setattr(generations.Placing, "wish", lambda *_: "2 node(s) can be had")
+    monkeypatch.setattr(generations.Placing, "why_resize", lambda *_: "2 node(s) can be had")
 
     def is_stopped(run_dir: Path) -> AgentReport | None:
         if not (run_dir / "pause").exists():
@@ -493,7 +491,7 @@ def test_lost_nodes_are_charged_to_a_budget_of_their_own(tmp_path):
     status, node = live(tmp_path, *[lost] * 9, max_restarts=0, max_node_losses=2)
     assert status.state is State.FAILED
     assert "max_node_losses=2 used up" in status.reason
-    assert len(node.attempts) == 3
+    assert len(node.assignments) == 3
     charged = [entry.details.get("left") for entry in Journal(tmp_path).entries()]
     assert [left for left in charged if left is not None] == [1, 0, 0]
 
@@ -553,7 +551,7 @@ def test_a_full_disk_costs_the_supervisor_nothing_but_time(tmp_path, disk, write
         *("STARTING", "RUNNING", "RECOVERING") * 2,
         *("STARTING", "RUNNING", "SUCCEEDED"),
     ]
-    assert [attempt.generation for attempt in node.attempts] == [1, 2, 3]
+    assert [attempt.generation for attempt in node.assignments] == [1, 2, 3]
     late = [entry for entry in Journal(tmp_path).entries() if "late_s" in entry.details]
     assert [entry.state.value for entry in late if "No space left" in entry.reason] == [
         "RUNNING",
@@ -575,7 +573,7 @@ def test_a_generation_that_cannot_be_announced_is_waited_for(tmp_path, disk, mon
     assert status.state is State.SUCCEEDED
     assert states(tmp_path) == ["SUBMITTED", "PLACING", "STARTING", "RUNNING", "SUCCEEDED"]
     assert "can be written (No space left on device)" in Journal(tmp_path).entries()[1].reason
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
 
 
 def test_a_node_whose_folder_cannot_be_written_is_a_failure_that_is_recovered_from(tmp_path):
@@ -599,7 +597,7 @@ def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
         rehearse_failure_at_step=4,
     )
     assert status.state is State.SUCCEEDED
-    assert len(node.attempts) == 2
+    assert len(node.assignments) == 2
     assert status.root_cause is not None
     assert status.root_cause.on_purpose
     assert status.root_cause.summary == "fault drill: rank 0 was killed on purpose at step 4"
@@ -611,7 +609,7 @@ def test_a_supervisor_that_was_superseded_stops_without_a_word(tmp_path):
 
     _, node = live(tmp_path, makes_steps(1, then=newer_one_appears))
     assert states(tmp_path) == ["SUBMITTED", "STARTING"]
-    assert len(node.attempts) == 1
+    assert len(node.assignments) == 1
 
 
 def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
@@ -625,7 +623,7 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
     (tmp_path / "generation").write_text("2")
     node = PretendedNode(tmp_path, iter([makes_steps(3, then=ends(failed()))]))
     supervise(launch, PretendedNodeProvider(node))
-    assert node.attempts[0].generation == 3
+    assert node.assignments[0].generation == 3
     status = read_status(tmp_path)
     assert status.state is State.FAILED, (
         "one failure was before the supervisor was killed, max_restarts is 1"
@@ -659,7 +657,7 @@ def test_a_restarted_supervisor_takes_over_the_generation_that_goes_on(tmp_path)
     makes_steps(1, 2, then=ends(OK))(tmp_path)
     node = running_node(tmp_path, lambda run_dir: None, makes_steps(3, then=finishes))
     supervise(launch, PretendedNodeProvider(node))
-    assert node.attempts == [], "nothing was started"
+    assert node.assignments == [], "nothing was started"
     entries = Journal(tmp_path).entries()
     assert [entry.state.value for entry in entries[3:]] == ["RUNNING", "SUCCEEDED"]
     assert "generation 1 has gone on" in entries[3].reason
@@ -688,7 +686,7 @@ def test_nodes_that_run_something_else_get_a_new_generation(tmp_path, runs):
     node = PretendedNode(tmp_path, iter([makes_steps(3, then=finishes)]))
     node.runs = runs
     supervise(launch, PretendedNodeProvider(node))
-    assert [attempt.generation for attempt in node.attempts] == [2]
+    assert [attempt.generation for attempt in node.assignments] == [2]
     assert "a new generation takes over" in Journal(tmp_path).entries()[3].reason
 
 
@@ -696,7 +694,7 @@ def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
     """It has thawed: its nodes and the folder are the other's."""
 
     def is_replaced(run_dir: Path) -> None:
-        Term.begin(run_dir)
+        SupervisorNumber.take(run_dir)
 
     launch = Launch(str(tmp_path))
     begin_submission(launch)
@@ -724,10 +722,10 @@ class CutOffNode(PretendedNode):
         self.number, self.answers = number, [[0], [0]]
 
     def describe(self):
-        return {"address": "127.0.0.1", "door": (f"10.0.0.{self.number}", 6379)}
+        return {"address": "127.0.0.1", "listens_at": (f"10.0.0.{self.number}", 6379)}
 
-    def unreached(self, doors) -> list[int]:
-        assert doors == [(f"10.0.0.{1 - self.number}", 6379)]
+    def unreachable(self, others) -> list[int]:
+        assert others == [(f"10.0.0.{1 - self.number}", 6379)]
         return self.answers.pop() if self.answers else []
 
 
@@ -749,4 +747,4 @@ def test_nodes_that_do_not_reach_each_other_are_named_and_waited_for(tmp_path):
     assert told[State.RECOVERING].details["charged_to"] == "infrastructure"
     assert told[State.PLACING].reason == f"{words}; the job waits for the network between them"
     assert read_status(tmp_path).state is State.SUCCEEDED
-    assert len(nodes[0].attempts) == 2
+    assert len(nodes[0].assignments) == 2

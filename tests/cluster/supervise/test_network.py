@@ -1,37 +1,40 @@
 """Which nodes do not reach each other: pretended nodes, and the same with machines of their own."""
 
-import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from moebius.cluster.job import Launch, RootCause
+from moebius.cluster.nodes.node import Address, Node, can_connect
 from moebius.cluster.nodes.provider import NodeLost
-from moebius.cluster.recovery.doors import Door, knock
 from moebius.cluster.supervise.budgets import Budgets
-from moebius.cluster.supervise.network import blame_network, find_cuts, spell_cuts
+from moebius.cluster.supervise.generation import Outcome
+from moebius.cluster.supervise.network import NetworkWatch, find_cuts, spell_cuts
 
 
 class PretendedNode:
-    """Reaches every door but those of some addresses."""
+    """Reaches every node but some."""
 
-    def __init__(self, number: int, *walls: int, is_lost: bool = False) -> None:
-        self.number, self.walls, self.is_lost = number, walls, is_lost
+    def __init__(self, number: int, *cut_off: int, is_lost: bool = False) -> None:
+        self.number, self.cut_off, self.is_lost = number, cut_off, is_lost
 
     def describe(self) -> dict[str, Any]:
-        return {"door": _door(self.number)}
+        return {"listens_at": address_of(self.number)}
 
-    def unreached(self, doors: Sequence[Door]) -> list[int]:
+    def unreachable(self, others: Sequence[Address]) -> list[int]:
         if self.is_lost:
             raise NodeLost("gone")
-        walls = [_door(wall) for wall in self.walls]
-        return [place for place, door in enumerate(doors) if door in walls]
+        cut_off = [address_of(number) for number in self.cut_off]
+        return [place for place, address in enumerate(others) if address in cut_off]
 
 
-def _door(number: int) -> Door:
+def address_of(number: int) -> Address:
     return f"10.0.0.{number}", 6379
+
+
+BOTH_WAYS = [PretendedNode(0, 1), PretendedNode(1, 0), PretendedNode(2)]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +42,7 @@ def _door(number: int) -> Door:
     [
         ([PretendedNode(0), PretendedNode(1)], ""),
         ([PretendedNode(0)], ""),
-        (
-            [PretendedNode(0, 1), PretendedNode(1, 0), PretendedNode(2)],
-            "node 0 (10.0.0.0) and node 1 (10.0.0.1) do not reach each other",
-        ),
+        (BOTH_WAYS, "node 0 (10.0.0.0) and node 1 (10.0.0.1) do not reach each other"),
         (
             [PretendedNode(0), PretendedNode(1), PretendedNode(2, 1)],
             "node 2 (10.0.0.2) does not reach node 1 (10.0.0.1)",
@@ -56,24 +56,20 @@ def test_who_does_not_reach_whom_is_named(nodes, words):
 
 def test_a_network_that_fails_three_times_at_one_step_does_not_end_the_job(tmp_path):
     hang = RootCause("all ranks hang", error="all ranks hang in phase step")
-    blamed = blame_network(hang, "node 0 and node 1 do not reach each other")
+    blamed = NetworkWatch().explain(Outcome("failed", hang, 7), BOTH_WAYS).cause
+    assert blamed is not None
+    assert "do not reach each other over the network: all ranks hang" in blamed.summary
     budgets = Budgets(Launch(str(tmp_path)))
     verdicts = [budgets.charge(blamed, 7) for _ in range(4)]
     assert {verdict.charged_to for verdict in verdicts} == {"infrastructure"}
     assert not any(verdict.given_up for verdict in verdicts)
-    assert blamed.summary.startswith("node 0 and node 1 do not reach each other over the network")
-    assert blamed.summary.endswith("all ranks hang")
 
 
-def test_a_door_is_closed_where_nobody_listens():
-    with listener() as door, listener() as gone:
-        pass
-    with listener() as door:
-        assert knock([gone, door, gone]) == [0, 2]
-    assert knock([]) == []
-
-
-@contextlib.contextmanager
-def listener() -> Iterator[Door]:
+def test_a_node_is_unreachable_where_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        closed = gone.getsockname()[:2]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[:2]
+        open_ = server.getsockname()[:2]
+        assert Node().unreachable([closed, open_, closed]) == [0, 2]
+        assert can_connect(open_)
+    assert Node().unreachable([]) == []

@@ -25,15 +25,7 @@ from jobs import (
 )
 from tiny_job import TINY_JOB
 
-from moebius.cluster.job import (
-    Journal,
-    JournalEntry,
-    Launch,
-    State,
-    begin_submission,
-    read_status,
-    stop,
-)
+from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission, read_status
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
@@ -41,8 +33,9 @@ from moebius.cluster.places.standing import (
     end_cluster,
     start_cluster,
 )
+from moebius.cluster.scale import request_scale
+from moebius.cluster.stop import stop
 from moebius.cluster.submit import make_launch
-from moebius.cluster.supervise.scale import request_scale
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import Loader
 from moebius.train.config.resolve import resolve
@@ -101,7 +94,7 @@ def plain_launch(run_dir: Path, **values) -> Launch:
 
 def node_of(run_dir: Path, rank: int) -> int:
     """The number of the pretended node that a rank of the first generation lives on."""
-    path = run_dir / "logs" / "g001" / f"node{rank}" / "attempt.json"
+    path = run_dir / "logs" / "g001" / f"node{rank}" / "assignment.json"
     return int(json.loads(path.read_text())["address"].rpartition(".")[2]) - 2
 
 

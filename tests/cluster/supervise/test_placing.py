@@ -9,9 +9,9 @@ import pytest
 
 from moebius.cluster.job import Launch
 from moebius.cluster.nodes.provider import Capacity, NodesUnavailable, ThisMachine
+from moebius.cluster.scale import ScaleRequest, scale_requested
 from moebius.cluster.supervise import placing
 from moebius.cluster.supervise.placing import Placing
-from moebius.cluster.supervise.scale import ScaleRequest, scale_requested
 
 
 class Cluster(ThisMachine):
@@ -133,10 +133,10 @@ def test_no_number_that_fits_is_said(tmp_path):
 
 def test_more_nodes_are_wished_for_when_they_have_been_seen_twice(tmp_path):
     policy, _ = placing_on(Cluster(2, 4, 2, 3, 4), tmp_path, min_nodes=1)
-    wishes = [policy.wish(2) for _ in range(5)]
+    wishes = [policy.why_resize(2) for _ in range(5)]
     assert wishes[:4] == [""] * 4
     assert wishes[4] == "4 node(s) can be had, and it runs on 2 of 4"
-    assert policy.wish(4) == ""
+    assert policy.why_resize(4) == ""
 
 
 def test_a_pause_that_brought_no_nodes_is_not_repeated_at_once(tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_pause_that_brought_no_nodes_is_not_repeated_at_once(tmp_path, monkeyp
 
     def wish_after(seconds: float) -> str:
         now_s[0] += seconds
-        return [policy.wish(2) for _ in range(2)][1]
+        return [policy.why_resize(2) for _ in range(2)][1]
 
     assert wish_after(0)
     for pause_s in (60, 120, 240):
@@ -163,9 +163,9 @@ def test_a_pause_that_brought_no_nodes_is_not_repeated_at_once(tmp_path, monkeyp
 def test_a_node_that_will_be_taken_away_is_left_in_time(tmp_path):
     cluster = Cluster(4)
     policy, _ = placing_on(cluster, tmp_path)
-    assert policy.wish(4) == ""
+    assert policy.why_resize(4) == ""
     cluster.looks = [Capacity(4, 4, leaving=("127.0.0.3",))]
-    assert policy.wish(4) == "the cluster will take away 127.0.0.3"
+    assert policy.why_resize(4) == "the cluster will take away 127.0.0.3"
 
 
 def test_a_wish_of_a_person_goes_before_the_configuration(tmp_path):
@@ -173,8 +173,10 @@ def test_a_wish_of_a_person_goes_before_the_configuration(tmp_path):
     write = (tmp_path / "scale.json").write_text
     write('{"num_nodes": 2, "layouts": {"1": {}, "2": {"ep": 2}}}')
     assert scale_requested(tmp_path) == ScaleRequest(2, {1: {}, 2: {"ep": 2}})
-    assert policy.wish(4) == "2 node(s) are asked for, and it runs on 4"
+    assert policy.why_resize(4) == "2 node(s) are asked for, and it runs on 4"
     assert len(policy.place()) == 2
     write('{"num_nodes": 8, "layouts": null}')
-    assert [policy.wish(4) for _ in range(2)][1] == "8 node(s) can be had, and it runs on 4 of 8"
+    assert [policy.why_resize(4) for _ in range(2)][
+        1
+    ] == "8 node(s) can be had, and it runs on 4 of 8"
     assert len(policy.place()) == 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moebius.cluster.job import Journal, State
-from moebius.cluster.supervise.retrying_journal import PatientJournal
+from moebius.cluster.supervise.retrying_journal import RetryingJournal
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
@@ -18,7 +18,7 @@ class Disk:
     def __init__(self, run_dir: Path) -> None:
         self.file, self.aside = run_dir / "journal.jsonl", run_dir / "aside"
         self.now_s = 0.0
-        self.journal = PatientJournal(run_dir, clock=lambda: self.now_s)
+        self.journal = RetryingJournal(run_dir, clock=lambda: self.now_s)
 
     def fill(self) -> None:
         self.file.rename(self.aside)
@@ -73,7 +73,7 @@ def test_a_line_that_was_written_in_part_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn_at: int | None
 ) -> None:
     """`-1`: all but the end of the line; None: all of it, and the disk did not confirm it."""
-    journal = PatientJournal(tmp_path)
+    journal = RetryingJournal(tmp_path)
     journal.append(State.RUNNING, generation=1, reason="before")
     write = Journal.write
 
@@ -97,7 +97,7 @@ def test_what_is_given_up_is_said_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "journal.jsonl").symlink_to(FULL)
-    journal = PatientJournal(tmp_path)
+    journal = RetryingJournal(tmp_path)
     journal.append(State.SUCCEEDED, generation=1, reason="finished at step 7")
     journal.give_up()
     assert "finished at step 7" in caplog.text

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from moebius.cluster.nodes.agent import AgentReport, RankFailure
+from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.supervise.root_cause import find_root_cause, is_certain, port_was_taken
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33688"

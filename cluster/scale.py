@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..job import (
+from .job import (
     SCALE,
     THIS_MACHINE,
     JobError,
@@ -23,7 +23,7 @@ from ..job import (
 )
 
 if TYPE_CHECKING:
-    from ...train.config.run_config import Config
+    from ..train.config.run_config import Config
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _where(run_dir: Path) -> str:
 
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
     """Returns the numbers of nodes up to `num_nodes` that fit; None where no configuration says."""
-    from ...train.config.run_config import Config
+    from ..train.config.run_config import Config
 
     if not (run_dir / "config.json").exists():
         return None
@@ -114,7 +114,7 @@ def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | No
 
 
 def _layouts_of(config: "Config", num_nodes: int) -> dict[int, dict[str, object]]:
-    from ...train.config.resize import layouts_for
+    from ..train.config.resize import layouts_for
 
     layouts = layouts_for(config, range(1, num_nodes + 1))
     if num_nodes not in layouts:

@@ -12,6 +12,7 @@ rank of a node, whichever it looks at first, so that the rank that was killed ma
 one that lost its connection; and it waits for ever for a rank that exits 0 without returning.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -33,14 +34,15 @@ from torch.distributed.elastic.multiprocessing.api import (
 
 from . import processes
 
+TRAINING_LOOP = "moebius.train.__main__"
 _WAIT_S = 0.01  # between two looks for a rank's end
 # A rank that SIGTERM does not end saves nothing any more: it is stopped, or stuck in a driver.
 GRACE_S = 3
 
 
 @dataclass(frozen=True)
-class Spare:
-    """A rank that waits, as its agent holds it."""
+class ForkedRank:
+    """A forked rank that waits, as its agent holds it."""
 
     pid: int
     pipe: int  # where its environment goes
@@ -53,7 +55,7 @@ class Spare:
 
 @dataclass(frozen=True)
 class WaitingRank:
-    """What the same rank is to itself."""
+    """A forked rank as it sees itself."""
 
     pipe: int
     run_dir: str
@@ -65,33 +67,31 @@ class WaitingRank:
         if not told:
             return 0
         os.environ.update(json.loads(told))
-        from ...train.__main__ import main
-
         sys.argv = ["moebius.train", self.run_dir]
-        main()
+        importlib.import_module(TRAINING_LOOP).main()  # the template has imported it
         return 0
 
 
 def fork_ranks(
     ranks: Iterable[int], log_dir: Path, run_dir: str
-) -> tuple[Spare, ...] | WaitingRank:
+) -> tuple[ForkedRank, ...] | WaitingRank:
     """Forks the ranks of a node; in a fork, returns what it has to do.
 
     Standard input, from which the agent will read the secret, is empty in the forks.
     """
     agent = os.getpid()
-    spares: list[Spare] = []
+    forked: list[ForkedRank] = []
     for rank in ranks:
         hear, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
-            for descriptor in (tell, *(spare.pipe for spare in spares)):
+            for descriptor in (tell, *(rank_process.pipe for rank_process in forked)):
                 os.close(descriptor)
             _become_rank(rank, log_dir, parent=agent)
             return WaitingRank(hear, run_dir)
         os.close(hear)
-        spares.append(Spare(pid, tell))
-    return tuple(spares)
+        forked.append(ForkedRank(pid, tell))
+    return tuple(forked)
 
 
 def _become_rank(rank: int, log_dir: Path, *, parent: int) -> None:
@@ -103,17 +103,17 @@ def _become_rank(rank: int, log_dir: Path, *, parent: int) -> None:
 
 
 class WarmElasticAgent(LocalElasticAgent):
-    """torch's elastic agent, whose ranks are spares: they are released instead of started."""
+    """torch's elastic agent, whose ranks are forked: they are released instead of started."""
 
     def __init__(
         self,
         *arguments: Any,
-        spares: Sequence[Spare],
+        forked: Sequence[ForkedRank],
         **named: Any,
     ) -> None:
-        """Takes the arguments of LocalElasticAgent, and the spares in the order of local ranks."""
+        """Takes the arguments of LocalElasticAgent, and the forked ranks in local order."""
         super().__init__(*arguments, **named)
-        self._spares = spares
+        self._forked = forked
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # torch makes the environments and calls this function; there is no other door
@@ -132,23 +132,23 @@ class WarmElasticAgent(LocalElasticAgent):
 
     def _release(self, **arguments: Any) -> PContext:
         known = ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes")
-        context = _Spares(**{name: arguments[name] for name in known})
-        context.spares = self._spares
+        context = _ForkedRanks(**{name: arguments[name] for name in known})
+        context.forked = self._forked
         context.start()
         return context
 
 
-class _Spares(SubprocessContext):
+class _ForkedRanks(SubprocessContext):
     """torch's view of the ranks of a node; only how they begin is another."""
 
-    spares: Sequence[Spare] = ()
+    forked: Sequence[ForkedRank] = ()
 
     def _start(self) -> None:
         inherited = dict(os.environ)
         handlers: dict[int, Any] = {}
-        for local_rank, spare in enumerate(self.spares):
-            spare.release(inherited | self.envs[local_rank])
-            handlers[local_rank] = _Handler(spare.pid)
+        for local_rank, rank_process in enumerate(self.forked):
+            rank_process.release(inherited | self.envs[local_rank])
+            handlers[local_rank] = _Handler(rank_process.pid)
         self.subprocess_handlers = handlers
 
 

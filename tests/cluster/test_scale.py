@@ -15,11 +15,12 @@ from moebius.cluster.job import (
     begin_submission,
     read_status,
 )
-from moebius.cluster.nodes.agent import AgentReport, Node
+from moebius.cluster.nodes.assignment import AgentReport
+from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.provider import Capacity, ThisMachine
+from moebius.cluster.scale import ScaleRequest, request_scale, scale_requested
 from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.cluster.supervise.scale import ScaleRequest, request_scale, scale_requested
 from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
@@ -83,8 +84,8 @@ class OneNode(Node):
     def check(self, wanted) -> str:
         return ""
 
-    def start(self, attempt) -> None:
-        self.run_dir = Path(attempt.launch.run_dir)
+    def start(self, assignment) -> None:
+        self.run_dir = Path(assignment.launch.run_dir)
 
     def poll(self) -> AgentReport:
         act = self.script.pop(0)
@@ -143,7 +144,7 @@ def resumed(monkeypatch):
         submitted.append((config.job.num_nodes, scale))
         return read_status(run_dir)
 
-    monkeypatch.setattr("moebius.cluster.submit", submit)
+    monkeypatch.setattr("moebius.cluster.submit.submit", submit)
     return submitted
 
 

@@ -1,0 +1,289 @@
+"""A node of a job: starts agents on its machine and answers the supervisor's questions about them.
+
+`Node` ends what earlier generations left on this machine, lets its template fork an agent
+(template_process.py; a node without a template runs `python -m moebius.cluster.nodes.agent`), and
+reads the report that the agent leaves. On another machine it is a Ray actor (ray_nodes.py).
+"""
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ..job import Launch
+from ..report.tracebacks import read_tail
+from ..watch.evidence import Evidence, gather
+from ..watch.heartbeats import RankState, WatchedRanks
+from ..watch.resources import ResourceLog
+from . import processes
+from .assignment import AgentReport, Assignment
+from .node_check import NodeCheck
+from .template_process import AgentProcess, Template, start_program
+
+WATCHDOG_TICK_S = 1.0
+CONNECT_S = 4.0  # lost SYNs are sent again after 1 s and 3 s
+_AT_ONCE = 32
+
+# Ray gives its workers OMP_NUM_THREADS=1 and its own credentials. Ranks are not Ray's: neither.
+_RAY_ONLY = ("RAY_", "OMP_NUM_THREADS")
+
+Address = tuple[str, int]  # host and port where a node listens for the others
+
+
+class Watchdog:
+    """Calls `act` once, from a thread, when nobody has reset it for `limit_s`.
+
+    A supervisor that is gone, or cut off from the node, starts the job elsewhere; ranks that went
+    on here would hold devices that nobody knows of. (Their checkpoints are refused in any case, by
+    the number of the generation.)
+
+    Silence is counted in ticks of this process, not by a clock: a process that was stopped itself
+    (SIGSTOP, a machine that sleeps) heard nothing because it could not listen.
+    """
+
+    def __init__(self, limit_s: float, act: Callable[[], None], *, tick_s: float = WATCHDOG_TICK_S):
+        self._limit_s, self._act, self._tick_s = limit_s, act, tick_s
+        self._silent_s = 0.0
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def reset(self) -> None:
+        """Starts counting the silence anew."""
+        self._silent_s = 0.0
+
+    def end(self) -> None:
+        """Ends the watchdog."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._tick_s):
+            self._silent_s += self._tick_s
+            if self._silent_s >= self._limit_s:
+                return self._act()
+
+
+class Node:
+    """Runs agents on one machine, for the supervisor."""
+
+    def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
+        """Starts the template, if the node is told what it will be needed for.
+
+        Args:
+            address: of this node.
+            launch: the job; None starts agents and ranks as programs.
+        """
+        self._address = address
+        self._assignment: Assignment | None = None
+        self._agent: AgentProcess | None = None
+        self._watchdog: Watchdog | None = None
+        self._ranks: WatchedRanks | None = None
+        self._resources: ResourceLog | None = None
+        self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
+        self._template: Template | None = None
+        self._warm_up()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns where this node is and what it runs: every node of a job must run the same."""
+        return {
+            "address": self._address,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "versions": versions(),
+            "starts": self._how_agents_start(),
+            "runs": self._runs(),
+        }
+
+    def check(self, wanted: NodeCheck) -> str:
+        """Returns what this node lacks for a job, or ""."""
+        return wanted.faults()
+
+    def unkillable(self, run_dir: str) -> str:
+        """Describes processes of a run that cannot be ended here, or ""; before ranks start."""
+        return processes.unkillable(run_dir, self._address)
+
+    def unreachable(self, others: Sequence[Address]) -> list[int]:
+        """Returns which of the other nodes cannot be reached from here, by place in the list."""
+        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(others)))) as pool:
+            found = enumerate(pool.map(can_connect, others))
+        return [place for place, is_reached in found if not is_reached]
+
+    def free_port(self) -> int:
+        """Returns a port of this node's address that is free now.
+
+        It may be taken before it is used, which ends in a new generation.
+        """
+        with socket.socket() as probe:
+            probe.bind((self._address, 0))
+            return probe.getsockname()[1]
+
+    def start(self, assignment: Assignment) -> None:
+        """Starts the agent of a generation; ends all that earlier ones left on this machine."""
+        self.stop()
+        # Whatever cannot be ended belongs to another pretended node: `unkillable` was asked before.
+        processes.end(processes.find(assignment.launch.run_dir, before=assignment.generation))
+        assignment.log_dir.mkdir(parents=True, exist_ok=True)
+        assignment.save(assignment.log_dir / "assignment.json")
+        self._assignment = assignment
+        self._ranks = WatchedRanks(assignment.heartbeats, assignment.ranks)
+        self._ranks.open()
+        self._resources = ResourceLog(assignment.log_dir)
+        self._warm_up()  # the last template may have been killed
+        template = self._template
+        if template is None:
+            self._agent = _run_agent(assignment)
+        else:
+            self._agent = template.order(
+                assignment.log_dir,
+                assignment.generation,
+                assignment.secret,
+                otherwise=lambda: _run_agent(assignment, why=template.refusal),
+            )
+        self._watchdog = Watchdog(assignment.launch.supervisor_timeout_s, self._agent.kill)
+
+    def poll(self) -> AgentReport | None:
+        """Returns the agent's report, or None while the ranks run."""
+        assert self._agent is not None, "start comes first"
+        assert self._assignment is not None
+        if self._watchdog is not None:
+            self._watchdog.reset()
+        code = self._agent.poll()
+        report = self._assignment.log_dir / "report.json"
+        if report.exists():  # the agent's last act; nobody waits for its process to end
+            return AgentReport.load(report)
+        if code is None:
+            return None
+        tail = read_tail(self._assignment.log_dir / "agent.log", 2000).strip()
+        return AgentReport(
+            ok=False,
+            message=f"the agent process ended with exit code {code}; its last words: {tail}",
+            exit_code=code,
+        )
+
+    def heartbeats(self) -> list[RankState]:
+        """Returns where the ranks are; one that has not begun to train has no state yet."""
+        assert self._ranks is not None, "start comes first"
+        states = self._ranks.look()
+        if self._resources is not None:
+            self._resources.write_if_due(states)
+        return states
+
+    def gather_evidence(self) -> list[Evidence]:
+        """Asks ranks that hang where they are, and writes their answers to logs/g001/stall."""
+        assert self._ranks is not None, "start comes first"
+        assert self._assignment is not None
+        stall_dir = self._assignment.log_dir.parent / "stall"
+        return gather(self._ranks.folder, self._ranks.beats(), stall_dir)
+
+    def running_ranks(self) -> list[int]:
+        """Returns the global ranks of this node whose process is alive."""
+        return sorted(self._rank_pids())
+
+    def kill_rank(self, rank: int) -> bool:
+        """Kills one rank (fault drills); returns False when it was not alive."""
+        pid = self._rank_pids().get(rank)
+        return pid is not None and processes.kill(pid)
+
+    def stop(self) -> None:
+        """Ends the agent and its ranks, and waits until they are gone."""
+        if self._agent is None or self._assignment is None:
+            return
+        if self._watchdog is not None:
+            self._watchdog.end()
+        if self._agent.poll() is None:
+            self._agent.kill()  # its ranks follow: they are bound to it
+        self._agent.wait()
+        launch, generation = self._assignment.launch, self._assignment.generation
+        found = processes.find(launch.run_dir, generation=generation)
+        ranks = self._assignment.ranks
+        processes.end(
+            pid for pid, marks in found.items() if int(marks.get(processes.RANK, "-1")) in ranks
+        )
+        self._agent = None
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def end(self) -> None:
+        """Ends the agent, its ranks and the template; nothing is left of this node."""
+        try:
+            self.stop()
+        finally:
+            if self._template is not None:
+                self._template.end()
+                self._template = None
+
+    def _warm_up(self) -> None:
+        if self._warms_for is None or (self._template and self._template.has_not_ended):
+            return
+        launch = self._warms_for
+        folder = Path(launch.run_dir) / "logs" / "templates"
+        log = folder / f"{socket.gethostname()}-{os.getpid()}.log"
+        self._template = Template(launch, node_environment(os.environ, launch), log)
+
+    def _how_agents_start(self) -> str:
+        if self._template is None:
+            return "as programs"
+        refusal = self._template.refusal
+        return f"as programs: {refusal}" if refusal else "as forks"
+
+    def _runs(self) -> list[int]:
+        """Returns generation and node rank of the agent that was started last, unless it ended."""
+        if self._agent is None or self._assignment is None:
+            return []
+        return [self._assignment.generation, self._assignment.node_rank]
+
+    def _rank_pids(self) -> dict[int, int]:
+        assert self._assignment is not None, "start comes first"
+        launch, generation = self._assignment.launch, self._assignment.generation
+        found = processes.find(launch.run_dir, generation=generation)
+        ranks = {
+            int(marks[processes.RANK]): pid
+            for pid, marks in found.items()
+            if processes.RANK in marks
+        }
+        return {rank: pid for rank, pid in ranks.items() if rank in self._assignment.ranks}
+
+
+def can_connect(address: Address, *, timeout_s: float = CONNECT_S) -> bool:
+    """Returns whether something accepts connections there."""
+    try:
+        socket.create_connection(address, timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that must be the same on every node of a job."""
+    return {
+        "moebius": __version__,
+        "torch": metadata.version("torch").partition("+")[0],
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+
+
+def node_environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
+    """Returns the environment of all that a node starts for a job, whatever the generation."""
+    kept = {key: value for key, value in inherited.items() if not key.startswith(_RAY_ONLY)}
+    own = {
+        processes.MARK: launch.run_dir,
+        processes.PARENT: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
+        # with the shared store, restarts fail (pytorch#135712)
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if launch.gpus_per_node == 0:
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return kept | dict(launch.environment) | own
+
+
+def _run_agent(assignment: Assignment, *, why: str | None = None) -> AgentProcess:
+    environment = node_environment(os.environ, assignment.launch) | {
+        processes.MARK_GENERATION: str(assignment.generation),
+    }
+    return start_program(assignment.log_dir, environment, assignment.secret, why=why)

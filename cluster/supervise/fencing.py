@@ -1,0 +1,50 @@
+"""Which supervisor of a run counts: a number in the run folder, and what a replaced one finds.
+
+Each supervisor takes the next number when it begins. One that finds a higher number than its own
+has a successor: it writes and ends nothing more, and nodes refuse calls of a lower number than the
+last caller's. (The generation's number fences ranks; a generation may outlive the supervisor that
+started it, so supervisors need a number of their own.)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..job import write_atomically
+
+SUPERVISOR = "supervisor"
+
+
+class Superseded(Exception):
+    """Says that a newer generation was announced by somebody else."""
+
+
+class ReplacedError(Exception):
+    """Says that another supervisor has taken over this one's nodes."""
+
+
+@dataclass(frozen=True)
+class SupervisorNumber:
+    """Tells this supervisor of a run from earlier and later ones."""
+
+    run_dir: Path
+    number: int
+
+    @classmethod
+    def take(cls, run_dir: Path) -> "SupervisorNumber":
+        """Takes the next number; all supervisors before are replaced from now on."""
+        number = last_supervisor(run_dir) + 1
+        write_atomically(run_dir / SUPERVISOR, str(number))
+        return cls(run_dir, number)
+
+    def check(self) -> None:
+        """Raises ReplacedError when this supervisor has a successor."""
+        if (current := last_supervisor(self.run_dir)) > self.number:
+            raise ReplacedError(f"supervisor {self.number} was replaced by {current}")
+
+
+def last_supervisor(run_dir: Path) -> int:
+    """Returns the number of the last supervisor; 0 before the first."""
+    try:
+        return int((run_dir / SUPERVISOR).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
