@@ -38,6 +38,7 @@ from moebius.data_pipeline.manifest import (
     shard_name,
 )
 from moebius.data_pipeline.read.loader import Loader
+from moebius.data_pipeline.read.rows import Prepared
 from moebius.data_pipeline.serve.job import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle, start_server
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
