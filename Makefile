@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 3
 # Distributions of their own in this repository, each with its pyproject.toml and its tests. They use the core; it does not know them.
-SATELLITES := conform dashboard
+SATELLITES := conform dashboard science
 # A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
 # number of tests, those with few and long tests would come last and leave the other workers idle.
 # Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
@@ -35,6 +35,9 @@ test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the s
 
 test-dashboard: $(VENV)/.installed-satellites  ## run the tests of dashboard/, in a browser too if there is one
 	$(PYTEST) -m '' dashboard/tests
+
+test-science: $(VENV)/.installed-satellites  ## run the tests of science/, the slow ones too
+	$(PYTEST) -m '' science/tests
 
 chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of the failure matrix F1-F30 and show it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.report
