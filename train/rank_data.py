@@ -1,31 +1,158 @@
-"""The data server of a node, as its ranks find it: the first rank starts it and tells the others
-where it is, through the store of the process group.
+"""The data of one rank: its loader, the data server of its node, and waiting for data together.
 
-The first rank also decides whether there is one: the others may see a folder that has grown since.
+The first rank of a node starts the data server, if there is one, and tells the other ranks of the
+node where it is, through the store of the process group. It also decides whether there is one: the
+others may see a folder that has grown since.
+
+A rank that lacks data does not wait in a collective, which ends the run after `train.timeout_s`. A
+slow store, or an era that is not sealed yet, may take an hour. So before a step for which some rank
+has no batch, all ranks wait here in short rounds. They know it from the step before, whose
+gradient norm carried a flag: while data arrives in time, nothing is exchanged.
 """
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ..data_pipeline.errors import DataError
+from ..data_pipeline.errors import DataError, PreparationFailedError
+from ..data_pipeline.read.loader import Batch, Loader
 from ..data_pipeline.serve.job import ServerJob
 from ..data_pipeline.serve.start import ServerHandle, start_server, wants_server
 from ..distributed.process.process import Process
 from .config.run_config import Config
+from .metrics.run_lines import log_saved
+from .record.heartbeat import Phase
+from .run import Run, save
 
 logger = logging.getLogger(__name__)
+
+_ROUND_S = 5.0  # of waiting together; much shorter than the time-out of a collective
+_SAY_AFTER_S = 10.0  # then after twice as long, and so on
+
+
+@contextmanager
+def open_data(run: Run, position: dict[str, Any] | None) -> Iterator[None]:
+    """Gives the run its loader, and closes the one that it has in the end."""
+    run.loader = open_loader(run, position)
+    run.first_step = run.progress.step + 1
+    try:
+        yield
+    finally:
+        run.loader.close()
+
+
+def reopen_data(run: Run, position: dict[str, Any]) -> None:
+    """Opens the data anew where a rollback has put the run."""
+    run.loader.close()
+    run.loader = open_loader(run, position)
+    run.first_step = run.progress.step + 1
+    run.data_is_late = True
+    run.restart_clock()
+
+
+def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
+    """Opens the data where the run stands, which is a seek on any number of ranks.
+
+    Args:
+        run: the run.
+        position: the data's position in the checkpoint that the run continues from.
+    """
+    config = run.config
+    loader = Loader(
+        config.data,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        rank=run.process.rank,
+        num_ranks=run.process.world_size,
+        start_sample=run.progress.samples,
+        skip_folder=run.run_dir / "skipped",
+        server=open_data_server(config, run.process, run.progress.samples),
+        left_out=run.left_out,
+        continues=None if config.data.override_position else position,
+    )
+    try:
+        _check_data(run, loader, position)
+    except BaseException:
+        loader.close()
+        raise
+    return loader
+
+
+def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
+    """Logs how the data differs from the checkpoint's, and checks that it is enough."""
+    config = run.config
+    if position is not None and config.data.override_position and run.process.rank == 0:
+        for difference in loader.differences(position):
+            logger.warning("data.override_position: continuing on other data: %s", difference)
+    last = run.left_out.step_at(config.train.steps, config.train.global_batch)
+    loader.check_enough(last.stop)
+
+
+# Batches ----------------------------------------------------------------------------------------
+
+
+def next_batch(run: Run) -> Batch:
+    """Returns this rank's next batch, once every rank has one; a collective call.
+
+    Raises:
+        PreparationFailedError: the preparation beside the run has failed; on all ranks alike, which
+            save the run first.
+    """
+    run.heartbeat.enter(Phase.DATA_WAIT)
+    if run.data_is_late:
+        _wait_together(run)
+    try:
+        return next(run.loader)
+    except PreparationFailedError:
+        if run.progress.step >= run.first_step and run.progress.step != run.saved_step:
+            save(run)
+        run.checkpoints.wait()
+        log_saved(run)
+        raise
+
+
+def _wait_together(run: Run) -> None:
+    """Returns once every rank has the next batch or its error; logs how many ranks lack one."""
+    began = time.monotonic()
+    say_after_s = _SAY_AFTER_S
+    while num_waiting := _count_waiting(run):
+        seconds = time.monotonic() - began
+        if seconds >= say_after_s:
+            say_after_s *= 2
+            run.log.write(
+                "data_wait",
+                run.progress.step,
+                seconds=round(seconds, 1),
+                ranks=num_waiting,
+                reason=run.loader.wait_reason or None,
+            )
+
+
+def _count_waiting(run: Run) -> int:
+    """Waits a round for this rank's batch, and returns how many ranks still lack theirs."""
+    ready = run.loader.wait_until_ready(min(_ROUND_S, run.process.timeout_s / 4))
+    waiting = torch.tensor(int(not ready), device=run.process.device)
+    dist.all_reduce(waiting)
+    return int(waiting.item())
+
+
+# The data server of a node ----------------------------------------------------------------------
 
 
 def open_data_server(config: Config, process: Process, start_sample: int) -> ServerHandle | None:
     """Returns this node's data server; None: each rank decodes for itself.
 
-    A call of all ranks of a node.
+    All ranks of a node call it together.
 
     Raises:
-        DataError: the server is to be "on" and cannot be started, or the folder cannot be read.
+        DataError: `data.server` is "on" and the server cannot start, or the folder cannot be read.
     """
     wanted = config.data.server
     if wanted == "off" or (wanted == "auto" and process.ranks_per_node == 1):
@@ -33,16 +160,16 @@ def open_data_server(config: Config, process: Process, start_sample: int) -> Ser
     turn = process.store.add(f"data_server/turn/{process.rank}", 1)
     key = f"data_server/{process.rank - process.local_rank}/{turn}"
     if process.local_rank:
-        return _find(process, key)
+        return _find_server(process, key)
     handle = None
     try:
-        handle = _start(config, process, start_sample)
+        handle = _start_server(config, process, start_sample)
     finally:  # the others wait for an answer, whatever it is
         process.store.set(key, "" if handle is None else str(handle.address))
     return handle
 
 
-def _start(config: Config, process: Process, start_sample: int) -> ServerHandle | None:
+def _start_server(config: Config, process: Process, start_sample: int) -> ServerHandle | None:
     if not wants_server(config.data, process.ranks_per_node):
         return None
     job = ServerJob(
@@ -62,11 +189,11 @@ def _start(config: Config, process: Process, start_sample: int) -> ServerHandle 
         return None
 
 
-def _find(process: Process, key: str) -> ServerHandle | None:
+def _find_server(process: Process, key: str) -> ServerHandle | None:
     try:
         process.store.wait([key], timedelta(seconds=process.timeout_s))
     except dist.DistStoreError:
-        logger.warning("the node's first rank says nothing of a data server: decoding without one")
+        logger.warning("the node's first rank reports no data server: decoding without one")
         return None
     address = process.store.get(key).decode()
     return ServerHandle(Path(address)) if address else None

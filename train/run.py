@@ -1,10 +1,6 @@
 """The parts of one run on one rank, put together, and continued where a checkpoint left them."""
 
-import json
-import logging
-import math
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,8 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
-from ..data_pipeline.read.loader import Loader
+from ..data_pipeline.read.loader import Batch, Loader
 from ..data_pipeline.read.skipped_samples import LeftOut
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
@@ -21,10 +16,8 @@ from ..distributed.checkpoint.format import CheckpointMeta
 from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
-from ..distributed.dispatch.choose import dispatcher_of
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import Layout, plan_layout
-from ..distributed.local_shard import local_shard_of
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model
 from ..distributed.placement.replicas import CopyReducer
@@ -38,11 +31,11 @@ from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
-from .metrics.sinks import open_metrics
+from .metrics.step_metrics import StepClock, StepMeter
 from .optim import make_optimizer
-from .rank_data import open_data_server
 from .record.heartbeat import Heartbeat, Phase
 from .record.route_trace import StepTrace
+from .record.run_folder import end_is_asked
 from .spikes.detector import Spike, SpikeDetector
 from .spikes.record import (
     Rollback,
@@ -55,19 +48,23 @@ from .spikes.record import (
 )
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
-logger = logging.getLogger(__name__)
-
-_MOST_SKIPS = 100
-# Why an update is skipped, and what helps where it is every time.
-_NOT_FINITE = "gradients that are not finite"
-_NO_TARGET = "no target that counts in the loss"
-_SPIKE = "a spike of the loss or the gradient norm"
-_ADVICE = {
-    _NOT_FINITE: "lower optim.learning_rate or optim.clip_norm, or train in float32",
-    _NO_TARGET: "look at the data's loss mask (prompts without answers?)",
-    _SPIKE: "look at metrics.jsonl for what train.spikes judged, and whether it judges too strictly",
-}
 _COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of one optimizer step."""
+
+    batch: Batch
+    meter: StepMeter  # this rank's sums over the step's micro-batches
+    learning_rate: float
+    grad_norm: float  # before clipping; not finite: all ranks skipped the update
+    stop: bool  # somebody requested the run's end; the same on all ranks
+    is_last: bool  # so this step is the last: it was stopped, or made all its steps
+    # targets in the loss, over all ranks; None: every one; 0: all ranks skipped the update
+    counted_targets: int | None
+    own_s: float | None  # forward and backward here, without waiting for others; None: on a GPU
+    spike: Spike | None  # what made it a spike, whose update all ranks skipped
 
 
 @dataclass
@@ -92,6 +89,22 @@ class Run:
     was_fetched: bool = False  # what it was resumed from, from the second place
     spikes: SpikeDetector | None = None  # None: it is off
     rollbacks: tuple[Rollback, ...] = ()
+    loader: Loader = field(init=False)  # open_data sets it (rank_data.py)
+    log: MetricsLog = field(init=False)  # open_log sets it (metrics/run_lines.py)
+    clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
+    first_step: int = 1  # since the data was opened
+    saved_step: int = 0  # of the last checkpoint that was begun
+    data_is_late: bool = True  # some rank may lack its next batch
+
+    def restart_clock(self) -> None:
+        """Measures the time of steps from now on."""
+        self.clock = StepClock(waited_s=self.loader.wait_s)
+
+    def end_is_requested(self) -> bool:
+        """Tells, on rank 0, whether the run is to save and end at the next step boundary."""
+        if self.process.rank != 0:
+            return False
+        return end_is_asked(self.run_dir) or self.checkpoints.must_stop
 
     @property
     def left_out(self) -> LeftOut:
@@ -102,48 +115,6 @@ class Run:
     def reducer(self) -> GradientReducer | CopyReducer:
         """What sums the gradients over the ranks; another one after every move of experts."""
         return self.expert_placement.reducer
-
-    def count_skipped(self, why: str | None) -> None:
-        """Counts steps that were skipped in a row, and ends a run that only skips.
-
-        Every rank counts the same. `why`: what `why_skipped` says of the step that has just ended.
-
-        Raises:
-            ValueError: after so many skipped steps in a row it will not get better by itself.
-        """
-        self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
-        if why == _NO_TARGET and self.process.rank == 0:
-            logger.warning("step %d had %s, and its update was skipped", self.progress.step, why)
-        if why is not None and self.skipped_in_a_row == _MOST_SKIPS:
-            raise ValueError(
-                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} were skipped, the "
-                f"last for {why}: {_ADVICE[why]}, and continue from a checkpoint"
-            )
-
-
-def why_skipped(grad_norm: float, counted_targets: int | None) -> str | None:
-    """Returns why a step must leave the weights as they are; None where it updates them.
-
-    Args:
-        grad_norm: of the whole gradient.
-        counted_targets: of the step, over all ranks; None: every one counts.
-    """
-    if not math.isfinite(grad_norm):
-        return _NOT_FINITE
-    return _NO_TARGET if counted_targets == 0 else None
-
-
-def judge(
-    run: Run, grad_norm: float, counted_targets: int | None, loss: Sequence[float]
-) -> tuple[str | None, Spike | None]:
-    """Returns why the step must leave the weights as they are, and if it is a spike which.
-
-    `loss`: of the step over all ranks, where spikes are looked for.
-    """
-    skipped, spike = why_skipped(grad_norm, counted_targets), None
-    if run.spikes is not None and skipped != _NO_TARGET:
-        spike = run.spikes.judge(run.progress.step + 1, loss[0], grad_norm)
-    return skipped or (_SPIKE if spike else None), spike
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:
@@ -305,11 +276,11 @@ def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     return meta
 
 
-def save(run: Run, loader: Loader) -> None:
-    """Starts a checkpoint; it is written in the background while the run goes on."""
+def save(run: Run) -> None:
+    """Begins a checkpoint, which is written in the background while the run continues."""
     meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
-        "data": loader.position(run.progress.samples),
+        "data": run.loader.position(run.progress.samples),
         "experts": run.expert_placement.as_dict(),
         "rollbacks": as_values(run.rollbacks),
         "config": run.config.model_dump(mode="json"),
@@ -319,28 +290,7 @@ def save(run: Run, loader: Loader) -> None:
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
-
-
-def log_saved(run: Run, log: MetricsLog) -> None:
-    """Writes to the log which checkpoints were completed since the last call."""
-    for record in run.checkpoints.poll():
-        log.write(
-            "checkpoint",
-            record.step,
-            seconds=round(record.seconds, 3),
-            blocked_s=round(record.blocked_s, 5),
-            verify_s=round(record.verify_s, 3),
-            bytes=record.num_bytes,
-            error=record.error,
-        )
-    for copy in run.checkpoints.poll_copies():
-        log.write(
-            "checkpoint_copy",
-            copy.step,
-            seconds=round(copy.seconds, 3),
-            bytes=copy.num_bytes,
-            error=copy.error,
-        )
+    run.saved_step = run.progress.step
 
 
 def trace_next_step(run: Run) -> StepTrace:
@@ -353,107 +303,3 @@ def trace_next_step(run: Run) -> StepTrace:
         rank=run.process.rank,
         num_ranks=run.process.world_size,
     )
-
-
-def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
-    """Opens the run's log of metrics, and writes the first line, which says what runs where.
-
-    `start_s`: how long each phase of this rank's start took.
-    """
-    active, first_step = run.process.rank == 0, run.progress.step + 1
-    log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
-    log.write(
-        "start",
-        run.progress.step,
-        generation=run.generation,
-        version=__version__,
-        world_size=run.process.world_size,
-        resumed_from_step=run.progress.step if resumed else None,
-        **({"fetched_from_second_copy": True} if run.was_fetched else {}),
-        layout=str(run.mesh.layout),
-        device=str(run.process.device),
-        steps=run.config.train.steps,
-        parameters=count_global_parameters(run),
-        expert_depths=run.config.model.expert_depths,
-        kernels=run.backend,
-        **_dispatcher_facts(run.model),
-        start_s=dict(start_s),
-    )
-    log_set_aside(run, log)
-    return log
-
-
-def _dispatcher_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Returns the dispatcher of a model whose experts are spread, and why it was chosen."""
-    setup = dispatcher_of(model)
-    if setup is None:
-        return {}
-    return {"dispatcher": setup.name} | ({"dispatcher_why": setup.why} if setup.why else {})
-
-
-def log_set_aside(run: Run, log: MetricsLog) -> None:
-    """Writes to the log which damaged checkpoints were passed over when the run was loaded."""
-    for damaged in run.set_aside:
-        logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
-        log.write(
-            "checkpoint_set_aside",
-            damaged.step,
-            path=damaged.path.name,
-            why=damaged.why,
-            resumed_from_step=run.progress.step,
-        )
-
-
-def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
-    """Opens the data where the run stands: a seek, whatever the number of ranks was before.
-
-    `position` is of the checkpoint that the data must go on from.
-    """
-    config = run.config
-    start = run.progress.samples
-    loader = Loader(
-        config.data,
-        global_batch=config.train.global_batch,
-        micro_batch=config.train.micro_batch,
-        rank=run.process.rank,
-        num_ranks=run.process.world_size,
-        start_sample=run.progress.samples,
-        skip_folder=run.run_dir / "skipped",
-        server=open_data_server(config, run.process, start),
-        left_out=run.left_out,
-        continues=None if config.data.override_position else position,
-    )
-    try:
-        _check_data(run, loader, position)
-    except BaseException:
-        loader.close()
-        raise
-    return loader
-
-
-def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
-    """Says where the data is another than the checkpoint's, and checks that it is enough."""
-    config = run.config
-    if position is not None and config.data.override_position and run.process.rank == 0:
-        for difference in loader.differences(position):
-            logger.warning("data.override_position: continuing on other data: %s", difference)
-    last = run.left_out.step_at(config.train.steps, config.train.global_batch)
-    loader.check_enough(last.stop)
-
-
-def write_result(run: Run, state: str) -> None:
-    """Writes result.json, on rank 0, when the run has ended as it should.
-
-    Without it the supervisor does not believe an exit code of 0.
-    """
-    if run.process.rank == 0:
-        partial_file = run.run_dir / "result.json.tmp"
-        partial_file.write_text(
-            json.dumps({"state": state, "step": run.progress.step}) + "\n", encoding="utf-8"
-        )
-        partial_file.replace(run.run_dir / "result.json")
-
-
-def count_global_parameters(run: Run) -> int:
-    """Returns the number of parameters of the whole model, whatever this rank stores of it."""
-    return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)

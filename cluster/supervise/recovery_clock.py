@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ...train.phase_clock import PhaseClock
+from ...train.record.heartbeat import PhaseClock
 
 
 class RecoveryClock(PhaseClock):

@@ -187,7 +187,8 @@ def measure_steps(config: Config, folder: Path, steps: int) -> Mapping[str, Any]
     from moebius.distributed.process.process import start_process
     from moebius.train.loop import step
     from moebius.train.optim import learning_rate_at
-    from moebius.train.run import assemble, open_loader
+    from moebius.train.rank_data import open_loader
+    from moebius.train.run import assemble
 
     from .peak_memory import peak_bytes
 

@@ -31,7 +31,8 @@ from moebius.train.config.run_config import (
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 
 STEPS = 4
 # A mixture, a choice of tokens, a choice of experts, a buffer that learns, a weight that is brought

@@ -23,7 +23,6 @@ from moebius.train.config.run_config import (
     TrainConfig,
 )
 from moebius.train.loop import train
-from moebius.train.metrics.log import MetricsLog
 
 MODEL = ModelConfig(
     vocab_size=257,
@@ -104,21 +103,3 @@ def test_a_run_may_be_told_to_stop_where_it_cannot_save(data: Path, tmp_path: Pa
     with pytest.raises(RankFailed, match=r"step 2 was not saved: .*No space left on device"):
         run_ranks(train_on_a_full_disk, 2, config, tmp_path)
     assert len(lines(tmp_path, "train")) < 300  # and not at the next time that it should save
-
-
-def test_metrics_that_cannot_be_written_do_not_end_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = MetricsLog(tmp_path, active=True)
-    assert log._lines is not None
-    log.write("train", 1, loss=1.0)
-    whole, file = (tmp_path / "metrics.jsonl").read_text(), log._lines.file
-    log._lines.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    log.write("train", 2, loss=1.0)
-    log.write("train", 3, loss=1.0)
-    assert caplog.text.count("could not be written") == 1
-    log._lines.file = file
-    log.write("train", 4, loss=1.0)
-    log.close()
-    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 4]
-    assert (tmp_path / "metrics.jsonl").read_text().startswith(whole)

@@ -90,7 +90,7 @@ def test_off_asks_nobody_and_a_server_that_cannot_start_is_told(config, monkeypa
         assert [open_data_server(auto, rank, 0) for rank in ranks] == [None] * 4
         assert "no room for a folder" in caplog.text
         assert open_data_server(config, _process(3, store), 0) is None
-        assert "says nothing of a data server" in caplog.text
+        assert "reports no data server" in caplog.text
     with pytest.raises(DataError, match="no room for a folder"):
         open_data_server(config, _process(0, HashStore()), 0)
 

@@ -15,7 +15,7 @@ from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.read.token_store import TokenBatch, TokenStore
-from moebius.train import data_wait
+from moebius.train import rank_data
 from moebius.train.config.run_config import (
     CheckpointConfig,
     Config,
@@ -78,7 +78,7 @@ def run_training(config: Config, run_dir: Path, block: Block | None = None) -> s
     import os
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    data_wait._ROUND_S, data_wait._SAY_AFTER_S = 0.2, 0.5
+    rank_data._ROUND_S, rank_data._SAY_AFTER_S = 0.2, 0.5
     if block is not None:
         block.install(int(os.environ.get("RANK", "0")))
     return train(config, run_dir)

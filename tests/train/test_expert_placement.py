@@ -25,10 +25,12 @@ from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
-from moebius.train.loop import rebalance_experts, step, train
+from moebius.train.hooks import move_experts
+from moebius.train.loop import step, train
 from moebius.train.metrics.log import MetricsLog
 from moebius.train.optim import OptimConfig
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 from moebius.train.state import allocate_moments, state_tensors
 
 # Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts
@@ -156,11 +158,11 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
-        log = MetricsLog(run_dir, active=False)
+        run.log = MetricsLog(run_dir, active=False)
         before = {id(parameter) for parameter in run.optimizer.state}
         with open_loader(run, None) as loader:
             for _ in range(STEPS):
-                rebalance_experts(run, log, step(run, next(loader), 1e-3))
+                move_experts(run, step(run, next(loader), 1e-3))
         assert (
             {id(parameter) for parameter in run.model.parameters()}
             == before

@@ -19,7 +19,8 @@ from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step
 from moebius.train.optim import OptimConfig
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 
 GROUP = 4
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,8 @@ from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import step, train
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 
 WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
 MODEL = ModelConfig(

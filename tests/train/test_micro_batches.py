@@ -29,7 +29,8 @@ from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
 from moebius.train.optim import OptimConfig
-from moebius.train.run import Run, assemble, why_skipped
+from moebius.train.run import Run, assemble
+from moebius.train.spikes.skipped_updates import count_skipped, why_skipped
 from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
@@ -244,7 +245,7 @@ def steps_without_targets(
     said: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("moebius.train.run").addHandler(listener)
+    logging.getLogger("moebius.train.spikes.skipped_updates").addHandler(listener)
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         updates, finite = [], []
@@ -271,17 +272,19 @@ def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Pa
 
 
 def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
-    why = why_skipped(1.0, 0)
-    assert why_skipped(1.0, 3) is why_skipped(1.0, None) is None
-    assert why_skipped(float("nan"), 0) == why_skipped(float("inf"), None) != why
     run: Any = Run.__new__(Run)
+    run.spikes = None
+    why, _ = why_skipped(run, 1.0, 0, [])
+    assert why_skipped(run, 1.0, 3, []) == why_skipped(run, 1.0, None, []) == (None, None)
+    not_finite = why_skipped(run, float("nan"), 0, [])
+    assert not_finite == why_skipped(run, float("inf"), None, []) != (why, None)
     run.skipped_in_a_row, run.progress = 99, TrainingProgress(step=100)
     run.process = SimpleNamespace(rank=1)
     with pytest.raises(
         ValueError,
-        match=r"100 steps in a row up to step 100 were skipped.*look at the data's loss mask",
+        match=r"100 steps in a row up to step 100 were skipped.*check the data's loss mask",
     ):
-        run.count_skipped(why)
+        count_skipped(run, why)
 
 
 def test_without_a_mask_no_rank_is_asked() -> None:

@@ -38,8 +38,9 @@ from moebius.train.config.run_config import (
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
+from moebius.train.rank_data import open_loader
 from moebius.train.recipes.family import FAMILY
-from moebius.train.run import assemble, open_loader
+from moebius.train.run import assemble
 from moebius.train.state import state_tensors
 
 MODELS = {

@@ -28,7 +28,8 @@ from moebius.train.config.run_config import (
 )
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 from moebius.train.state import allocate_moments, state_tensors
 
 SWITCH, STEPS = 4, 8

@@ -194,6 +194,29 @@ def started_ticks(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+class PhaseClock:
+    """Counts the seconds from one mark to the next."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def restart(self) -> None:
+        """Forgets all phases and begins anew."""
+        self.seconds = {}
+        self._last_s = time.monotonic()
+
+    def mark(self, phase: str) -> None:
+        """Says that a phase has ended; what belongs to one of the same name is added to it."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last_s
+        self._last_s = now
+
+    def rounded(self) -> dict[str, float]:
+        """Returns the phases in milliseconds' precision, in the order of their first mark."""
+        return {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
+
+
 # Where the rank is in its collectives -----------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..metrics.log import MetricsLog
+from ..metrics.run_lines import log_set_aside
+from ..rank_data import reopen_data
 from ..record.heartbeat import Phase
-from ..run import Run, load_state, log_set_aside, why_not_from
+from ..run import Run, load_state, why_not_from
 from .detector import SpikeDetector
 from .record import Rollback, write_rollbacks
 
@@ -29,12 +30,10 @@ logger = logging.getLogger(__name__)
 MOST_ROLLBACKS = 10  # of a run; then another one ends it
 
 
-def roll_back(run: Run, log: MetricsLog) -> dict[str, Any] | None:
-    """Takes the run back to a checkpoint from before its last spikes; a collective call.
+def roll_back(run: Run) -> None:
+    """Returns the run to a checkpoint from before its last spikes; a collective call.
 
-    Returns:
-        The checkpoint's position in the data; None: there is no such checkpoint, and the run stays
-        where it is.
+    Without such a checkpoint the run stays where it is.
 
     Raises:
         ValueError: the run has gone back as often as it may.
@@ -45,10 +44,11 @@ def roll_back(run: Run, log: MetricsLog) -> dict[str, Any] | None:
     why = _why(spikes)
     _check_allowed(run, why)
     with run.heartbeat.during(Phase.CKPT):
-        position = _go_back(run, spikes, log, why)
+        position = _go_back(run, spikes, why)
     spikes.forget_spikes()
     run.skipped_in_a_row = 0
-    return position
+    if position is not None:
+        reopen_data(run, position)
 
 
 def _why(spikes: SpikeDetector) -> str:
@@ -70,13 +70,13 @@ def _check_allowed(run: Run, why: str) -> None:
         )
 
 
-def _go_back(run: Run, spikes: SpikeDetector, log: MetricsLog, why: str) -> dict[str, Any] | None:
+def _go_back(run: Run, spikes: SpikeDetector, why: str) -> dict[str, Any] | None:
     before = run.progress
     at_most = spikes.recent[0] - spikes.config.rollback_steps
     found = run.checkpoints.newest_whole(at_most=at_most, why_not=partial(why_not_from, run))
     if found is None:
         logger.warning("%s; there is no whole checkpoint of step %d or before", why, at_most)
-        log.write("rollback_impossible", before.step, why=why, at_most=at_most)
+        run.log.write("rollback_impossible", before.step, why=why, at_most=at_most)
         return None
     meta = load_state(run, found)
     rollback = Rollback(
@@ -90,15 +90,15 @@ def _go_back(run: Run, spikes: SpikeDetector, log: MetricsLog, why: str) -> dict
     abandoned = run.checkpoints.abandon_after(rollback.to_step)
     run.rollbacks = (*run.rollbacks, rollback)
     run.checkpoints.on_rank_0(lambda: write_rollbacks(run.run_dir, run.rollbacks))
-    _tell(run, log, abandoned)
+    _tell(run, abandoned)
     return meta["data"]
 
 
-def _tell(run: Run, log: MetricsLog, abandoned: Sequence[str]) -> None:
+def _tell(run: Run, abandoned: Sequence[str]) -> None:
     """Writes to the log what the run has gone back from."""
     rollback = run.rollbacks[-1]
-    log_set_aside(run, log)
-    log.write(
+    log_set_aside(run)
+    run.log.write(
         "rollback",
         rollback.from_step,
         **rollback.model_dump(exclude={"from_step"}),

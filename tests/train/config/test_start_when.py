@@ -16,7 +16,7 @@ from world import run_ranks
 
 from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.train import data_wait
+from moebius.train import rank_data
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import CheckpointConfig, Config, ConfigError, TrainConfig
 from moebius.train.config.start_when import StartWhen
@@ -45,7 +45,7 @@ def config_of(made: MadeFolder) -> Config:
 
 def run_training(config: Config, run_dir: Path) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
-    data_wait._ROUND_S, data_wait._SAY_AFTER_S = 0.2, 0.3
+    rank_data._ROUND_S, rank_data._SAY_AFTER_S = 0.2, 0.3
     return train(config, run_dir)
 
 

@@ -42,3 +42,14 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, active=False) as log:
         log.write("train", 1, loss=1.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path, active=True)
+    log.write("train", 1, loss=1.0)
+    log.write("train", 2, loss=1.0)
+    log.close()
+    assert caplog.text.count("could not be written") == 1

@@ -22,7 +22,8 @@ from moebius.train import loop
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.config.train_config import SpikeConfig
 from moebius.train.optim import learning_rate_at
-from moebius.train.run import assemble, open_loader
+from moebius.train.rank_data import open_loader
+from moebius.train.run import assemble
 from moebius.train.spikes import rollback
 from moebius.train.spikes.record import FILE, read_rollbacks
 from moebius.train.state import TrainingProgress, set_updates, state_tensors

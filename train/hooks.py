@@ -1,0 +1,153 @@
+"""What happens between two steps and around them: `HOOKS` lists it in order.
+
+Each takes the run and the result of the step that has just been made, and decides by itself
+whether it has something to do. All ranks call all hooks, since most are collective.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from .evaluate import evaluate
+from .metrics.run_lines import log_saved
+from .metrics.step_metrics import exchange_metrics, expert_metrics
+from .record.heartbeat import Phase
+from .record.samples import write_samples
+from .run import Run, StepResult, save
+from .spikes.rollback import roll_back
+
+_LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
+
+
+def log_step(run: Run, result: StepResult) -> None:
+    """Sums the step's statistics over the ranks and writes them to the log.
+
+    It does so for the first step of this process, every `train.log_every`-th and the last. The
+    times are means over the steps since the last line; `data_wait_s` is of all ranks together.
+    """
+    run.clock.count_step()
+    number, train = run.progress.step, run.config.train
+    if not (number == run.first_step or result.is_last or due(number, train.log_every)):
+        return
+    step_s, data_wait_s = run.clock.read(waited_s=run.loader.wait_s)
+    sums = result.meter.reduce(
+        digest=result.batch.digest, data_wait_s=data_wait_s, lost_server=run.loader.lost_server
+    )
+    lost_servers = int(sums["lost_server"].item())
+    counted = result.counted_targets
+    tokens = train.global_batch * run.config.data.seq_len
+    run.log.write(
+        "train",
+        number,
+        loss=sums["loss"].item(),
+        regularisation=sums["regularisation"].item(),
+        learning_rate=result.learning_rate,
+        grad_norm=result.grad_norm,
+        skipped=number - run.progress.updates,
+        tokens=run.progress.tokens,
+        tokens_per_s=round(tokens / step_s, 1),
+        step_s=round(step_s, 5),
+        data_wait_s=round(sums["data_wait_s"].item(), 5),
+        digest=int(sums["digest"].item()) % 2**31,
+        **({} if counted is None else {"counted_targets": counted}),
+        **({"ranks_without_data_server": lost_servers} if lost_servers else {}),
+        **expert_metrics(sums),
+        **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
+    )
+    run.restart_clock()
+
+
+def log_spike(run: Run, result: StepResult) -> None:
+    """Writes to the log that the step was a spike, if it was one."""
+    if result.spike is not None:
+        spike = asdict(result.spike)
+        run.log.write("spike", run.progress.step, first_sample=result.batch.first_sample, **spike)
+
+
+def move_experts(run: Run, result: StepResult) -> None:
+    """Counts the load, and moves experts to where it wants them every `mesh.rebalance_every` steps."""
+    run.expert_placement.count(result.meter.loads())
+    moved = run.expert_placement.decide(run.progress.step)
+    if moved is not None:
+        run.log.write("expert_placement", run.progress.step, **asdict(moved))
+
+
+def save_checkpoint(run: Run, result: StepResult) -> None:
+    """Saves every `checkpoint.every` steps and after the last."""
+    if result.is_last or due(run.progress.step, run.config.checkpoint.every):
+        save(run)
+
+
+def evaluate_validation(run: Run, result: StepResult) -> None:
+    """Evaluates every `train.eval_every` steps and at the end, but not when the run was stopped."""
+    finished = run.progress.step == run.config.train.steps
+    is_due = not result.stop and due(run.progress.step, run.config.train.eval_every)
+    if finished or is_due:
+        evaluate_run(run)
+        run.restart_clock()
+
+
+def log_checkpoints(run: Run, _result: StepResult) -> None:
+    """Writes to the log which checkpoints were completed since the last step."""
+    log_saved(run)
+
+
+def roll_back_after_spikes(run: Run, result: StepResult) -> None:
+    """Returns the run to an earlier checkpoint after too many spikes."""
+    if run.spikes is not None and run.spikes.rollback_is_due and not result.is_last:
+        roll_back(run)
+
+
+HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
+    log_step,
+    log_spike,
+    move_experts,
+    save_checkpoint,
+    evaluate_validation,
+    log_checkpoints,
+    roll_back_after_spikes,
+)
+
+
+def evaluate_run(run: Run) -> None:
+    """Measures the validation loss, and writes it and the configured samples to the log."""
+    # A router that follows a schedule is judged as the next step would use it.
+    run.model.before_step(run.progress.step)
+    began_s = time.monotonic()
+    with run.heartbeat.during(Phase.EVAL):
+        result = evaluate(run.model, run.config, run.process)
+    run.log.write(
+        "eval",
+        run.progress.step,
+        loss=result.loss,
+        perplexity=result.perplexity,
+        tokens=result.tokens,
+        seconds=round(time.monotonic() - began_s, 3),
+    )
+    if run.config.train.metrics.sample_tokens:
+        with run.heartbeat.during(Phase.EVAL):
+            samples = write_samples(run.model, run.config, run.process)
+        run.log.write("samples", run.progress.step, samples=[asdict(one) for one in samples])
+
+
+def finish(run: Run, state: str) -> None:
+    """Waits for the last checkpoint and its second copy, and writes how the run ended."""
+    with run.heartbeat.during(Phase.CKPT):
+        run.checkpoints.wait()
+        run.checkpoints.wait_for_copies(_LAST_COPY_S)
+    run.heartbeat.enter(Phase.END)
+    log_saved(run)
+    run.log.write("end", run.progress.step, state=state)
+    run.log.close()
+    if run.process.rank == 0:
+        # Without this file the supervisor does not believe an exit code of 0.
+        partial_file = run.run_dir / "result.json.tmp"
+        result = {"state": state, "step": run.progress.step}
+        partial_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        partial_file.replace(run.run_dir / "result.json")
+
+
+def due(step: int, every: int) -> bool:
+    """Returns whether something that happens every so many steps happens after this one; 0: never."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,93 @@
+"""The lines of the log that are about the run and its checkpoints, not about one step."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+from ... import __version__
+from ...distributed.dispatch.choose import dispatcher_of
+from ...distributed.local_shard import local_shard_of
+from ..run import Run
+from .log import MetricsLog
+from .sinks import open_metrics
+
+logger = logging.getLogger(__name__)
+
+
+def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
+    """Opens the run's log and writes the first line, which says what runs where.
+
+    Args:
+        run: the run.
+        resumed: whether it continues from a checkpoint.
+        start_s: how long each phase of this rank's start took.
+    """
+    active, first_step = run.process.rank == 0, run.progress.step + 1
+    run.log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
+    run.log.write(
+        "start",
+        run.progress.step,
+        generation=run.generation,
+        version=__version__,
+        world_size=run.process.world_size,
+        resumed_from_step=run.progress.step if resumed else None,
+        **({"fetched_from_second_copy": True} if run.was_fetched else {}),
+        layout=str(run.mesh.layout),
+        device=str(run.process.device),
+        steps=run.config.train.steps,
+        parameters=count_global_parameters(run),
+        expert_depths=run.config.model.expert_depths,
+        kernels=run.backend,
+        **_dispatcher_facts(run),
+        start_s=dict(start_s),
+    )
+    log_set_aside(run)
+    return run.log
+
+
+def log_set_aside(run: Run) -> None:
+    """Logs which damaged checkpoints were passed over when the run was loaded."""
+    for damaged in run.set_aside:
+        logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
+        run.log.write(
+            "checkpoint_set_aside",
+            damaged.step,
+            path=damaged.path.name,
+            why=damaged.why,
+            resumed_from_step=run.progress.step,
+        )
+
+
+def log_saved(run: Run) -> None:
+    """Logs which checkpoints and second copies were completed since the last call."""
+    for record in run.checkpoints.poll():
+        run.log.write(
+            "checkpoint",
+            record.step,
+            seconds=round(record.seconds, 3),
+            blocked_s=round(record.blocked_s, 5),
+            verify_s=round(record.verify_s, 3),
+            bytes=record.num_bytes,
+            error=record.error,
+        )
+    for copy in run.checkpoints.poll_copies():
+        run.log.write(
+            "checkpoint_copy",
+            copy.step,
+            seconds=round(copy.seconds, 3),
+            bytes=copy.num_bytes,
+            error=copy.error,
+        )
+
+
+def count_global_parameters(run: Run) -> int:
+    """Returns the number of parameters of the whole model, whatever this rank stores of it."""
+    return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)
+
+
+def _dispatcher_facts(run: Run) -> dict[str, str]:
+    """Returns which dispatcher exchanges rows and why it was chosen; nothing where none does."""
+    setup = dispatcher_of(run.model)
+    if setup is None:
+        return {}
+    return {"dispatcher": setup.name} | ({"dispatcher_why": setup.why} if setup.why else {})
