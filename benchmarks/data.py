@@ -60,6 +60,7 @@ from moebius.data_pipeline.manifest import (
     read_manifest,
     shard_name,
 )
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
 from moebius.data_pipeline.read.packing import WINDOW_BATCHES, PlanKey, open_plan
 from moebius.data_pipeline.read.samples import OrderedSamples
@@ -116,17 +117,15 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = DataConfig(
+        source = PrepareConfig(
             input=tuple(options.input or [str(write_text(folder, options.megabytes * 10**6))]),
-            directory=str(folder / "shards"),
-            seq_len=SEQ_LEN,
             split_bytes=SPLIT_BYTES,
             era_tokens=ERA_TOKENS,
-            seed=1,
         )
+        config = DataConfig(directory=str(folder / "shards"), seq_len=SEQ_LEN, seed=1)
         figures: dict[str, Any] = {}
         rounds = options.prepare_rounds if "prepare" in options.only else 0
-        made = prepared(config, folder, rounds=rounds)
+        made = prepared(source, Path(config.directory), folder, rounds=rounds)
         if "prepare" in options.only:
             figures["prepare"] = made
         if "read" in options.only:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import (
     Completion,
     Era,
@@ -55,7 +55,6 @@ def make_data(folder: Path, num_tokens: int) -> DataConfig:
     source = SourceEntry(
         name="text",
         licence="",
-        weight=1.0,
         num_splits=1,
         has_loss_mask=False,
         has_record_id=False,
@@ -84,12 +83,7 @@ def make_data(folder: Path, num_tokens: int) -> DataConfig:
     writer.append(
         Completion(num_documents={}, num_tokens={}, dropped={}, quarantined=(), inputs={})
     )
-    return DataConfig(
-        sources=(SourceConfig(name="text", input=("-",)),),
-        vocab_size=VOCAB_SIZE,
-        directory=str(folder),
-        seq_len=SEQ_LEN,
-    )
+    return DataConfig(directory=str(folder), seq_len=SEQ_LEN)
 
 
 def _shard(folder: Path, number: int, rng: np.random.Generator):

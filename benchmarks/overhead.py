@@ -51,7 +51,7 @@ from moebius.train.run import assemble
 WARM_UP = 10  # steps not counted
 SMALL = (
     "model.vocab_size=1024",
-    "data.vocab_size=1024",
+    "prepare.vocab_size=1024",
     "model.d_model=32",
     "model.attention.d_head=8",
     "model.feed_forward.d_expert=16",

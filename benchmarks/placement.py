@@ -125,7 +125,7 @@ def train(
     config = place_data(resolve("smoke", own, RECIPES), scratch)
     run_dir, data = scratch / name, Path(config.data.directory)
     if not data.exists():
-        prepare(config.data, data)
+        prepare(config.prepare, data)
     open_run(config, run_dir)
     command = [
         sys.executable,

@@ -45,7 +45,7 @@ def train_here(
     try:
         if not launch.prepares_data:
             with show_preparation(console, live=live) as on_progress:
-                prepare(config.data, config.data.directory, on_progress=on_progress)
+                prepare(config.prepare, config.data.directory, on_progress=on_progress)
         status = _run_and_show(launch, this_machine, console, live)
     finally:
         this_machine.release()

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..data_pipeline.data_config import DataConfig
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
 from ..data_pipeline.make.prepare import prepare
+from ..data_pipeline.prepare_config import PrepareConfig
 from .nodes import processes
 from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
 
@@ -31,11 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     processes.bind_to_parent()
     options = _parse(arguments)
     values = json.loads((options.run_dir / "config.json").read_bytes())
-    data = DataConfig.model_validate(values["data"])
+    config = PrepareConfig.model_validate(values["prepare"])
+    directory = values["data"]["directory"]
     log = ProgressLog(options.run_dir)
     try:
         with _pool(options) as pool:
-            prepare(data, data.directory, pool=pool, on_progress=log.write, report=True)
+            prepare(config, directory, pool=pool, on_progress=log.write, report=True)
     except DataError as error:
         log.end(FAILED, str(error))
         return EXIT_FAILED

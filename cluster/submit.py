@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.data_config import DataConfig
 from ..data_pipeline.make.pools import TaskPool
 from ..data_pipeline.make.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
+from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
@@ -112,8 +112,8 @@ def submit(
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
     is_ours = address is None
     # the corpus that needs no cluster is prepared while the cluster comes up
-    is_first = is_ours and not beside and _needs_no_cluster(config.data)
-    show = partial(_prepare, config.data, console, live=live)
+    is_first = is_ours and not beside and _needs_no_cluster(config.prepare)
+    show = partial(_prepare, config.prepare, config.data.directory, console, live=live)
     meanwhile = partial(show, pool=None) if is_first else None
     with _cluster(config, address, console, num_nodes=num_nodes, meanwhile=meanwhile):
         from .supervise.actor import hold_supervisor, place_ahead, start_supervisor
@@ -158,14 +158,15 @@ def _begin(
 
 
 def prepare_on_cluster(
-    data: DataConfig,
+    config: PrepareConfig,
+    directory: str | Path,
     *,
     address: str | None = None,
     workers: int | None = None,
     on_poison: OnPoison = "auto",
     console: Console | None = None,
 ) -> DatasetManifest:
-    """Prepares `data.directory` with Ray tasks.
+    """Prepares a folder with Ray tasks.
 
     On the cluster at `address`, or with `workers` processes here.
     """
@@ -174,7 +175,7 @@ def prepare_on_cluster(
     workers = workers or os.cpu_count() or 1
     place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
     with place, RayPool(capacity=workers if address is None else None) as pool:
-        return _prepare(data, console, live=None, pool=pool, on_poison=on_poison)
+        return _prepare(config, directory, console, live=None, pool=pool, on_poison=on_poison)
 
 
 def make_launch(
@@ -300,13 +301,14 @@ def _cluster_gpus(config: Config) -> int:
     )
 
 
-def _needs_no_cluster(data: DataConfig) -> bool:
+def _needs_no_cluster(prepare: PrepareConfig) -> bool:
     """Returns whether the embedded corpus is all there is; `prepare` reads it in this process."""
-    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in data.all_sources)
+    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in prepare.all_sources)
 
 
 def _prepare(
-    data: DataConfig,
+    config: PrepareConfig,
+    directory: str | Path,
     console: Console,
     *,
     live: bool | None,
@@ -315,8 +317,8 @@ def _prepare(
 ) -> DatasetManifest:
     with show_preparation(console, live=live) as on_progress:
         return prepare(
-            data,
-            data.directory,
+            config,
+            directory,
             pool=pool,
             on_progress=on_progress,
             on_poison=on_poison,

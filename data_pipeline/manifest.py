@@ -85,7 +85,6 @@ class SourceEntry(_Entry):
 
     name: str = Field(pattern=SOURCE_NAME)
     licence: str
-    weight: float = Field(gt=0.0)  # when it was prepared; a run's configuration decides
     num_splits: Count
     has_loss_mask: bool
     has_record_id: bool
@@ -94,7 +93,7 @@ class SourceEntry(_Entry):
 class TokenizerEntry(_Entry):
     """Names the tokenizer of the shards and its main file."""
 
-    kind: str  # DataConfig.tokenizer
+    kind: str  # PrepareConfig.tokenizer
     file: str = Field(pattern=_TOKENIZER_FILE)
     sha256: Sha256
     vocab_size: int = Field(ge=1, le=2**32)

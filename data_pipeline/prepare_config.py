@@ -1,18 +1,27 @@
-"""What can be left out when data is made: the configuration of the optional stages.
+"""The section `prepare`: which text becomes tokens, and how.
 
-They are apart from the stages themselves (`filters.py`, `language.py`, `near_duplicates.py`,
-`decontaminate.py`), because every command reads a configuration and few need numpy or Arrow for it.
+`PrepareConfig.spec_hash` names the bytes that `moebius prepare` writes. A folder that was made from
+another specification is refused. The section stands apart from the stages that it configures
+(`make/`), because every command reads a configuration and few need numpy or Arrow.
 """
 
+import hashlib
+import json
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .callables import is_function_path
+from .data_config import FORMAT_VERSION, SourceName
 
+NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
 MAX_NGRAM = 1024
 """The longest n-gram of words that is hashed."""
+
+DEFAULT_SOURCE = "text"
+"""The name of the one source of a configuration that gives `input` instead of `sources`."""
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _Limit = tuple[Annotated[int, Field(ge=1, le=MAX_NGRAM)], Annotated[float, Field(ge=0.0, le=1.0)]]
@@ -126,15 +135,250 @@ def _bands_and_rows(threshold: float, num_hashes: int) -> tuple[int, int]:
     return num_hashes, 1
 
 
+class RecordFields(BaseModel):
+    """Names the fields of a source's records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    text_field: str = Field(default="text", min_length=1)
+    """The field that holds a record's text."""
+
+    source_field: str = "source"
+    """The field that says where a record comes from; the file's name where it is missing."""
+
+    id_field: str = ""
+    """The field of a record's own name, kept beside its tokens; empty: it has none."""
+
+    prompt_field: str = ""
+    """The field of a prompt; with `answer_field`, only the answer's tokens are learned."""
+
+    answer_field: str = ""
+    """The field of the answer to the prompt."""
+
+    @model_validator(mode="after")
+    def _check_prompt_and_answer(self) -> Self:
+        prompt, answer = self.prompt_field, self.answer_field
+        if bool(prompt) != bool(answer) or (prompt and prompt == answer):
+            raise ValueError(
+                f"prompt_field={prompt!r} and answer_field={answer!r} belong together: give two "
+                "fields, or neither and text_field"
+            )
+        return self
+
+
+class SourceConfig(RecordFields):
+    """Names one source of text and the fields of its records."""
+
+    name: SourceName
+    """The source's name, which begins the names of its shards."""
+
+    input: tuple[str, ...] = Field(min_length=1)
+    """Files, folders, globs, URLs or functions, as of `prepare.input`."""
+
+    validation_input: tuple[str, ...] = ()
+    """Text to validate on; empty: a share of `input`."""
+
+    licence: str = Field(default="", max_length=200)
+    """The text's licence as people read it, e.g. an SPDX name."""
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Returns whether some tokens of this source are read and not learned."""
+        return bool(self.prompt_field)
+
+
 class DecontaminateConfig(BaseModel):
-    """Names the evaluation sets that training text must not contain.
+    """Names the evaluation sets that training text must not contain."""
 
-    `evaluation_sets` are .jsonl and .jsonl.zst files, one item a line. `fields` are those that hold
-    text; by default every string in a record counts, in lists and objects as well.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    """Local .jsonl and .jsonl.zst files, one item a line."""
+
     fields: tuple[str, ...] = ()
+    """The fields that hold an item's text; empty: every string in its record."""
+
     ngram_words: int = Field(default=13, ge=2, le=MAX_NGRAM)
+    """Words in a row that a document must share with an item to be dropped."""
+
+
+_REPEATED_IN_SOURCES = {"input", "validation_input", *RecordFields.model_fields}
+
+
+class PrepareConfig(RecordFields):
+    """Configures what makes a prepared folder: sources, tokenizer, and what is left out.
+
+    Text of several kinds is given as `sources`; `input` is short for one source named "text".
+    """
+
+    input: tuple[str, ...] = ("embedded",)
+    """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
+    .arrow; python:package.module:function for records of your own; or "embedded", the English prose
+    that every Python carries."""
+
+    validation_input: tuple[str, ...] = ()
+    """Text to validate on; empty: `validation_fraction` of `input`."""
+
+    validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
+    """Share of the documents that is held out by their hash, where there is no `validation_input`."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources instead of `input`, each with its own fields."""
+
+    tokenizer: str = "bpe"
+    """"bpe" (trained on the text), "bytes", or an existing one: a .json or .model file, its folder,
+    hf://owner/name, or python:package.module:function, which gives words that are one token each."""
+
+    end_of_document: str = ""
+    """The special token of an existing tokenizer that ends a document; empty: the one it names."""
+
+    vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
+    """The vocabulary that BPE training aims at, or the most ids that an existing tokenizer may have."""
+
+    tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
+    """Text that BPE is trained on: 32 MiB take about 20 s."""
+
+    batch_tokens: int = Field(default=128 * 1024, ge=1, le=2**24)
+    """Tokens of a record batch; zstd's ratio stops growing at the default."""
+
+    split_bytes: int = Field(default=64 * 2**20, ge=1)
+    """Size above which a .txt, .jsonl or .parquet file is cut into several input splits."""
+
+    era_tokens: int = Field(default=2**28, ge=1)
+    """Tokens of a segment, the unit that is sealed, read and shuffled; a run can start at the first."""
+
+    encoding_faults: Literal["error", "drop"] = "error"
+    """What to do about text that is not valid in its encoding: end, or drop the document."""
+
+    filters: FilterConfig = FilterConfig()
+    language: LanguageConfig | None = None
+    decontaminate: DecontaminateConfig | None = None
+    """Evaluation sets whose text is dropped."""
+
+    near_duplicates: NearDuplicateConfig | None = None
+
+    shuffle_documents: bool = False
+    """Whether the documents of a source are spread over all its shards, in a second pass."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """Sets what need not be given: the raw bytes' vocabulary, no `input` beside `sources`."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("tokenizer") == "bytes":
+            values = {"vocab_size": NUM_BYTE_IDS} | values
+        if values.get("sources"):
+            values = {"input": ()} | values
+        return values
+
+    @model_validator(mode="after")
+    def _check_vocab_size(self) -> Self:
+        if self.tokenizer == "bytes" and self.vocab_size != NUM_BYTE_IDS:
+            raise ValueError(
+                f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a "
+                "document), but "
+                f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose "
+                "tokenizer='bpe'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokenizer(self) -> Self:
+        if not self.loads_tokenizer:
+            if self.end_of_document:
+                raise ValueError(
+                    f"end_of_document={self.end_of_document!r} is for a tokenizer that exists; "
+                    f"tokenizer={self.tokenizer!r} has its own: leave it out"
+                )
+        elif not (
+            "/" in self.tokenizer
+            or self.tokenizer.endswith((".json", ".model"))
+            or self.tokenizer.startswith("python:")
+        ):
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r}: it is 'bpe', 'bytes', a .json or .model file, a "
+                "folder (with a slash in its name, such as ./mine), hf://owner/name, or "
+                "python:package.module:function for the words of a function"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if bool(self.input) == bool(self.sources):
+            given = f"input={list(self.input)} and {len(self.sources)} sources"
+            raise ValueError(
+                f"{given} were given: name the text by one of the two (with sources, set input=[])"
+            )
+        if self.sources and self.validation_input:
+            raise ValueError(
+                f"validation_input={list(self.validation_input)} beside sources: give it to the "
+                "source that it belongs to"
+            )
+        fields = RecordFields.model_fields
+        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if self.sources and given:
+            raise ValueError(
+                f"{', '.join(given)} beside sources: give it to the source that it belongs to"
+            )
+        if repeated := _repeated(source.name for source in self.sources):
+            raise ValueError(f"several sources are named {repeated!r}: give each its own name")
+        return self
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """Returns the sources: `sources`, or the one source that `input` is short for."""
+        if self.sources:
+            return self.sources
+        fields = {name: getattr(self, name) for name in RecordFields.model_fields}
+        one = SourceConfig(
+            name=DEFAULT_SOURCE,
+            input=self.input,
+            validation_input=self.validation_input,
+            **fields,
+        )
+        return (one,)
+
+    @property
+    def loads_tokenizer(self) -> bool:
+        """Returns whether `tokenizer` names one that exists, instead of a kind."""
+        return self.tokenizer not in ("bpe", "bytes")
+
+    @property
+    def num_token_ids(self) -> int:
+        """Returns an upper bound of the vocabulary.
+
+        It is what an embedding needs before the tokenizer exists.
+        """
+        return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Returns all that decides the prepared bytes, and nothing else.
+
+        It is equal for `input` and the same written as one of `sources`.
+        """
+        spec = self.model_dump(mode="json", exclude={*_REPEATED_IN_SOURCES, "sources"})
+        spec["sources"] = [
+            source.model_dump(mode="json", exclude={"licence"}) for source in self.all_sources
+        ]
+        if self.tokenizer != "bpe":
+            del spec["vocab_size"], spec["tokenizer_sample_bytes"]
+        if all(source.validation_input for source in self.all_sources):
+            del spec["validation_fraction"]
+        return spec
+
+    @property
+    def spec_hash(self) -> str:
+        """Returns the hex sha256 of `spec` and the format of the files."""
+        versioned = self.spec | {"format_version": FORMAT_VERSION}
+        return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()
+
+
+def _repeated(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

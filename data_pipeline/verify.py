@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .data_config import NUM_BYTE_IDS, DataConfig, SourceConfig
 from .errors import ShardError
 from .growth import UNFINISHED
 from .manifest import DatasetManifest, SealedEra, ShardEntry, is_prepared, read_manifest
+from .prepare_config import NUM_BYTE_IDS, PrepareConfig, SourceConfig
 from .read.token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
@@ -107,8 +107,8 @@ def check_readable(path: Path) -> None:
     read_manifest(path)
 
 
-def config_of_folder(path: Path) -> DataConfig:
-    """Returns the default settings for reading a prepared folder: its sources, as they were weighed.
+def config_of_folder(path: Path) -> PrepareConfig:
+    """Returns what a prepared folder was made of, as far as its manifest tells: for its readers.
 
     Raises:
         ShardError: it cannot be read.
@@ -116,14 +116,13 @@ def config_of_folder(path: Path) -> DataConfig:
     check_readable(path)
     manifest = read_manifest(path)
     sources = [
-        SourceConfig(name=source.name, input=("-",), weight=source.weight, licence=source.licence)
+        SourceConfig(name=source.name, input=("-",), licence=source.licence)
         for source in manifest.sources
     ]
-    return DataConfig(
+    return PrepareConfig(
         sources=tuple(sources),
         tokenizer=manifest.header.tokenizer.kind,
         vocab_size=max(NUM_BYTE_IDS, manifest.vocab_size),
-        directory=str(path.absolute()),
     )
 
 

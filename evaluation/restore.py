@@ -113,12 +113,13 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
     Raises:
         ValueError: it is gone, or the one in its place belongs to another vocabulary.
     """
-    data, model = restored.config.data, restored.config.model
-    tokenizer = prepared_tokenizer(data.directory)
-    if tokenizer.vocab_size > min(model.vocab_size, data.num_token_ids):
+    directory, model = restored.config.data.directory, restored.config.model
+    num_ids = restored.config.prepare.num_token_ids
+    tokenizer = prepared_tokenizer(directory)
+    if tokenizer.vocab_size > min(model.vocab_size, num_ids):
         raise ConfigError(
-            f"{data.directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
-            f"with {data.num_token_ids} (model.vocab_size={model.vocab_size}): the folder was "
+            f"{directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
+            f"with {num_ids} (model.vocab_size={model.vocab_size}): the folder was "
             "prepared anew for another vocabulary; put back the one of the run"
         )
     return tokenizer

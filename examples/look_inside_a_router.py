@@ -19,7 +19,7 @@ from moebius.model.transformer import Transformer
 from moebius.train.record.route_tap import tap
 from moebius.train.record.routed_call import RoutedCall
 
-BYTES = {"data": {"tokenizer": "bytes", "vocab_size": 257}, "model": {"vocab_size": 257}}
+BYTES = {"prepare": {"tokenizer": "bytes", "vocab_size": 257}, "model": {"vocab_size": 257}}
 
 
 def routes_of(model: Transformer, tokens_T: Tensor) -> list[RoutedCall]:

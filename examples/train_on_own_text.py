@@ -24,7 +24,7 @@ def main() -> None:
 
     config = moebius.recipe(
         "own_text",
-        data={"input": options.text, "validation_fraction": 0.05},
+        prepare={"input": options.text, "validation_fraction": 0.05},
         train={"steps": options.steps, "eval_every": 100},
         optim={"warmup_steps": 20, "decay_steps": options.steps},
         job={"ranks_per_node": 1},

@@ -376,7 +376,7 @@ def config_values(
         "max_position_embeddings": config.data.seq_len,
         "tie_word_embeddings": False,
         "eos_token_id": None if tokenizer is None else tokenizer.end_of_document_id,
-        "tokenizer": config.data.tokenizer,
+        "tokenizer": config.prepare.tokenizer,
         "step": stored.meta.step,
         "tokens": stored.meta.meta["progress"]["tokens"],
         "checkpoint_digest": stored.manifest.digest,

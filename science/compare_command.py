@@ -29,7 +29,7 @@ def add_commands(commands: Commands) -> None:
         text,
         examples=[
             "compare mine.toml --dry-run",
-            "compare mine.toml --steps 3000 --jobs 2 data.input=\"['corpus/*.jsonl']\"",
+            "compare mine.toml --steps 3000 --jobs 2 prepare.input=\"['corpus/*.jsonl']\"",
             "compare mine.toml --table",
             "compare mine.toml --cost",
         ],
@@ -170,9 +170,9 @@ def _prepare(request: _Request, console: "Console") -> None:
     from moebius.cluster.report.live import show_preparation
     from moebius.data_pipeline.make.prepare import prepare
 
-    data = request.arms[0].config.data
+    config = request.arms[0].config
     with show_preparation(console) as on_progress:
-        prepare(data, data.directory, on_progress=on_progress)
+        prepare(config.prepare, config.data.directory, on_progress=on_progress)
 
 
 def _tell_written(written: "list[Path]", console: "Console") -> None:

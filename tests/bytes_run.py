@@ -8,6 +8,7 @@ from small_model import TINY
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
@@ -19,7 +20,7 @@ def prepare_bytes(place: Path, *, tokenizer: str = "bytes", vocab_size: int = 25
     file.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
     )
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(file),), tokenizer=tokenizer, vocab_size=vocab_size, validation_fraction=0.2
     )
     prepare(config, place / "shards")
@@ -35,15 +36,10 @@ def train_bytes(
     tokenizer: str = "bytes",
 ) -> Path:
     """A run folder after two steps."""
-    data = DataConfig(
-        tokenizer=tokenizer,
-        vocab_size=model.vocab_size,
-        seq_len=seq_len,
-        validation_fraction=0.2,
-        directory=str(folder),
-    )
+    data = DataConfig(seq_len=seq_len, directory=str(folder))
+    prepared = PrepareConfig(tokenizer=tokenizer, vocab_size=model.vocab_size)
     steps = TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu", eval_rows=4)
-    run = Config(model=model, data=data, train=steps)
+    run = Config(model=model, data=data, prepare=prepared, train=steps)
     run_dir.mkdir(parents=True)
     run.save(run_dir / "config.json")
     assert train(run, run_dir) == "finished"

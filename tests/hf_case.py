@@ -10,6 +10,7 @@ from family import make_uneven, tiny_config
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.from_tensors import write_checkpoint
 from moebius.distributed.parallelize import expert_names
 from moebius.model.initialise import initialise
@@ -51,7 +52,8 @@ def make_run(
     """Writes a run folder with one checkpoint of a model, and a log of its losses; returns it."""
     config = Config(
         model=model.config,
-        data=DataConfig(tokenizer=tokenizer, vocab_size=VOCABULARY, seq_len=20, directory=data),
+        data=DataConfig(seq_len=20, directory=data),
+        prepare=PrepareConfig(tokenizer=tokenizer, vocab_size=VOCABULARY),
         train=TrainConfig(micro_batch=8, steps=STEP),
         job=JobConfig(name="tiny"),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import (
     Completion,
     Era,
@@ -76,7 +76,6 @@ class MadeFolder:
             SourceEntry(
                 name=name,
                 licence="",
-                weight=1.0,
                 num_splits=9,
                 has_loss_mask=name in self.with_prompts,
                 has_record_id=name in self.with_record_ids,
@@ -123,27 +122,8 @@ class MadeFolder:
         return self
 
     def config(self, *, seq_len: int = 16, seed: int = 3, **options) -> DataConfig:
-        """The configuration that reads it; `weights` and `max_epochs` are of the sources, by name."""
-        weights = options.pop("weights", {})
-        epochs = options.pop("max_epochs", {})
-        sources = [
-            SourceConfig(
-                name=name,
-                input=("-",),
-                weight=weights.get(name, 1.0),
-                max_epochs=epochs.get(name, 0),
-            )
-            for name in self.sources
-        ]
-        return DataConfig(
-            sources=tuple(sources),
-            tokenizer="bytes",
-            vocab_size=257,
-            directory=str(self.folder),
-            seq_len=seq_len,
-            seed=seed,
-            **options,
-        )
+        """Returns the configuration that reads it."""
+        return DataConfig(directory=str(self.folder), seq_len=seq_len, seed=seed, **options)
 
     def stream(self, source: str, era: int) -> list[int]:
         """All tokens of an era."""

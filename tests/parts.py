@@ -11,7 +11,8 @@ from moebius.train.config.run_config import Config
 
 _RUN: dict[str, dict[str, Any]] = {
     "model": TINY.model_dump(mode="json"),
-    "data": {"tokenizer": "bytes", "vocab_size": 257, "seq_len": 16, "validation_fraction": 0.2},
+    "data": {"seq_len": 16},
+    "prepare": {"tokenizer": "bytes", "vocab_size": 257, "validation_fraction": 0.2},
     "optim": {"learning_rate": 3e-3, "warmup_steps": 3, "decay_steps": 20},
     "train": {"steps": 4, "global_batch": 8, "micro_batch": 2, "eval_rows": 8, "device": "cpu"},
     "checkpoint": {"every": 0},

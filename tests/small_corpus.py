@@ -12,6 +12,7 @@ import numpy as np
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 WORDS = [
     "router",
@@ -66,17 +67,13 @@ def shards_of_words(folder: Path, num_documents: int) -> Path:
         "".join(json.dumps({"text": " ".join(line)}) + "\n" for line in documents), encoding="utf-8"
     )
     shards = folder / "shards"
-    prepare(data_of_words(shards), shards)
+    prepare(sections_of_words(shards)["prepare"], shards)
     return shards
 
 
-def data_of_words(shards: Path, **settings: Any) -> DataConfig:
-    """What a run reads that trains on `shards_of_words`."""
-    return DataConfig(
-        input=(str(shards.parent / "text.jsonl"),),
-        directory=str(shards),
-        tokenizer="bytes",
-        vocab_size=257,
-        validation_fraction=0.2,
-        **settings,
+def sections_of_words(shards: Path, **settings: Any) -> dict[str, Any]:
+    """Returns the sections `data` and `prepare` of a run on `shards_of_words`."""
+    prepare = PrepareConfig(
+        input=(str(shards.parent / "text.jsonl"),), tokenizer="bytes", validation_fraction=0.2
     )
+    return {"data": DataConfig(directory=str(shards), **settings), "prepare": prepare}

@@ -26,7 +26,8 @@ TINY = dict(
         attention=dict(num_heads=2, d_head=8, num_experts=2),
         feed_forward=dict(num_experts=4, d_expert=8, router__top_k=2),
     ),
-    data=dict(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2),
+    data=dict(seq_len=16),
+    prepare=dict(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
     train=dict(steps=2, global_batch=2, micro_batch=1, eval_rows=4),
     mesh=dict(ep=1, dp_replicate=None),
     job=dict(num_nodes=1, ranks_per_node=1, rehearse_failure_at_step=None, start_timeout_s=60),
@@ -39,7 +40,7 @@ def test_overrides_are_single_values_in_either_form() -> None:
         [
             "train.steps=7",
             "model.feed_forward.router.top_k=2",
-            "data.input=['a.txt', 'none']",
+            "prepare.input=['a.txt', 'none']",
             "data.seed=3",
         ],
         RECIPES,
@@ -48,13 +49,14 @@ def test_overrides_are_single_values_in_either_form() -> None:
         "smoke",
         train={"steps": 7},
         model={"feed_forward": {"router": {"top_k": 2}}},
-        data={"input": ["a.txt", "none"], "seed": 3},
+        prepare={"input": ["a.txt", "none"]},
+        data={"seed": 3},
     )
     flat = moebius.recipe(
         "smoke",
         train__steps=7,
         model__feed_forward__router__top_k=2,
-        data__input=["a.txt", "none"],
+        prepare__input=["a.txt", "none"],
         data__seed=3,
     )
     assert nested == flat == expected
@@ -94,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, Job
     folder = tmp_path_factory.mktemp("api")
     lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(40)]
     (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    config = moebius.recipe("smoke", **TINY, data__input=[folder / "text.jsonl"])
+    config = moebius.recipe("smoke", **TINY, prepare__input=[folder / "text.jsonl"])
     return config, folder, moebius.fit(config, folder / "run", show=False)
 
 

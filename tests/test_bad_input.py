@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from moebius.cli.main import main
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import (
     CheckpointManifest,
     FileSum,
@@ -30,10 +30,10 @@ from moebius.distributed.checkpoint.format import (
 
 TINY = (
     "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
+    "prepare.tokenizer=bytes",
+    "prepare.vocab_size=257",
     "data.seq_len=16",
-    "data.validation_fraction=0.2",
+    "prepare.validation_fraction=0.2",
     "model.d_model=16",
     "model.num_layers=2",
     "model.attention.num_heads=2",
@@ -73,7 +73,7 @@ def write_text(folder: Path) -> Path:
 
 
 def train_words(text: Path, *changes: str) -> list[str]:
-    return ["train", "smoke", *TINY, f"data.input=['{text}']", *changes]
+    return ["train", "smoke", *TINY, f"prepare.input=['{text}']", *changes]
 
 
 def assert_refused(moebius: Command, words: list[str], message: str, *, code: int = 2) -> None:
@@ -230,7 +230,7 @@ def test_input_that_cannot_be_read(
 def test_a_damaged_shard_ends_the_run_with_its_name(
     damage: str, text: Path, moebius: Command
 ) -> None:
-    data = DataConfig(input=(str(text),), tokenizer="bytes", validation_fraction=0.2)
+    data = PrepareConfig(input=(str(text),), tokenizer="bytes", validation_fraction=0.2)
     prepare(data, "shards")
     shard = next(Path("shards").glob("text.train-*.tok.arrow"))
     content = flip_middle(shard)

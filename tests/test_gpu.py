@@ -14,6 +14,7 @@ from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
@@ -121,15 +122,16 @@ def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_pat
     (tmp_path / "text.txt").write_text(
         "\n\n".join(" ".join(line) for line in words), encoding="utf-8"
     )
-    data = DataConfig(
-        input=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2, seq_len=32
+    prepared = PrepareConfig(
+        input=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2
     )
-    prepare(data, tmp_path / "shards")
+    prepare(prepared, tmp_path / "shards")
 
     def config(device: Literal["cpu", "cuda"], steps: int) -> Config:
         return Config(
             model=MODEL,
-            data=data.model_copy(update={"directory": str(tmp_path / "shards")}),
+            data=DataConfig(directory=str(tmp_path / "shards"), seq_len=32),
+            prepare=prepared,
             mesh=MeshConfig(dispatcher="alltoall"),
             checkpoint=CheckpointConfig(every=3),
             train=TrainConfig(

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_config(folder: Path, *changes: str) -> Config:
     return place_data(
-        resolve("smoke", [*SETTINGS, f"data.input=['{folder}/text.txt']", *changes], RECIPES),
+        resolve("smoke", [*SETTINGS, f"prepare.input=['{folder}/text.txt']", *changes], RECIPES),
         folder,
     )
 
@@ -58,7 +58,7 @@ def undisturbed(folder: Path) -> Path:
     config = make_config(folder, "job.rehearse_failure_at_step=none")
     run_dir = folder / "undisturbed"
     open_run(config, run_dir)
-    prepare(config.data, config.data.directory)
+    prepare(config.prepare, config.data.directory)
     assert run_ranks(train, 4, config, run_dir, timeout_s=250) == ["finished"] * 4
     return run_dir
 
@@ -67,7 +67,11 @@ def undisturbed(folder: Path) -> Path:
 def disturbed(folder: Path) -> tuple[Path, str]:
     """Through the command, as a user would: `moebius submit`, without a terminal."""
     run_dir = folder / "disturbed"
-    changes = [*SETTINGS, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
+    changes = [
+        *SETTINGS,
+        f"prepare.input=['{folder}/text.txt']",
+        f"data.directory={folder}/submitted",
+    ]
     ended = subprocess.run(
         [*MOEBIUS, "submit", "smoke", *changes, "--run-dir", str(run_dir)],
         cwd=folder,

@@ -13,10 +13,10 @@ MOEBIUS = (sys.executable, "-c", "from moebius.cli.main import main; main()")
 
 TINY_DATA = (
     "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
+    "prepare.tokenizer=bytes",
+    "prepare.vocab_size=257",
     "data.seq_len=32",
-    "data.validation_fraction=0.1",
+    "prepare.validation_fraction=0.1",
 )
 TINY_MODEL = (
     "model.d_model=32",
@@ -38,9 +38,9 @@ TINY_JOB = (*TINY_DATA, *TINY_MODEL, *TINY_TRAINING)
 
 # Reading a document takes SLOW_S seconds of the environment; see `write_slow_language`.
 SLOW_READING = (
-    "data.era_tokens=2000",
-    "data.language.function=slow_language:language",
-    "data.language.allow=['en']",
+    "prepare.era_tokens=2000",
+    "prepare.language.function=slow_language:language",
+    "prepare.language.allow=['en']",
 )
 _SLOW_LANGUAGE = """
 import os, time

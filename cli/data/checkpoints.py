@@ -159,7 +159,7 @@ def _add_import(actions: Commands) -> None:
         _import,
         text,
         examples=[
-            "ckpt import moeut_244m.pth moeut_244m --out runs/published data.tokenizer=c4.model",
+            "ckpt import moeut_244m.pth moeut_244m --out runs/published prepare.tokenizer=c4.model",
         ],
         notes="A .pth is read with weights_only=True: nothing that it holds is run.",
     )

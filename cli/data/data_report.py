@@ -188,14 +188,13 @@ def _length_table(sources: Sequence[dict[str, Any]]) -> Table:
 
 def _era_table(sources: Sequence[dict[str, Any]]) -> Table:
     table = _table(
-        *("source", "weight", "eras", "shards", "tokens of the smallest", "largest", "licence"),
+        *("source", "eras", "shards", "tokens of the smallest", "largest", "licence"),
         left=("source", "licence"),
     )
     for source in sources:
         tokens = [era["train_tokens"] for era in source["eras"]]
         table.add_row(
             Text(source["name"]),
-            f"{source['weight']:g}",
             f"{len(tokens):,}",
             f"{sum(era['num_shards'] for era in source['eras']):,}",
             f"{min(tokens, default=0):,}",

@@ -136,12 +136,17 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path | None]":
 
 def _config_of_folder(folder: Path) -> "Config":
     """Returns the default configuration for a folder's sources."""
+    from ...data_pipeline.data_config import DataConfig
     from ...data_pipeline.verify import config_of_folder
     from ...model.config.model_config import ModelConfig
     from ...train.config.run_config import Config
 
-    data = config_of_folder(folder)
-    return Config(model=ModelConfig(vocab_size=data.num_token_ids), data=data)
+    prepare = config_of_folder(folder)
+    return Config(
+        model=ModelConfig(vocab_size=prepare.num_token_ids),
+        data=DataConfig(directory=str(folder.absolute())),
+        prepare=prepare,
+    )
 
 
 def _open_order(config: "Config", run: Path | None) -> "RunOrder":

@@ -1,7 +1,7 @@
 """`moebius prepare`: text to token shards, on this machine or as Ray tasks.
 
-What is made of what is a `DataConfig`, as a run has it in its section `data`. Its common keys have
-options; every key can be given as `data.key=value`, or stand in the [data] table of a TOML file.
+A `PrepareConfig`, the section `prepare` of a run, says what is made. Its common keys have options;
+every key can be given as `prepare.key=value`, or stand in the [prepare] table of a TOML file.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from ..arguments import (
 )
 
 if TYPE_CHECKING:
-    from ...data_pipeline.data_config import DataConfig
     from ...data_pipeline.make.pools import TaskPool
     from ...data_pipeline.manifest import DatasetManifest
+    from ...data_pipeline.prepare_config import PrepareConfig
 
-_OVERRIDE = re.compile(r"data(\.\w+)+=")
+_OVERRIDE = re.compile(r"prepare(\.\w+)+=")
 
 
 def add_commands(commands: Commands) -> None:
@@ -36,19 +36,19 @@ def add_commands(commands: Commands) -> None:
         examples=[
             'prepare --input "texts/*.txt" --output shards --workers 2',
             "prepare --input https://example.com/books.jsonl.zst --output shards",
-            "prepare --input chats.jsonl --output shards data.prompt_field=question "
-            "data.answer_field=answer",
-            "prepare --input web --output shards data.filters.min_words=50 "
-            "data.filters.quality=true data.near_duplicates={}",
-            "prepare --config data.toml --output shards --workers 8 data.era_tokens=1000000",
+            "prepare --input chats.jsonl --output shards prepare.prompt_field=question "
+            "prepare.answer_field=answer",
+            "prepare --input web --output shards prepare.filters.min_words=50 "
+            "prepare.filters.quality=true prepare.near_duplicates={}",
+            "prepare --config mine.toml --output shards --workers 8 prepare.era_tokens=1000000",
         ],
     )
-    add_overrides(parser, metavar="data.key=value")
+    add_overrides(parser, metavar="prepare.key=value")
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE.toml",
-        help="its [data] table says what is made: sources, filters, tokenizer; a run's file will do",
+        help="its [prepare] table says what is made: sources, filters, tokenizer; a run's file will do",
     )
     parser.add_argument(
         "--input",
@@ -121,19 +121,23 @@ def _prepare(options: argparse.Namespace) -> int:
 
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")
-    data = _data_config(options)
+    config, directory = prepare_config(options), options.output.absolute()
     if options.address is not None or options.ray:
         from ...cluster.submit import prepare_on_cluster
 
         allow_unauthenticated(options)
         manifest = prepare_on_cluster(
-            data, address=options.address, workers=options.workers, on_poison=options.on_poison
+            config,
+            directory,
+            address=options.address,
+            workers=options.workers,
+            on_poison=options.on_poison,
         )
     else:
         with _pool(options.workers) as pool, show_preparation(Console()) as on_progress:
             manifest = prepare(
-                data,
-                data.directory,
+                config,
+                directory,
                 pool=pool,
                 on_progress=on_progress,
                 on_poison=options.on_poison,
@@ -143,27 +147,25 @@ def _prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _data_config(options: argparse.Namespace) -> "DataConfig":
+def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
     """Returns what is to be made: the file, changed by options, changed by single keys.
 
     Raises:
         ValueError: it is not valid.
     """
-    from ...train.config.resolve import resolve_data
+    from ...train.config.resolve import resolve_prepare
     from ...train.recipes.smoke import RECIPES
 
-    values: dict[str, Any] = {"directory": str(options.output.absolute())}
+    values: dict[str, Any] = {}
     overrides = list(options.overrides)
     for name in ("input", "validation_input"):  # they take all words that follow
         words = getattr(options, name)
         overrides += [word for word in words if _OVERRIDE.match(word)]
         values[name] = [word for word in words if not _OVERRIDE.match(word)]
-    if any(word.startswith("data.directory=") for word in overrides):
-        raise ValueError("data.directory: the folder is what --output says; leave it out")
     for name in ("tokenizer", "end_of_document", "vocab_size", "shuffle_documents"):
         values[name] = getattr(options, name)
     given = {name: value for name, value in values.items() if value not in (None, False, [])}
-    return resolve_data(options.config, overrides, RECIPES, options=given)
+    return resolve_prepare(options.config, overrides, RECIPES, options=given)
 
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":

@@ -68,7 +68,7 @@ def _add_submit(commands: Commands) -> None:
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
             "submit smoke --emit kuberay --image registry/moebius:1 --claim runs --output job.yaml",
-            "submit moeut_126m data.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
+            "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
         notes=ENDS,
     )

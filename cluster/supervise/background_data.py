@@ -184,7 +184,7 @@ def prepares_beside(config: "Config") -> bool:
 
     if config.train.start_when is None:
         return False
-    return look_ahead(config.data, config.data.directory) is None
+    return look_ahead(config.prepare, config.data.directory) is None
 
 
 def workers_beside(num_ranks: int) -> list[str]:

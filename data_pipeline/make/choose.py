@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..data_config import DataConfig
+from ..prepare_config import PrepareConfig
 from .hooks import NearDuplicates, near_duplicate_index
 from .statistics import ScanStatistics
 from .tasks import (
@@ -111,7 +111,7 @@ class SourceCounts:
 class Chooser:
     """Decides about one unit after the other."""
 
-    def __init__(self, config: DataConfig):
+    def __init__(self, config: PrepareConfig):
         self._held_out_below = np.uint64(held_out_below(config))
         self._holds_out = config.validation_fraction > 0.0
         self._exact = ExactIndex()

@@ -8,7 +8,6 @@ folder from which nothing could ever be read has none.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..data_config import DataConfig
 from ..manifest import (
     MAX_ERA_SHARDS,
     Completion,
@@ -21,6 +20,7 @@ from ..manifest import (
     Split,
     TokenizerEntry,
 )
+from ..prepare_config import PrepareConfig
 from ..tokenizers.interface import main_file
 from ..tokenizers.tokenizer import load_tokenizer
 from .choose import SourceCounts
@@ -32,7 +32,7 @@ class Committer:
 
     def __init__(
         self,
-        config: DataConfig,
+        config: PrepareConfig,
         folder: Path,
         *,
         num_units: dict[str, int],
@@ -111,7 +111,6 @@ class Committer:
                 SourceEntry(
                     name=source.name,
                     licence=source.licence,
-                    weight=source.weight,
                     num_splits=self._num_units[source.name],
                     has_loss_mask=source.has_loss_mask,
                     has_record_id=bool(source.id_field),

@@ -168,7 +168,7 @@ def build_index(config: DecontaminateConfig) -> EvaluationIndex:
     if not len(hashes_H):
         raise InputError(
             f"no item of {', '.join(config.evaluation_sets)} has {config.ngram_words} words: "
-            f"lower data.decontaminate.ngram_words={config.ngram_words}, or name other sets"
+            f"lower prepare.decontaminate.ngram_words={config.ngram_words}, or name other sets"
         )
     items_H = np.concatenate(items)[first]
     return EvaluationIndex(
@@ -216,7 +216,7 @@ def _item_text(line: bytes, fields: Sequence[str], where: str) -> str:
     if missing := [field for field in fields if field not in record]:
         raise InputError(
             f"{where}: no field {missing[0]!r}; its fields are {', '.join(map(repr, record))}: "
-            "set data.decontaminate.fields"
+            "set prepare.decontaminate.fields"
         )
     chosen = [record[field] for field in fields] if fields else list(record.values())
     return "\n".join(_strings(chosen))

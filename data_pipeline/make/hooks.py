@@ -23,9 +23,8 @@ from typing import Protocol
 import numpy as np
 
 from ..atomic import atomic_write
-from ..data_config import DataConfig
 from ..errors import PrepareError
-from ..prepare_config import FilterConfig
+from ..prepare_config import FilterConfig, PrepareConfig
 from .decontaminate import EvaluationIndex, build_index, load_index
 from .filters import reason_to_drop
 from .language import LanguageFilter
@@ -59,7 +58,7 @@ class Hooks:
     near_duplicate_keys: Callable[[str], np.ndarray] | None = None
 
 
-def set_up(config: DataConfig, work: Path) -> None:
+def set_up(config: PrepareConfig, work: Path) -> None:
     """Prepares what the hooks of all processes need; `work` is the folder of unfinished files.
 
     Raises:
@@ -88,7 +87,7 @@ def _write_index(path: Path, data: bytes) -> None:
         )
 
 
-def hooks(config: DataConfig, work: Path) -> Hooks:
+def hooks(config: PrepareConfig, work: Path) -> Hooks:
     """Returns the hooks of this process: rules that cost little come first."""
     rules: list[DocumentRule] = []
     if config.filters.is_on:
@@ -123,6 +122,6 @@ class _Decontamination:
         return None if found is None else f"evaluation set: {found.evaluation_set}"
 
 
-def near_duplicate_index(config: DataConfig) -> NearDuplicates | None:
+def near_duplicate_index(config: PrepareConfig) -> NearDuplicates | None:
     """Returns what finds near duplicates, empty; None: they stay."""
     return None if config.near_duplicates is None else NearDuplicateIndex()

@@ -10,7 +10,7 @@ There is no language model in here: which one is right depends on the text, and 
     def language(text: str) -> str:
         return model.predict(text.replace("\\n", " "))[0][0].removeprefix("__label__")
 
-    moebius prepare ... data.language.function=my_languages:language data.language.allow="['en']"
+    moebius prepare ... prepare.language.function=my_languages:language prepare.language.allow="['en']"
 
 The hook is imported in every process that reads documents, and gets the text after normalisation.
 It must be a pure function, or the prepared data depends on who has read what.
@@ -37,7 +37,7 @@ class LanguageFilter:
         self.config = config
         self._hook = import_function(
             config.function,
-            where=f"data.language.function={config.function}",
+            where=f"prepare.language.function={config.function}",
             purpose="a function of a text that returns its language code",
         )
 
@@ -47,7 +47,7 @@ class LanguageFilter:
         Raises:
             InputError: the hook failed, or returned no language code.
         """
-        where = f"data.language.function={self.config.function}"
+        where = f"prepare.language.function={self.config.function}"
         try:
             code = self._hook(text)
         except Exception as error:

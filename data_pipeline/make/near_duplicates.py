@@ -72,13 +72,13 @@ def _rensa() -> Any:
         rensa: Any = importlib.import_module("rensa")  # without types
     except ImportError as error:
         raise PrepareError(
-            "data.near_duplicates needs the package rensa: pip install 'moebius[dedup]', or take "
-            "data.near_duplicates out of the configuration"
+            "prepare.near_duplicates needs the package rensa: pip install 'moebius[dedup]', or take "
+            "prepare.near_duplicates out of the configuration"
         ) from error
     version = rensa.RMinHash.ALGORITHM_VERSION
     if version != RENSA_ALGORITHM:
         raise PrepareError(
-            f"data.near_duplicates needs rensa's algorithm {RENSA_ALGORITHM}, and the installed "
+            f"prepare.near_duplicates needs rensa's algorithm {RENSA_ALGORITHM}, and the installed "
             f"rensa has {version}, which would choose other documents: "
             "pip install 'moebius[dedup]'"
         )

@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..data_config import DataConfig
 from ..errors import InputError, PrepareError, ShardError
 from ..growth import UNFINISHED
 from ..manifest import (
@@ -43,6 +42,7 @@ from ..manifest import (
     is_prepared,
     read_manifest,
 )
+from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
 from ..tokenizers.tokenizer import tokenizer_of
 from .choose import Chooser
@@ -86,7 +86,7 @@ _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
 
 
 def prepare(
-    config: DataConfig,
+    config: PrepareConfig,
     directory: str | Path,
     *,
     pool: TaskPool | None = None,
@@ -150,7 +150,7 @@ def _needs_no_pool(units: Sequence[Unit]) -> bool:
     return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
 
 
-def look_ahead(config: DataConfig, directory: str | Path) -> DatasetManifest | None:
+def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest | None:
     """Returns the manifest of data that is complete; None: it must be prepared, and can be begun.
 
     Raises:
@@ -168,7 +168,7 @@ class _Preparation:
 
     def __init__(
         self,
-        config: DataConfig,
+        config: PrepareConfig,
         folder: Path,
         units: Sequence[Unit],
         pool: TaskPool,
@@ -208,7 +208,7 @@ class _Preparation:
             "The documents of each source are spread over all of its shards."
             if self._buckets
             else "Documents are in the order of the input's files: training shuffles them inside "
-            "an era only (data.shuffle_documents spreads them)."
+            "an era only (prepare.shuffle_documents spreads them)."
         )
         return PrepareReport(
             manifest,

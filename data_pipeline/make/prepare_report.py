@@ -153,7 +153,6 @@ def _sources(report: PrepareReport) -> _Block:
             (
                 source.name,
                 source.licence or "not stated",
-                f"{source.weight:g}",
                 f"{source.num_splits:,}",
                 f"{documents['train']:,}",
                 f"{tokens['train']:,}",
@@ -164,7 +163,7 @@ def _sources(report: PrepareReport) -> _Block:
             )
         )
     columns = (
-        *("source", "licence", "weight", "input splits", "train documents", "train tokens"),
+        *("source", "licence", "input splits", "train documents", "train tokens"),
         *("of all", "validation documents", "validation tokens", "bytes per token"),
     )
     return _table(columns, rows)

@@ -24,9 +24,9 @@ import pyarrow as pa
 
 from ..arrow_columns import bools_of
 from ..atomic import atomic_write
-from ..data_config import DataConfig
 from ..errors import ShardError
 from ..manifest import ShardEntry, Split
+from ..prepare_config import PrepareConfig
 from ..read.token_store import read_batches
 from ..shards import ShardWriter, TokenDocument
 from .records import read_record, write_record
@@ -59,7 +59,7 @@ class SpillTask:
 class BucketTask:
     """Holds what a task needs to know to make the shards of one bucket of a source."""
 
-    config: DataConfig
+    config: PrepareConfig
     directory: Path
     bucket: Unit
     num_buckets: int
@@ -72,7 +72,7 @@ class BucketTask:
         return UnitTask(self.config, self.directory, self.bucket, proof=self.proof)
 
 
-def shuffled_buckets(units: Sequence[Unit], config: DataConfig) -> tuple[Unit, ...]:
+def shuffled_buckets(units: Sequence[Unit], config: PrepareConfig) -> tuple[Unit, ...]:
     """Returns the buckets of all sources in the order in which they are committed.
 
     They stand in the place of units, about as large as an input split, and MAX_BUCKETS at most of a

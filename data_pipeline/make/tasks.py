@@ -30,10 +30,10 @@ from typing import IO, Any, cast
 import numpy as np
 
 from ..atomic import atomic_write, make_durable
-from ..data_config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
 from ..growth import UNFINISHED
 from ..manifest import ShardEntry, Split, index_name, shard_name
+from ..prepare_config import PrepareConfig, SourceConfig
 from ..read.token_store import verify_shard
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
@@ -74,7 +74,7 @@ class UnitTask:
     It pickles to a few kB.
     """
 
-    config: DataConfig
+    config: PrepareConfig
     directory: Path
     unit: Unit
     sample_bytes: int = 0
@@ -192,7 +192,7 @@ def _judged(document: Document, rules: Hooks) -> tuple[int, int, int, str | None
 
 @lru_cache(maxsize=1)
 def _hooks(key: str, config_json: str, work: Path) -> Hooks:
-    return hooks(DataConfig.model_validate_json(config_json), work)
+    return hooks(PrepareConfig.model_validate_json(config_json), work)
 
 
 def _hooks_of(task: UnitTask) -> Hooks:
@@ -325,7 +325,7 @@ def sample_unit(task: UnitTask) -> Sampled:
     return Sampled(num_documents, num_bytes, dropped)
 
 
-def held_out_below(config: DataConfig) -> int:
+def held_out_below(config: PrepareConfig) -> int:
     """Returns the bound of the first half of a document's hash below which it is held out."""
     return int(config.validation_fraction * 2.0**64)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors
-from ..data_config import DataConfig
 from ..errors import PrepareError
 from ..growth import UNFINISHED, go_on
 from ..manifest import (
@@ -22,6 +21,7 @@ from ..manifest import (
     read_manifest,
     shard_name,
 )
+from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
 from .records import read_record, write_record
 from .tasks import SIDES, unfinished_file
@@ -35,7 +35,7 @@ QUARANTINED = "quarantined"
 """The folder of files that say why a unit was given up."""
 
 
-def finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
+def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
     """Returns the manifest of a folder that is complete and of this configuration and input.
 
     Raises:
@@ -123,7 +123,7 @@ def _make_room(folder: Path) -> None:
             raise
 
 
-def begin(config: DataConfig, folder: Path, units: Sequence[Unit]) -> None:
+def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
     """Records what is being made, or checks that an interrupted run was making the same.
 
     Removes the temporary files of that run.

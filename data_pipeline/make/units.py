@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..data_config import DataConfig
+from ..prepare_config import PrepareConfig
 from ..sources.documents import InputSplit, Role
 from ..sources.splits import plan_splits
 
@@ -56,7 +56,7 @@ class Unit:
         return f"{first} to {last} ({len(self.splits)} files)"
 
 
-def plan_units(config: DataConfig) -> tuple[Unit, ...]:
+def plan_units(config: PrepareConfig) -> tuple[Unit, ...]:
     """Lists all units in the order in which they are decided about and committed.
 
     Raises:

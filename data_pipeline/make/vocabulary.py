@@ -8,8 +8,8 @@ their documents may be held out though its hash does not say so.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data_config import DataConfig
 from ..errors import InputError
+from ..prepare_config import PrepareConfig
 from ..tokenizers.hub import open_tokenizer
 from ..tokenizers.huggingface import HuggingFaceTokenizer
 from ..tokenizers.interface import Tokenizer
@@ -24,7 +24,7 @@ _FIRST_UNITS = 2  # of a source: among them one of two documents is held out
 class Vocabulary:
     """Keeps account of the samples, until there is a tokenizer."""
 
-    def __init__(self, config: DataConfig, folder: Path, units: Sequence[Unit]):
+    def __init__(self, config: PrepareConfig, folder: Path, units: Sequence[Unit]):
         self._config, self._folder, self._units = config, folder, units
         self.proof = ""
         """What saves workers the start-up proof of the tokenizer, if it is known."""
@@ -91,7 +91,7 @@ class Vocabulary:
         return InputError(is_empty(names, num_documents, dropped))
 
 
-def _opened(config: DataConfig) -> Tokenizer:
+def _opened(config: PrepareConfig) -> Tokenizer:
     """Opens the tokenizer that the configuration names.
 
     Raises:
@@ -101,7 +101,7 @@ def _opened(config: DataConfig) -> Tokenizer:
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
-            f"data.vocab_size={config.vocab_size}: set data.vocab_size={tokenizer.vocab_size} (and "
+            f"prepare.vocab_size={config.vocab_size}: set prepare.vocab_size={tokenizer.vocab_size} (and "
             "model.vocab_size at least as high)"
         )
     return tokenizer

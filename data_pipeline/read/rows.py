@@ -13,12 +13,13 @@ Legend: S tokens predicted per row, n rows asked for.
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 
+from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedEra, follow, read_manifest
 from ..tokenizers.interface import token_dtype
@@ -372,17 +373,17 @@ class SplitReader:
         self.close()
 
 
-def check_names(manifest: DatasetManifest, weights: Mapping[str, float]) -> None:
-    """Checks that a run's sources are those of the folder.
+def check_names(manifest: DatasetManifest, data: DataConfig) -> None:
+    """Checks that the mixture names sources of the folder only.
 
     Raises:
-        DataError: they are not.
+        DataError: it names another one.
     """
     known = {source.name for source in manifest.sources}
-    if set(weights) != known:
+    if unknown := sorted(data.mixture_names - known):
         raise DataError(
-            f"the folder holds the sources {sorted(known)}, the configuration names "
-            f"{sorted(weights)}: give the configuration that it was prepared with"
+            f"data.weights, data.max_epochs or data.stages name {', '.join(unknown)}: the folder's "
+            f"sources are {', '.join(sorted(known))}"
         )
 
 

@@ -61,14 +61,15 @@ class OrderedSamples:
             read_batch=fetch,
             check_sizes=data.when_corrupt == "fail",
         )
-        weights = {source.name: source.weight for source in data.all_sources}
-        check_names(self.prepared.manifest, weights)
-        self.mixture = Mixture(tuple(weights), _stages(data, weights), seed=data.seed)
-        self._max_epochs = {source.name: source.max_epochs for source in data.all_sources}
-        self._counted = dict.fromkeys(weights, 0)
+        check_names(self.prepared.manifest, data)
+        names = [source.name for source in self.prepared.manifest.sources]
+        self._weights = {name: data.weights.get(name, 1.0) for name in names}
+        self._max_epochs = {name: data.max_epochs.get(name, 0) for name in names}
+        self.mixture = Mixture(names, _stages(data, self._weights), seed=data.seed)
+        self._counted = dict.fromkeys(names, 0)
         self.order = SampleOrder(
             self.mixture,
-            {name: self._source_rows(name) for name in weights},
+            {name: self._source_rows(name) for name in names},
             self.prepared.chunks,
             seed=data.seed,
         )
@@ -394,7 +395,7 @@ class OrderedSamples:
             "packing": data.packing
             if data.packing == "concat"
             else f"{data.packing} {PLAN_VERSION}",
-            "weights": {source.name: source.weight for source in data.all_sources},
+            "weights": self._weights,
             "stages": [stage.model_dump(mode="json") for stage in data.stages],
             "max_epochs": self._max_epochs,
             "tokenizer_sha256": manifest.tokenizer_sha256,

@@ -129,7 +129,7 @@ def _document(
                 raise InputError(
                     f"{where}: column {name!r} is not UTF-8 (byte 0x{value[error.start]:02x} at "
                     f"{error.start}, {error.reason}): mend the file, or leave such documents out "
-                    "with data.encoding_faults=drop"
+                    "with prepare.encoding_faults=drop"
                 ) from error
         elif value is None and name != rules.fields.id_field:
             record[name] = ""

@@ -52,7 +52,7 @@ def embedded_documents() -> tuple[str, ...]:
             f"input 'embedded': this Python ({sys.version.split()[0]}, "
             f"{sysconfig.get_path('stdlib')}) carries neither "
             "pydoc_data nor readable library sources; install the full standard library, or give "
-            "data.input=FILE"
+            "prepare.input=FILE"
         )
     return documents
 

@@ -18,7 +18,7 @@ from .text import read_text
 class Format:
     """Says how input of one kind is cut into splits, and how a split is read."""
 
-    # of a URL, the file's size and data.split_bytes
+    # of a URL, the file's size and prepare.split_bytes
     ranges: Callable[[str, int, int], Iterator[SplitRange]]
     # pure: a split of the same input gives the same documents, on any machine
     read: Callable[[InputSplit, RecordRules], Iterator[Document]]

@@ -122,6 +122,6 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
             f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > "
-            "NEW; or leave such documents out with data.encoding_faults=drop"
+            "NEW; or leave such documents out with prepare.encoding_faults=drop"
         ) from error
     return (text.removeprefix("\ufeff") if line.offset == 0 else text), ""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from ..data_config import SourceConfig
+from ..prepare_config import SourceConfig
 from .documents import Document, InputSplit
 from .formats import format_of
 from .records import RecordRules

@@ -8,8 +8,8 @@ wrong one, is the same for all of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..data_config import SourceConfig
 from ..errors import InputError
+from ..prepare_config import SourceConfig
 from ..shards import MAX_LABEL_BYTES
 from .documents import Document
 
@@ -89,7 +89,7 @@ def checked(document: Document, rules: RecordRules, *, where: object) -> Documen
         place = next(at for at, character in enumerate(broken) if "\ud800" <= character <= "\udfff")
         raise InputError(
             f"{where}: not Unicode (half a surrogate pair, \\u{ord(broken[place]):x}, at character "
-            f"{place}): mend the record, or leave such documents out with data.encoding_faults=drop"
+            f"{place}): mend the record, or leave such documents out with prepare.encoding_faults=drop"
         )
     beginning = document.whole[:_SHOWN_CHARS].encode(errors="backslashreplace").decode()
     return Document(beginning, "", document.row, fault=LONE_SURROGATE)

@@ -9,14 +9,14 @@ its middle, and so is an Arrow stream. A folder is all files in it that can be r
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..data_config import DataConfig, SourceConfig
 from ..errors import InputError
+from ..prepare_config import PrepareConfig, SourceConfig
 from .documents import InputSplit, Role
 from .files import find_files
 from .formats import OTHER_FORMATS, SUFFIXES, format_of, kind_of
 
 
-def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
+def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
     """Lists all input splits, source after source.
 
     In a source validation comes first: what is in both is validated on, not trained on.

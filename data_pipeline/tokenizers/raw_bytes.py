@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..data_config import NUM_BYTE_IDS
+from ..prepare_config import NUM_BYTE_IDS
 from .interface import END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
 
 KIND = "bytes"

@@ -4,7 +4,7 @@
     def words(letters):
         return [*"abcdefghijklmnopqrstuvwxyz"[:letters], "none"]
 
-    moebius train my_task.toml 'data.tokenizer=python:my_task:words?letters=4'
+    moebius train my_task.toml 'prepare.tokenizer=python:my_task:words?letters=4'
 
 The ids are the words' places in what the function returns, and the end of a document comes last.
 Texts are split at blanks. A word that is not among them is an error, for made-up data has none. What

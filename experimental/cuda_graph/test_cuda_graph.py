@@ -17,6 +17,7 @@ from world import run_ranks
 
 from experimental.cuda_graph.cuda_graph import MicroBatchGraph, reason_against
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.process.process import start_process
@@ -72,7 +73,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 def config_of(ranks: int) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(directory="unused", vocab_size=257, seq_len=24),
+        data=DataConfig(directory="unused", seq_len=24),
+        prepare=PrepareConfig(vocab_size=257),
         mesh=MeshConfig(dp_replicate=ranks),
         train=TrainConfig(steps=9, global_batch=2 * MICRO_BATCHES * ranks, micro_batch=2),
     )

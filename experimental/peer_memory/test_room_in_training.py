@@ -16,6 +16,7 @@ from world import run_ranks
 from experimental.peer_memory.peer_outbox import PeerOutbox
 from experimental.peer_memory.shared_files import open_files, to_nearest
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.dispatch import measure
 from moebius.distributed.dispatch.choose import rooms_of
@@ -65,13 +66,8 @@ def test_a_step_with_too_little_room_is_made_again(
     def run(dispatcher: Literal["dedup", "symmetric"], factor: float) -> list:
         config = Config(
             model=MODEL,
-            data=DataConfig(
-                tokenizer="bytes",
-                vocab_size=257,
-                seq_len=24,
-                validation_fraction=0.2,
-                directory=str(data),
-            ),
+            data=DataConfig(seq_len=24, directory=str(data)),
+            prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
             train=TrainConfig(global_batch=8, micro_batch=2, recompute=recompute),
             mesh=MeshConfig(ep=2, dispatcher=dispatcher),
         )

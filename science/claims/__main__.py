@@ -54,7 +54,7 @@ from ..compare.runner import locked, run_all
 from .judge import CLAIMS, Finding, by_seed
 from .pictures import draw
 from .runs import Job, command, planned, record_of, scoring, thin
-from .toys import ARMS, data_config, toy
+from .toys import ARMS, prepare_config, toy
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     began = time.perf_counter()
     with locked(options.folder):
         jobs = make_jobs(arms, options)
-        prepare(data_config(options.text), jobs[0].data)
+        prepare(prepare_config(options.text), jobs[0].data)
         records = train_all(jobs, options, console)
     minutes = (time.perf_counter() - began) / 60
     settings = {
@@ -165,7 +165,7 @@ def make_jobs(arms: Iterable[str], options: argparse.Namespace) -> list[Job]:
             seed,
             options.steps or ARMS[arm].steps,
             options.text,
-            folder / "data" / data_config(options.text).spec_hash[:12],
+            folder / "data" / prepare_config(options.text).spec_hash[:12],
             folder / _folder_name(arm) / f"seed-{seed}",
             options.device,
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import Precision
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
@@ -158,11 +159,9 @@ _ALL = (
 ARMS = {arm.name: arm for arm in _ALL}
 
 
-def data_config(text: str) -> DataConfig:
+def prepare_config(text: str) -> PrepareConfig:
     """The text of all toys; `text` is a file, or "embedded"."""
-    return DataConfig(
-        input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05, seq_len=SEQ_LEN
-    )
+    return PrepareConfig(input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05)
 
 
 def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) -> Config:
@@ -178,7 +177,8 @@ def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) 
     }
     return Config(
         model=ModelConfig.from_dotted(_COMMON | arm.model),
-        data=data_config(text).model_copy(update={"directory": str(data), "seed": seed}),
+        data=DataConfig(directory=str(data), seq_len=SEQ_LEN, seed=seed),
+        prepare=prepare_config(text),
         optim=OptimConfig(
             learning_rate=arm.rate,
             warmup_steps=warmup,

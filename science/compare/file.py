@@ -39,7 +39,7 @@ from pydantic import (
 from .statistics import Side
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-SECTIONS = ("model", "data", "mesh", "kernels", "optim", "train", "checkpoint", "job")
+SECTIONS = ("model", "data", "prepare", "mesh", "kernels", "optim", "train", "checkpoint", "job")
 Match = Literal["parameters", "flops", "none"]
 
 
@@ -64,6 +64,7 @@ class Sections(BaseModel):
 
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
+    prepare: dict[str, Any] = {}
     mesh: dict[str, Any] = {}
     kernels: dict[str, Any] = {}
     optim: dict[str, Any] = {}

@@ -259,9 +259,11 @@ def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
     first, *others = arms
     for other in others:
         differences = [
-            f"  data.{key}: {first.name} has {value!r}, {other.name} {theirs!r}"
+            f"  {section}.{key}: {first.name} has {value!r}, {other.name} {theirs!r}"
+            for section in ("data", "prepare")
             for key, value, theirs in _different(
-                first.config.data.model_dump(mode="json"), other.config.data.model_dump(mode="json")
+                getattr(first.config, section).model_dump(mode="json"),
+                getattr(other.config, section).model_dump(mode="json"),
             )
         ]
         batches = first.config.train.global_batch, other.config.train.global_batch
@@ -280,7 +282,7 @@ def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
                 "\n".join(
                     [
                         f"{origin}: the arms {first.name} and {other.name} do not train on the "
-                        "same data; put what they share under [common.data] and [common.train]",
+                        "same data; put what they share under [common.data], [common.prepare] and [common.train]",
                         *differences[:_SHOWN_DIFFERENCES],
                     ]
                 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 Record = dict[str, str]
-"""The prompt and the answer of one item, as `data.prompt_field` and `data.answer_field` name them."""
+"""The prompt and the answer of one item, as `prepare.prompt_field` and `prepare.answer_field` name them."""
 
 PROMPT, ANSWER = "prompt", "answer"
 

@@ -99,7 +99,7 @@ def input_of(task: str, function: str, **settings: Any) -> str:
     return f"python:moebius_science.tasks.{task}:{function}{query}"
 
 
-def _data(**values: Any) -> dict[str, Any]:
+def _prepare(**values: Any) -> dict[str, Any]:
     return {"prompt_field": PROMPT, "answer_field": ANSWER, "vocab_size": 257} | values
 
 
@@ -107,32 +107,36 @@ def _p_hop() -> Task:
     """p-hop induction at half the published size."""
     sizes = {"letters": 4, "hops": 8}
     same = {"sequences": 512, "length": 48, **sizes}
-    data = _data(
+    prepare = _prepare(
         input=[input_of("p_hop", "train", sequences=80_000, length=48, **sizes)],
         validation_input=[input_of("p_hop", "held_out", **same)],
         tokenizer=input_of("p_hop", "words", **sizes),
-        targets="paired",
-        seq_len=2 * (48 + 2),
     )
+    data = {
+        "targets": "paired",
+        "seq_len": 2 * (48 + 2),
+    }
     tests = {
         "in_distribution": partial(p_hop.held_out, **same),
         "in_distribution_8_hops": partial(p_hop.held_out, **same, least_hops=8),
         "out_of_distribution_length_96": partial(p_hop.held_out, **same | {"length": 96}),
     }
-    return Task(ModelSize(), {"data": data, **_training(steps=2500)}, tests)
+    return Task(ModelSize(), {"data": data, "prepare": prepare, **_training(steps=2500)}, tests)
 
 
 def _addition() -> Task:
     """Addition of 2, 4 or 8 numbers of two digits."""
     held_out = {"sums": 512, "digits": 2}
-    data = _data(
+    prepare = _prepare(
         input=[input_of("addition", "train", sums=200_000, operands="2,4,8", digits=2)],
         validation_input=[input_of("addition", "held_out", operands=8, **held_out)],
         tokenizer=input_of("addition", "words"),
-        packing="best_fit",
-        document_attention=True,
-        seq_len=8 * 3 + 3,  # 8 operands, the answer's three digits, its end
     )
+    data = {
+        "packing": "best_fit",
+        "document_attention": True,
+        "seq_len": 8 * 3 + 3,  # 8 operands, the answer's three digits, its end
+    }
     tests = {
         f"{side}_{count}_operands": partial(addition.held_out, operands=count, **held_out)
         for side, count in (
@@ -142,19 +146,21 @@ def _addition() -> Task:
             ("out_of_distribution", 12),
         )
     }
-    return Task(ModelSize(), {"data": data, **_training(steps=4000)}, tests)
+    return Task(ModelSize(), {"data": data, "prepare": prepare, **_training(steps=4000)}, tests)
 
 
 def _permutation_words() -> Task:
     """Words over A5: 12 elements, and 24 and 36 in the tests."""
     held_out = {"sequences": 512, "group": "a5"}
-    data = _data(
+    prepare = _prepare(
         input=[input_of("permutation_words", "train", sequences=200_000, length=12, group="a5")],
         validation_input=[input_of("permutation_words", "held_out", length=12, **held_out)],
         tokenizer=input_of("permutation_words", "words", group="a5"),
-        targets="paired",
-        seq_len=2 * (12 + 2),
     )
+    data = {
+        "targets": "paired",
+        "seq_len": 2 * (12 + 2),
+    }
     tests = {
         name: partial(permutation_words.held_out, length=length, **held_out)
         for name, length in (
@@ -163,7 +169,9 @@ def _permutation_words() -> Task:
             ("out_of_distribution_length_36", 36),
         )
     }
-    return Task(ModelSize(), {"data": data, **_training(steps=10_000, batch=128)}, tests)
+    return Task(
+        ModelSize(), {"data": data, "prepare": prepare, **_training(steps=10_000, batch=128)}, tests
+    )
 
 
 _COMPOSITION_TESTS: dict[str, dict[str, Any]] = {
@@ -182,19 +190,21 @@ def _composition(size: ModelSize, training: Sections, *, entities: int, relation
     """Composition over a knowledge graph, with 12.6 two-hop facts a fact."""
     words = {"entities": entities, "relations": relations}
     graph = {"ratio": 12.6, **words}
-    data = _data(
+    prepare = _prepare(
         input=[input_of("composition", "train", **graph)],
         validation_input=[input_of("composition", "held_out", split="in_distribution", **graph)],
         tokenizer=input_of("composition", "words", **words),
         vocab_size=max(257, entities + relations + 1),
-        packing="best_fit",
-        seq_len=4,
     )
+    data = {
+        "packing": "best_fit",
+        "seq_len": 4,
+    }
     tests = {
         name: partial(composition.held_out, **settings, **graph)
         for name, settings in _COMPOSITION_TESTS.items()
     }
-    return Task(size, {"data": data, **training}, tests)
+    return Task(size, {"data": data, "prepare": prepare, **training}, tests)
 
 
 def _composition_tenth() -> Task:
@@ -269,7 +279,7 @@ ARMS = ("dense", "naive_ut", "moeut")
 def task_of(config: moebius.Config) -> str | None:
     """Returns the task whose training data a run reads; None: of no task here."""
     for name, make in TASKS.items():
-        if tuple(config.data.input) == tuple(make().sections["data"]["input"]):
+        if tuple(config.prepare.input) == tuple(make().sections["prepare"]["input"]):
             return name
     return None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.restore import Restored
 from moebius.model.documents import mark_documents
 from moebius.model.transformer import Transformer
@@ -62,7 +63,8 @@ def analysis_of(model: Transformer, passes: list[AnalysedPass], *, run: str = "t
     vocab_size = model.config.vocab_size
     config = Config.model_construct(
         model=model.config,
-        data=DataConfig.model_construct(vocab_size=vocab_size, directory="data"),
+        data=DataConfig(directory="data"),
+        prepare=PrepareConfig.model_construct(vocab_size=vocab_size),
         train=TrainConfig(),
     )
     found = new_analysis(Restored(model, config, 7), Path(run), split="validation", items=ITEMS)

@@ -27,9 +27,11 @@ feed_forward.d_expert = 8
 feed_forward.router.top_k = 2
 
 [common.data]
+seq_len = 32
+
+[common.prepare]
 tokenizer = "bytes"
 vocab_size = 257
-seq_len = 32
 validation_fraction = 0.2
 
 [common.train]

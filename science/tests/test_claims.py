@@ -11,8 +11,8 @@ import pytest
 import torch
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import validation_batches
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import forward_flops
@@ -374,7 +374,7 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
     config = toy(
         ARMS["MH-MoE h=2"], seed=0, steps=10, text="embedded", data=tmp_path / "data", device="cpu"
     )
-    data = DataConfig(
+    data = PrepareConfig(
         input=(str(text_file(tmp_path)),),
         tokenizer="bytes",
         vocab_size=257,

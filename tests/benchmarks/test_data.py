@@ -11,8 +11,8 @@ from small_corpus import sentences, write_jsonl
 from benchmarks import data as benchmark
 from benchmarks import data_prepare
 from benchmarks.report import save_parts
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 
 @pytest.mark.slow
@@ -60,14 +60,13 @@ def test_every_way_of_reading_gives_figures(
 @pytest.mark.slow
 def test_every_way_of_preparing_is_timed_in_each_round(tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 400))
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(text),),
-        directory=str(tmp_path / "shards"),
         vocab_size=300,
         split_bytes=text.stat().st_size // 3 + 1,
     )
-    prepare(config, config.directory)
-    again = config.model_copy(update={"tokenizer": config.directory})
+    prepare(config, tmp_path / "shards")
+    again = config.model_copy(update={"tokenizer": str(tmp_path / "shards")})
     found = data_prepare.compare(again, tmp_path, 1)
     assert set(found) >= {"bare", "local", "local again"}
     assert all(len(one["wall_s"]) == len(one["processor_s"]) == 1 for one in found.values())

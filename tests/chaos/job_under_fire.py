@@ -27,7 +27,7 @@ SETTINGS = (
     *SLOW_READING,
     *TINY_TRAINING,
     "model.num_layers=2",
-    "data.split_bytes=500",  # so that each of many files is a task of its own
+    "prepare.split_bytes=500",  # so that each of many files is a task of its own
     "train.micro_batch=1",
     "train.timeout_s=60",
     "checkpoint.every=10",
@@ -64,7 +64,7 @@ def changes(folder: Path, data: str, *, minutes: float, nodes: int) -> list[str]
     ep = 2 if nodes % 2 == 0 else 1
     return [
         *SETTINGS,
-        f"data.input=['{folder}/texts/*.jsonl']",
+        f"prepare.input=['{folder}/texts/*.jsonl']",
         f"data.directory={folder / data}",
         f"train.steps={max(20, round(minutes * STEPS_PER_MINUTE))}",
         f"job.num_nodes={nodes}",

@@ -240,10 +240,11 @@ def _compare(folder: Path, given: argparse.Namespace, console: Console) -> dict[
             check=True,
         )
     disturbed = folder / "disturbed"
-    data = configure(changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)).data
+    config = configure(changes(folder, "growing", minutes=given.minutes, nodes=given.nodes))
+    directory = config.data.directory
     sys.path.insert(0, str(folder))  # for the rule that makes reading slow
-    was_complete = read_manifest(data.directory).complete
-    prepare(data, data.directory)  # the ranks may be done before the process that prepares
+    was_complete = read_manifest(directory).complete
+    prepare(config.prepare, directory)  # the ranks may be done before the process that prepares
     one, other = curve(disturbed), curve(run_dir)
     return {
         "prepared to the end": was_complete,

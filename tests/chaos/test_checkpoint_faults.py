@@ -36,10 +36,10 @@ from tests.chaos.job_under_fire import curve, weights_hash
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 SMALL = (
     "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
+    "prepare.tokenizer=bytes",
+    "prepare.vocab_size=257",
     "data.seq_len=32",
-    "data.validation_fraction=0.1",
+    "prepare.validation_fraction=0.1",
     "model.d_model=32",
     "model.attention.d_head=8",
     "model.feed_forward.num_experts=8",
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(folder: Path, *changes: str) -> Config:
-    overrides = [*SMALL, f"data.input=['{folder}/text.txt']", *changes]
+    overrides = [*SMALL, f"prepare.input=['{folder}/text.txt']", *changes]
     return place_data(resolve("smoke", overrides, RECIPES), folder)
 
 
@@ -80,7 +80,7 @@ def undisturbed(folder: Path) -> Path:
     """The same run without a cluster, an agent or a fault."""
     config, run_dir = make_config(folder), folder / "undisturbed"
     open_run(config, run_dir)
-    prepare(config.data, config.data.directory)
+    prepare(config.prepare, config.data.directory)
     assert run_ranks(train, 2, config, run_dir, timeout_s=180) == ["finished"] * 2
     return run_dir
 

@@ -27,7 +27,7 @@ SETTINGS = (
 
 
 def start(folder: Path, run_dir: Path) -> subprocess.Popen[bytes]:
-    changes = [*SETTINGS, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/data"]
+    changes = [*SETTINGS, f"prepare.input=['{folder}/text.txt']", f"data.directory={folder}/data"]
     return subprocess.Popen(
         [*MOEBIUS, "train", "smoke", *changes, "--run-dir", str(run_dir)],
         cwd=folder,

@@ -19,6 +19,7 @@ from small_model import TINY
 
 from moebius.cluster.job import GENERATION, JOURNAL, Launch, begin_submission, write_atomically
 from moebius.cluster.nodes import processes
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
@@ -45,6 +46,7 @@ def test_a_frozen_generation_that_thaws_late_changes_nothing(tmp_path):
     config = Config(
         model=TINY,
         data=made.config(),
+        prepare=PrepareConfig(tokenizer="bytes"),
         checkpoint=CheckpointConfig(every=5),
         train=TrainConfig(
             steps=100_000,

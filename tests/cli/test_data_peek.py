@@ -24,8 +24,8 @@ def run_dir(shards, tmp_path_factory) -> Path:
     """A run on those shards that was opened and never started."""
     values = RECIPES["dense"]().model_dump(mode="json")
     values["model"]["vocab_size"] = 257
-    values["data"] |= {"directory": str(shards), "tokenizer": "bytes", "vocab_size": 257}
-    values["data"] |= {"seq_len": 32, "seed": 5}
+    values["data"] |= {"directory": str(shards), "seq_len": 32, "seed": 5}
+    values["prepare"] |= {"tokenizer": "bytes", "vocab_size": 257}
     values["train"] |= {"global_batch": 4, "micro_batch": 4, "steps": 90}
     folder = tmp_path_factory.mktemp("run")
     open_run(Config.model_validate(values), folder / "run")

@@ -2,54 +2,59 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-from moebius.cli.data.prepare import _data_config
+from moebius.cli.data.prepare import prepare_config
 from moebius.cli.main import main, parse
 from moebius.cluster import submit
 from moebius.cluster.places.ray_session import ALLOW_UNAUTHENTICATED
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenStore
 
 FILE = """
-[data]
+[prepare]
 tokenizer = "bytes"
 validation_fraction = 0.0
 encoding_faults = "drop"
 
-[data.filters]
+[prepare.filters]
 min_words = 3
 
-[[data.sources]]
+[[prepare.sources]]
 name = "asked"
 input = ["asked.jsonl"]
 prompt_field = "q"
 answer_field = "a"
 id_field = "id"
 
-[[data.sources]]
+[[prepare.sources]]
 name = "web"
 input = ["web.jsonl"]
 """
 
 
-def _config(*words: str) -> DataConfig:
+def _config(*words: str) -> PrepareConfig:
     """What a command line asks for."""
-    return _data_config(parse(["prepare", "--output", "shards", *words]))
+    return prepare_config(parse(["prepare", "--output", "shards", *words]))
 
 
 def test_without_anything_it_is_the_embedded_corpus():
-    assert _config() == DataConfig(directory=str(Path("shards").absolute()))
+    assert _config() == PrepareConfig()
 
 
 def test_options_and_keys_may_stand_anywhere():
     config = _config(
-        *("data.filters.min_words=20", "--input", "a.jsonl", "b.jsonl", "data.prompt_field=q"),
-        *("--tokenizer", "bytes", "data.answer_field=a", "--validation-input", "v.jsonl"),
-        *("data.near_duplicates={}", "data.decontaminate.evaluation_sets=['e.jsonl']"),
+        *(
+            "prepare.filters.min_words=20",
+            "--input",
+            "a.jsonl",
+            "b.jsonl",
+            "prepare.prompt_field=q",
+        ),
+        *("--tokenizer", "bytes", "prepare.answer_field=a", "--validation-input", "v.jsonl"),
+        *("prepare.near_duplicates={}", "prepare.decontaminate.evaluation_sets=['e.jsonl']"),
     )
     assert config.input == ("a.jsonl", "b.jsonl")
     assert config.validation_input == ("v.jsonl",)
@@ -67,11 +72,13 @@ def test_a_name_with_an_equals_sign_is_a_name():
 
 def test_keys_go_before_options_and_options_before_the_file(tmp_path):
     file = tmp_path / "data.toml"
-    file.write_text('[data]\ntokenizer = "bpe"\nvocab_size = 300\nseq_len = 9\n[other]\nx = 1\n')
-    config = _config("--config", str(file), "--vocab-size", "400", "data.vocab_size=500")
-    assert (config.vocab_size, config.seq_len) == (500, 9)
+    file.write_text(
+        '[prepare]\ntokenizer = "bpe"\nvocab_size = 300\nsplit_bytes = 9\n[other]\nx = 1\n'
+    )
+    config = _config("--config", str(file), "--vocab-size", "400", "prepare.vocab_size=500")
+    assert (config.vocab_size, config.split_bytes) == (500, 9)
     assert _config("--config", str(file), "--vocab-size", "400").vocab_size == 400
-    file.write_text('recipe = "smoke"\n[data]\nvocab_size = 300\n')
+    file.write_text('recipe = "smoke"\n[prepare]\nvocab_size = 300\n')
     assert _config("--config", str(file)).vocab_size == 300, "a run's own file will do"
 
 
@@ -81,8 +88,8 @@ def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
     config = _config("--config", str(file), "--input", "other.jsonl")
     assert (config.input, config.sources) == (("other.jsonl",), ())
     assert config.filters.min_words == 3
-    file.write_text('[data]\ninput = ["a.jsonl"]\n')
-    sources = "data.sources=[{name='web', input=['web.jsonl']}]"
+    file.write_text('[prepare]\ninput = ["a.jsonl"]\n')
+    sources = "prepare.sources=[{name='web', input=['web.jsonl']}]"
     config = _config("--config", str(file), sources)
     assert [source.name for source in config.all_sources] == ["web"]
 
@@ -91,13 +98,13 @@ def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
     ("words", "message"),
     [
         (
-            ["data.filters.min_wrods=3"],
-            "data.filters.min_wrods: unknown key; did you mean data.filt",
+            ["prepare.filters.min_wrods=3"],
+            "prepare.filters.min_wrods: unknown key; did you mean prepare.filt",
         ),
-        (["data.filters.min_words=few"], "data.filters.min_words"),
-        (["train.steps=3"], "only the data is made here; write data.key=value"),
-        (["data.prompt_field=q"], "belong together"),
-        (["data.directory=x"], "the folder is what --output says"),
+        (["prepare.filters.min_words=few"], "prepare.filters.min_words"),
+        (["train.steps=3"], "write prepare.key=value"),
+        (["prepare.prompt_field=q"], "belong together"),
+        (["data.directory=x"], "write prepare.key=value"),
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["--tokenizer", "bytes", "--vocab-size", "9000"], "vocab_size=9000 was given"),
     ],
@@ -122,7 +129,7 @@ def test_a_file_of_several_sources_is_prepared(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.jsonl").write_text(lines)
     (tmp_path / "data.toml").write_text(FILE)
     with pytest.raises(SystemExit) as end:
-        main(["prepare", "--config", "data.toml", "--output", "shards", "data.batch_tokens=50"])
+        main(["prepare", "--config", "data.toml", "--output", "shards", "prepare.batch_tokens=50"])
     assert not end.value.code
     manifest = read_manifest(tmp_path / "shards")
     assert manifest.dropped == {

@@ -14,11 +14,10 @@ import pytest
 from pairwise import slow_but
 
 from moebius.cluster.ray_tasks import RayPool, tasks_for
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool, WorkerDiedError
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import LanguageConfig
+from moebius.data_pipeline.prepare_config import LanguageConfig, PrepareConfig
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -113,7 +112,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("shuffle", slow_but([False, True], True))
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"), "python:moebius.tests.small_corpus:pages"),
         tokenizer="bytes",
         validation_fraction=0.3,
@@ -170,7 +169,7 @@ class KillingOnce(RayPool):
 @pytest.mark.slow
 def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
     """Some tasks die once; then a preparation dies with its driver, and another goes on."""
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,
         validation_fraction=0.3,
@@ -237,7 +236,7 @@ with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
 @pytest.mark.slow
 def test_a_killed_node_changes_no_byte(tmp_path):
     """One of two nodes dies at its first shard; what was on it is done by the other one."""
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,
         validation_fraction=0.3,
@@ -266,7 +265,7 @@ def test_a_killed_node_changes_no_byte(tmp_path):
 def test_poison_is_quarantined_and_the_rest_has_the_same_bytes(tmp_path, poison):
     texts = _texts(tmp_path)
     (texts / "2.txt").write_text(f"a POISON {poison} text")
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(texts / "*.txt"),),
         tokenizer="bytes",
         era_tokens=2000,

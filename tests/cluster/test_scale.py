@@ -29,7 +29,7 @@ from moebius.train.config.validation import validated
 def begun(run_dir: Path, **job) -> Path:
     begin_submission(Launch(str(run_dir), where="simulated"))
     values = {
-        "data": {"tokenizer": "bytes", "vocab_size": 257},
+        "prepare": {"tokenizer": "bytes", "vocab_size": 257},
         "model": {"vocab_size": 257},
         "train": {"global_batch": 8, "micro_batch": 2},
         "job": job,

@@ -200,12 +200,17 @@ def test_ranks_run_the_code_that_was_brought_along(tmp_path, brought, warm):
     (tmp_path / "text.txt").write_text("\n".join(sentences(1, count=400)))
     changes = [
         *("job.num_nodes=2", "job.ranks_per_node=1", f"job.warm_start={warm}", "train.steps=2"),
-        *("train.device=cpu", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=32"),
+        *(
+            "train.device=cpu",
+            "prepare.tokenizer=bytes",
+            "prepare.vocab_size=257",
+            "data.seq_len=32",
+        ),
         *("model.vocab_size=257", "train.threads=1", "job.rehearse_failure_at_step=none"),
         *("mesh.ep=2", "mesh.dp_replicate=1", "train.global_batch=4", "train.micro_batch=2"),
         *("model.d_model=32", "model.attention.d_head=8", "model.feed_forward.d_expert=16"),
         *("model.feed_forward.num_experts=8", "model.feed_forward.router.top_k=2"),
-        *(f"data.input=['{tmp_path}/text.txt']", f"data.directory={tmp_path}/data"),
+        *(f"prepare.input=['{tmp_path}/text.txt']", f"data.directory={tmp_path}/data"),
     ]
     program = "from moebius.cli.main import main; main()"
     run_dir = tmp_path / "run"

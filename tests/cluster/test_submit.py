@@ -17,8 +17,8 @@ from moebius.cluster.job import JobError, Journal, State, begin_submission, read
 from moebius.cluster.places import ray_session
 from moebius.cluster.stop import stop
 from moebius.cluster.submit import make_launch, submit
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import MetricsConfig
 from moebius.train.config.validation import validated
@@ -27,16 +27,10 @@ from moebius.train.config.validation import validated
 def config_of(tmp_path: Path, **job) -> Config:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {number} of a small text" for number in range(2000)))
-    data = {
-        "input": [str(text)],
-        "tokenizer": "bytes",
-        "vocab_size": 257,
-        "directory": str(tmp_path / "data"),
-        "seq_len": 32,
-    }
     values = {
         "model": {"vocab_size": 257},
-        "data": data,
+        "data": {"directory": str(tmp_path / "data"), "seq_len": 32},
+        "prepare": {"input": [str(text)], "tokenizer": "bytes"},
         "train": {"steps": 20},
         "job": {"name": "small"} | job,
     }
@@ -311,7 +305,7 @@ def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
 
 
 @pytest.mark.parametrize(
-    ("data", "needs_none"),
+    ("prepare", "needs_none"),
     [
         ({}, True),
         ({"input": ("embedded", "more.txt")}, False),
@@ -319,5 +313,5 @@ def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
         ({"validation_input": ("embedded",)}, True),
     ],
 )
-def test_only_the_embedded_corpus_is_prepared_while_a_cluster_comes_up(data, needs_none):
-    assert submitting._needs_no_cluster(DataConfig(**data)) == needs_none
+def test_only_the_embedded_corpus_is_prepared_while_a_cluster_comes_up(prepare, needs_none):
+    assert submitting._needs_no_cluster(PrepareConfig(**prepare)) == needs_none

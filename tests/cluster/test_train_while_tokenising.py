@@ -59,7 +59,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 
 def overrides(folder: Path, data: str) -> list[str]:
-    named = [f"data.input=['{folder}/texts/*.jsonl']", f"data.directory={folder}/{data}"]
+    named = [f"prepare.input=['{folder}/texts/*.jsonl']", f"data.directory={folder}/{data}"]
     return [*SETTINGS, *named]
 
 
@@ -67,7 +67,7 @@ def overrides(folder: Path, data: str) -> list[str]:
 def afterwards(folder: Path) -> Path:
     """The run with everything prepared first, on ranks without a cluster."""
     config: Config = resolve("smoke", overrides(folder, "prepared"), RECIPES)
-    prepare(config.data, config.data.directory)
+    prepare(config.prepare, config.data.directory)
     assert len(read_manifest(folder / "prepared").sealed) >= 8
     open_run(config, folder / "afterwards")
     assert run_ranks(train, 2, config, folder / "afterwards", timeout_s=250) == ["finished"] * 2
@@ -135,7 +135,7 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
     assert files(run_dir / step, lambda name: name.endswith(".distcp")) == weights
     # The ranks may be done before the process that prepares: what is left is made now.
     config = resolve("smoke", overrides(data.parent, data.name), RECIPES)
-    prepare(config.data, config.data.directory)
+    prepare(config.prepare, config.data.directory)
     shards = files(afterwards.parent / "prepared", lambda name: not name.startswith("report"))
     assert files(data, lambda name: not name.startswith("report")) == shards
 

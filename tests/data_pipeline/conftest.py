@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +22,13 @@ def corpus(tmp_path_factory) -> tuple[Path, ...]:
 
 
 @pytest.fixture(scope="session")
-def config(corpus) -> DataConfig:
+def config(corpus) -> PrepareConfig:
     """Small record batches, so that a few kB of text make many; one split per file."""
-    return DataConfig(
+    return PrepareConfig(
         input=tuple(map(str, corpus)),
         vocab_size=400,
         batch_tokens=500,
         validation_fraction=0.2,
-        seq_len=16,
     )
 
 

@@ -84,17 +84,18 @@ asked = []
 sys.meta_path.insert(0, Note())
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
 
 folder = Path(sys.argv[1])
 (folder / "text.jsonl").write_text('{"text": "one two three"}\\n{"text": "four five six"}\\n')
 for shuffle in (False, True):
-    config = DataConfig(
-        input=(str(folder / "text.jsonl"),), tokenizer="bytes", vocab_size=257, seq_len=4,
-        directory=str(folder / str(shuffle)), packing="best_fit", shuffle_documents=shuffle,
+    source = PrepareConfig(
+        input=(str(folder / "text.jsonl"),), tokenizer="bytes", shuffle_documents=shuffle
     )
-    prepare(config, config.directory)
+    config = DataConfig(directory=str(folder / str(shuffle)), seq_len=4, packing="best_fit")
+    prepare(source, config.directory)
     samples = OrderedSamples(config, open_fetcher(config))
     assert samples.prepare(0, 2) == ""
     samples.read(0, samples.refs_at(0, 2), SkipList())

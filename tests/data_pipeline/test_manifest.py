@@ -67,7 +67,6 @@ def header(**changes: Any) -> Header:
             SourceEntry(
                 name=name,
                 licence="",
-                weight=1.0,
                 num_splits=4,
                 has_loss_mask=False,
                 has_record_id=False,

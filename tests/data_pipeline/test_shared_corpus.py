@@ -11,6 +11,7 @@ from token_stream import TokenStream
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.tasks import normalised
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
@@ -25,7 +26,7 @@ def corpus_file() -> Path:
 
 @pytest.mark.needs_shared
 def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
-    config = DataConfig(input=(str(corpus_file),), vocab_size=2000, tokenizer_sample_bytes=10**6)
+    config = PrepareConfig(input=(str(corpus_file),), vocab_size=2000, tokenizer_sample_bytes=10**6)
     prepare(config, tmp_path / "d")
     with zstandard.open(corpus_file, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
@@ -46,6 +47,6 @@ def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
         for text in [normalised(record["text"])]
     }
     assert found == expected
-    data = config.model_copy(update={"directory": str(tmp_path / "d")})
+    data = DataConfig(directory=str(tmp_path / "d"))
     with Loader(data, global_batch=8, micro_batch=4) as loader:
         assert next(loader).tokens.max() < 2000

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
     GroupContextText,
@@ -75,7 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
     )
     prepare(
-        DataConfig(input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
+        PrepareConfig(
+            input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
+        ),
         place / "shards",
     )
     return place / "shards"
@@ -201,16 +204,10 @@ def test_a_model_that_reads_whole_sequences_cannot_write() -> None:
 
 
 def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Path) -> None:
-    data = DataConfig(
-        tokenizer="bytes",
-        vocab_size=257,
-        seq_len=CONTEXT,
-        validation_fraction=0.2,
-        directory=str(folder),
-    )
     run = Config(
         model=config("mixture"),
-        data=data,
+        data=DataConfig(seq_len=CONTEXT, directory=str(folder)),
+        prepare=PrepareConfig(tokenizer="bytes"),
         train=TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu"),
     )
     run.save(tmp_path / "config.json")

@@ -14,8 +14,8 @@ from small_model import TINY
 
 from moebius.cli.main import main
 from moebius.cli.models.evaluate_report import plain_report, render_report
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.scoring import Scorer
 from moebius.evaluation.zero_shot import measure_tasks
 
@@ -257,7 +257,7 @@ def test_a_folder_that_was_prepared_for_another_vocabulary(
 ) -> None:
     words = " ".join(f"word{n} other{n * 7}" for n in range(900))
     (tmp_path / "text.txt").write_text(words, encoding="utf-8")
-    other = DataConfig(
+    other = PrepareConfig(
         input=(str(tmp_path / "text.txt"),),
         tokenizer="bpe",
         vocab_size=400,

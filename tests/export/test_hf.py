@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moebius.cli.main import main
 from moebius.cli.models.evaluate_report import plain_report
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
@@ -119,7 +119,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     source = SourceConfig(name="bands", input=(str(text),), licence="CC0-1.0")
     prepare(
-        DataConfig(sources=(source,), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
+        PrepareConfig(sources=(source,), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
     )
     return folder / "shards"
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
@@ -50,8 +51,8 @@ def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> Non
     golden = load_golden(name)
     torch.save({"model": published(golden), "iteration": 100_000}, tmp_path / "model.pth")
     # fewer tokens than any tokenizer of ours has
-    data = DataConfig().model_copy(update={"vocab_size": golden.config.vocab_size})
-    config = Config(model=golden.config, data=data)
+    prepare = PrepareConfig().model_copy(update={"vocab_size": golden.config.vocab_size})
+    config = Config(model=golden.config, prepare=prepare)
     imported = import_published(tmp_path / "model.pth", tmp_path / "out", config)
     assert imported.num_parameters == sum(w.numel() for w in published(golden).values())
     assert verify(step_0(tmp_path / "out")).step == 0
@@ -90,8 +91,8 @@ def tiny() -> tuple[dict[str, Tensor], Config]:
         else:
             first, dot, rest = name.partition(".")
             weights[outer[first] + dot + rest] = value
-    data = DataConfig(tokenizer="bytes", vocab_size=VOCABULARY, seq_len=20)
-    return weights, Config(model=model.config, data=data)
+    prepare = PrepareConfig(tokenizer="bytes")
+    return weights, Config(model=model.config, data=DataConfig(seq_len=20), prepare=prepare)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from world import run_ranks
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import CheckpointError
@@ -59,7 +60,8 @@ def config_of(
 ) -> Config:
     return Config(
         model=model_of(name).config,
-        data=DataConfig(tokenizer=tokenizer, vocab_size=VOCABULARY, seq_len=16, directory=folder),
+        data=DataConfig(seq_len=16, directory=folder),
+        prepare=PrepareConfig(tokenizer=tokenizer, vocab_size=VOCABULARY),
         train=TrainConfig(micro_batch=8),
     )
 
@@ -101,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "".join(json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60))
     )
     prepare(
-        DataConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
+        PrepareConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
     )
     run_ranks(save_models, 1, folder, list(NAMES), str(folder / "shards"))
     return {name: folder / name / "checkpoints" / f"step_{STEP:08d}" for name in NAMES}

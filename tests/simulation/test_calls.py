@@ -20,6 +20,7 @@ from world import run_ranks
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.evaluation import restore
 from moebius.model.config.attention_config import SwitchHeadConfig
@@ -46,7 +47,7 @@ SMALL = [
     "model.d_model=16",
     "model.feed_forward.d_expert=8",
     "model.vocab_size=300",
-    "data.vocab_size=300",
+    "prepare.vocab_size=300",
 ]
 
 
@@ -69,15 +70,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text(
         "".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words)
     )
-    data = DataConfig(
-        input=(str(folder / "text.jsonl"),),
-        tokenizer="bytes",
-        vocab_size=257,
-        seq_len=24,
-        validation_fraction=0.2,
-        directory=str(folder / "shards"),
+    prepared = PrepareConfig(
+        input=(str(folder / "text.jsonl"),), tokenizer="bytes", validation_fraction=0.2
     )
-    prepare(data, folder / "shards")
+    prepare(prepared, folder / "shards")
     model = ModelConfig(
         vocab_size=257,
         d_model=16,
@@ -88,7 +84,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config = Config(
         model=model,
-        data=data,
+        data=DataConfig(seq_len=24, directory=str(folder / "shards")),
+        prepare=prepared,
         checkpoint=CheckpointConfig(every=0),
         train=TrainConfig(steps=4, global_batch=4, micro_batch=2, eval_rows=4, record_routing=1),
     )

@@ -14,6 +14,7 @@ from world import run_ranks
 
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import latest, open_checkpoint
 from moebius.distributed.checkpoint.reading import read_tensor
 from moebius.distributed.layout import MeshConfig
@@ -45,13 +46,8 @@ def make_config(
 ) -> Config:
     return Config(
         model=tiny_config(name, {"vocab_size": 257}),
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=16,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=16, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         mesh=MeshConfig.model_validate(mesh),
         optim=OptimConfig(learning_rate=3e-3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig.model_validate(

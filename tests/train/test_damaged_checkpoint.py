@@ -11,6 +11,7 @@ import pytest
 from world import RankFailed, run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint import writing
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
@@ -36,13 +37,8 @@ MODEL = ModelConfig(
 def config_of(data: Path, *, steps: int, **checkpoint: object) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=16,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=16, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         mesh=MeshConfig(ep=2),
         checkpoint=CheckpointConfig.model_validate({"every": 2, "keep_last": 3} | checkpoint),
         train=TrainConfig(

@@ -13,6 +13,7 @@ from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.serve.job import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle
 from moebius.distributed.process.process import Process
@@ -126,6 +127,7 @@ def _config(data: DataConfig) -> Config:
     return Config(
         model=model,
         data=data,
+        prepare=PrepareConfig(tokenizer="bytes"),
         checkpoint=CheckpointConfig(every=0),
         train=TrainConfig(
             steps=12, global_batch=8, micro_batch=2, eval_every=0, eval_rows=8, log_every=1

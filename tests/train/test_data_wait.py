@@ -14,6 +14,7 @@ from small_model import TINY
 from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenBatch, TokenStore
 from moebius.train import rank_data
 from moebius.train.config.run_config import (
@@ -38,6 +39,7 @@ def make_config(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **
     return Config(
         model=TINY,
         data=made.config(**data),
+        prepare=PrepareConfig(tokenizer="bytes"),
         checkpoint=CheckpointConfig(every=4),
         train=TrainConfig(
             steps=steps,

@@ -13,6 +13,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import latest, read_meta, verify
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import contiguous_map
@@ -53,13 +54,8 @@ def make_config(
 ) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=24,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=24, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=clip_norm),
         train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, eval_rows=10),
         checkpoint=CheckpointConfig(every=0),

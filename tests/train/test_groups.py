@@ -13,6 +13,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
 from moebius.train.config.run_config import Config, TrainConfig
@@ -48,13 +49,8 @@ def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:
     )
     return Config(
         model=model,
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=24,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=24, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         optim=OptimConfig(clip_norm=1e9),
         train=TrainConfig(global_batch=16, micro_batch=micro_batch, eval_rows=26, device="cpu"),
     )

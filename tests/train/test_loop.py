@@ -13,6 +13,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process
@@ -40,16 +41,10 @@ ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
 
 
 def make_config(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: object) -> Config:
-    source = DataConfig(
-        tokenizer="bytes",
-        vocab_size=257,
-        seq_len=POSITIONS,
-        validation_fraction=0.2,
-        directory=str(data),
-    )
     return Config(
         model=MODEL,
-        data=source,
+        data=DataConfig(seq_len=POSITIONS, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes"),
         mesh=MeshConfig.model_validate(mesh),
         checkpoint=CheckpointConfig(every=0),
         train=TrainConfig(

@@ -19,6 +19,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
@@ -41,13 +42,8 @@ def make_config(
 ) -> Config:
     return Config(
         model=MODEL.changed({"feed_forward.router.balance": 0.1, "attention.balance": 0.1}),
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=POSITIONS,
-            directory=str(data),
-            document_attention=documents,
-        ),
+        data=DataConfig(seq_len=POSITIONS, directory=str(data), document_attention=documents),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257),
         optim=OptimConfig(clip_norm=1e9),
         train=TrainConfig(
             global_batch=SEQUENCES, micro_batch=micro_batch, balance_documents=documents

@@ -15,6 +15,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.checkpoint.format import latest, list_checkpoints
 from moebius.distributed.checkpoint.loading import load
@@ -39,13 +40,8 @@ from moebius.train.state import state_tensors
 def make_config(data: Path, **sections: dict) -> Config:
     values = {
         "model": MODEL,
-        "data": DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=24,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        "data": DataConfig(seq_len=24, directory=str(data)),
+        "prepare": PrepareConfig(tokenizer="bytes"),
         "optim": OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         "train": {
             "steps": 8,
@@ -68,6 +64,7 @@ def make_config(data: Path, **sections: dict) -> Config:
     return Config(
         model=values["model"],
         data=values["data"],
+        prepare=values["prepare"],
         optim=values["optim"],
         train=TrainConfig(**values["train"]),
         checkpoint=CheckpointConfig(**values["checkpoint"]),

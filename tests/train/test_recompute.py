@@ -10,6 +10,7 @@ import pytest
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
@@ -40,13 +41,8 @@ def losses(data: Path, run_dir: Path, settings: dict[str, Any]) -> list[float]:
         model=MODEL,
         mesh=MeshConfig(ep=2),
         checkpoint=CheckpointConfig(every=0),
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=16,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=16, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         train=TrainConfig(steps=3, global_batch=8, micro_batch=2, eval_rows=8, **settings),
     )
     run_ranks(start, 2, config, run_dir)

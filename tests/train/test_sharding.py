@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
 from moebius.model.config.attention_config import DenseAttentionConfig
@@ -99,13 +100,8 @@ def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
         model=MODELS[model],
         mesh=MeshConfig(**sections["mesh"]),
         checkpoint=CheckpointConfig(**sections["checkpoint"]),
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=16,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=16, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig(**sections["train"]),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import latest
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
@@ -60,13 +61,8 @@ def make_config(data: Path, *, steps: int = STEPS, **router: Any) -> Config:
     )
     return Config(
         model=model,
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=24,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=24, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20),
         train=TrainConfig(steps=steps, global_batch=16, micro_batch=4, eval_rows=10, device="cpu"),
         checkpoint=CheckpointConfig(every=0),

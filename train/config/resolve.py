@@ -11,8 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from ...data_pipeline.callables import import_function, is_function_path
-from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.errors import InputError
+from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.sections import kinds_first, merge, set_value
 from .errors import ConfigError
 from .run_config import Config
@@ -55,8 +55,8 @@ def resolve_changed(
     values = _base_values(name_or_file, recipes)
     for change in changes:
         values = merge(values, change, KINDS)
-        data = change.get("data")
-        _choose_input(values, data.keys() if isinstance(data, Mapping) else ())
+        prepare = change.get("prepare")
+        _choose_input(values, prepare.keys() if isinstance(prepare, Mapping) else ())
     return _built_with(values, overrides, origin=origin)
 
 
@@ -91,51 +91,52 @@ def _recipe_values(
 def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
     """Builds the configuration of plain values with overrides applied."""
     keys = {override.partition("=")[0].strip() for override in overrides}
-    _choose_input(values, {key.removeprefix("data.") for key in keys if key.startswith("data.")})
+    _choose_input(values, {key.removeprefix("prepare.") for key in keys})
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
     return validated(Config, values, origin=origin)
 
 
-def resolve_data(
+def resolve_prepare(
     file: Path | None,
     overrides: Sequence[str],
     recipes: Mapping[str, Callable[[], Config]],
     *,
     options: Mapping[str, Any],
-) -> DataConfig:
-    """Returns the section `data` alone, of a TOML file or of no file, changed.
+) -> PrepareConfig:
+    """Returns the section `prepare` alone, of a TOML file or of no file, changed.
 
     Args:
-        file: its other sections are not looked at.
-        overrides: `data.key=value`; they go before all else.
+        file: its other sections are ignored.
+        overrides: `prepare.key=value`; they take precedence over all else.
         recipes: that the file may begin from.
         options: values of the section that replace the file's.
 
     Raises:
         ConfigError: the file cannot be read, or the section is not valid.
     """
-    section = _read_toml(file, recipes).get("data", {}) if file else {}
+    section = _read_toml(file, recipes).get("prepare", {}) if file else {}
     if not isinstance(section, dict):
-        raise ConfigError(f"{file}: data = {section!r} is not a section")
-    values = {"data": dict(section)}
-    keys = {override.partition("=")[0].strip().removeprefix("data.") for override in overrides}
+        raise ConfigError(f"{file}: prepare = {section!r} is not a section")
+    values = {"prepare": dict(section)}
+    keys = {override.partition("=")[0].strip().removeprefix("prepare.") for override in overrides}
     _choose_input(values, keys | options.keys())
-    values["data"] |= options
+    values["prepare"] |= options
     for override in overrides:
-        if not override.startswith("data."):
+        if not override.startswith("prepare."):
             raise ConfigError(
-                f"override {override!r}: only the data is made here; write data.key=value, for "
-                "example data.filters.min_words=50"
+                f"override {override!r}: `moebius prepare` takes the section prepare alone; write "
+                "prepare.key=value, for example prepare.era_tokens=1000000"
             )
         _apply(values, override)
-    return validated(_DataAlone, values, origin=str(file) if file else "data").data
+    origin = str(file) if file else "prepare"
+    return validated(_PrepareAlone, values, origin=origin).prepare
 
 
-class _DataAlone(BaseModel):
-    """Is a configuration of which only the data matters."""
+class _PrepareAlone(BaseModel):
+    """Holds the section `prepare` of a configuration whose other sections do not matter."""
 
-    data: DataConfig
+    prepare: PrepareConfig
 
 
 def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
     if not isinstance(base, str):
         raise ConfigError(f"{path}: recipe = {base!r} is not the name of a recipe")
     merged = merge(_recipe_values(base, recipes, where=str(path)), values, KINDS)
-    given = values.get("data")
+    given = values.get("prepare")
     _choose_input(merged, given.keys() if isinstance(given, dict) else ())
     return merged
 
@@ -163,8 +164,8 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
 def _choose_input(values: dict[str, Any], given: Collection[str]) -> None:
     """Empties what a recipe names as its text where the other of the two ways was given."""
     for chosen, other in (("sources", "input"), ("input", "sources")):
-        if chosen in given and other not in given and isinstance(values.get("data"), dict):
-            values["data"].pop(other, None)
+        if chosen in given and other not in given and isinstance(values.get("prepare"), dict):
+            values["prepare"].pop(other, None)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.prepare_config import PrepareConfig
 from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
 from ...distributed.layout import (
     MeshConfig,
@@ -37,6 +38,7 @@ class Config(BaseModel):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    prepare: PrepareConfig = PrepareConfig()
     mesh: MeshConfig = MeshConfig()
     kernels: KernelConfig = KernelConfig()
     optim: OptimConfig = OptimConfig()
@@ -51,12 +53,23 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:
-        if self.model.vocab_size < self.data.num_token_ids:
+        if self.model.vocab_size < self.prepare.num_token_ids:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the "
-                f"{self.data.num_token_ids} token ids of "
-                f"data.tokenizer={self.data.tokenizer!r} (data.vocab_size={self.data.vocab_size}): "
+                f"{self.prepare.num_token_ids} token ids of "
+                f"prepare.tokenizer={self.prepare.tokenizer!r} (prepare.vocab_size={self.prepare.vocab_size}): "
                 "make them equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        """Checks that the mixture names sources that are prepared."""
+        sources = {source.name for source in self.prepare.all_sources}
+        if unknown := sorted(self.data.mixture_names - sources):
+            raise ValueError(
+                f"data.weights, data.max_epochs or data.stages name {', '.join(unknown)}: the "
+                f"sources are {', '.join(sorted(sources))}"
             )
         return self
 

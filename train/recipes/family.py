@@ -12,6 +12,7 @@ Two comparisons are fair here, and a recipe takes part in one of them:
 from typing import Any
 
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.model_config import ModelConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
@@ -271,7 +272,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def _config(name: str, sizes: dict[str, Any]) -> Config:
     return Config(
         model=ModelConfig.from_dotted(_COMMON | sizes),
-        data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
+        data=DataConfig(seq_len=128),
+        prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=40, decay_steps=360, clip_norm=1.0),
         train=TrainConfig(
             steps=400, global_batch=32, micro_batch=8, log_every=4, eval_every=100, eval_rows=256

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.attention_config import (
     DenseAttentionConfig,
     LearnedPositionsConfig,
@@ -42,7 +43,8 @@ def _run(name: str, model: ModelConfig) -> Config:
     small = "_44m" in name
     return Config(
         model=model,
-        data=DataConfig(vocab_size=8000, seq_len=1024),
+        data=DataConfig(seq_len=1024),
+        prepare=PrepareConfig(vocab_size=8000),
         optim=OptimConfig(
             warmup_steps=0 if small else 4000,
             clip_norm=0.1 if small else 0.25,
@@ -193,7 +195,8 @@ def _mixture(
             head_bias=False,
             initialisation=ScaledInitialisationConfig(scale=init_scale, head="scaled"),
         ),
-        data=DataConfig(vocab_size=50257, seq_len=256),
+        data=DataConfig(seq_len=256),
+        prepare=PrepareConfig(vocab_size=50257),
         optim=OptimConfig(
             learning_rate=rate,
             warmup_steps=warmup,

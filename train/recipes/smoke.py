@@ -8,6 +8,7 @@ the sizes of the papers.
 from collections.abc import Callable
 
 from ...data_pipeline.data_config import DataConfig
+from ...data_pipeline.prepare_config import PrepareConfig
 from ...distributed.layout import MeshConfig
 from ...model.config.attention_config import SwitchHeadConfig
 from ...model.config.feed_forward_config import ExpertsConfig
@@ -32,7 +33,8 @@ def smoke() -> Config:
             attention=SwitchHeadConfig(num_heads=4, d_head=32, num_experts=4, top_k=2),
             feed_forward=ExpertsConfig(num_experts=16, d_expert=64, router=SigmoidConfig(top_k=4)),
         ),
-        data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
+        data=DataConfig(seq_len=128),
+        prepare=PrepareConfig(vocab_size=4096, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
         optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
         train=TrainConfig(
@@ -51,7 +53,7 @@ def smoke() -> Config:
 
 
 def own_text() -> Config:
-    """A MoEUT of 7M parameters for some thousand steps on a CPU: give data.input your text."""
+    """A MoEUT of 7M parameters for some thousand steps on a CPU: give prepare.input your text."""
     return Config(
         model=ModelConfig(
             vocab_size=8000,
@@ -61,7 +63,8 @@ def own_text() -> Config:
             attention=SwitchHeadConfig(num_heads=4, d_head=48, num_experts=4, top_k=2),
             feed_forward=ExpertsConfig(num_experts=32, d_expert=128, router=SigmoidConfig(top_k=6)),
         ),
-        data=DataConfig(vocab_size=8000, seq_len=256),
+        data=DataConfig(seq_len=256),
+        prepare=PrepareConfig(vocab_size=8000),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
         train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
         checkpoint=CheckpointConfig(every=250, keep_last=2),

@@ -80,7 +80,9 @@ def place_data(config: Config, root: Path) -> Config:
 
     Runs with equal input and tokenizer share one prepared folder.
     """
-    directory = Path(config.data.directory or root / "data" / config.data.spec_hash[:12]).absolute()
+    directory = Path(
+        config.data.directory or root / "data" / config.prepare.spec_hash[:12]
+    ).absolute()
     return config.model_copy(
         update={"data": config.data.model_copy(update={"directory": str(directory)})}
     )
@@ -135,7 +137,8 @@ def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
     for section, values in before.items():
         for key, value in values.items():
             name = f"{section}.{key}"
-            may_change = name in _MAY_CHANGE or (section == "data" and asked.data.override_position)
+            is_of_data = section in ("data", "prepare") and asked.data.override_position
+            may_change = name in _MAY_CHANGE or is_of_data
             if value != now[section][key] and not may_change:
                 differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
     if differences:

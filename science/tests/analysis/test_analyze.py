@@ -15,6 +15,7 @@ from small_model import TINY
 
 from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.rows import SplitReader
 from moebius.evaluation.report import measure
 from moebius.train.config.run_config import Config, TrainConfig
@@ -31,10 +32,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with prepared data and a run of two steps."""
     place = tmp_path_factory.mktemp("analyze")
     shards = shards_of_words(place, 40)
-    data = DataConfig(tokenizer="bytes", vocab_size=257, seq_len=SEQ_LEN, directory=str(shards))
     config = Config(
         model=TINY,
-        data=data,
+        data=DataConfig(seq_len=SEQ_LEN, directory=str(shards)),
+        prepare=PrepareConfig(tokenizer="bytes"),
         train=TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu", seed=3),
     )
     run_dir = place / "run"

@@ -152,7 +152,7 @@ def test_killed_and_called_again_it_ends_as_if_nothing_had_happened(tmp_path: Pa
     text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 60))
     longer = TINY.replace("steps = 6", "steps = 200").replace("every = 2", "every = 10")
     file = write_comparison(tmp_path, longer)
-    words = [*MOEBIUS, "compare", str(file), f"data.input=['{text}']", "--seeds", "0", "--json"]
+    words = [*MOEBIUS, "compare", str(file), f"prepare.input=['{text}']", "--seeds", "0", "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     def begin(folder: str) -> "subprocess.Popen[str]":

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
@@ -16,33 +16,34 @@ TASKS = ("p_hop", "addition", "permutation_words", "composition")
 ARMS = ("dense", "naive_ut", "moeut")
 
 
-def lengths(data: DataConfig) -> set[int]:
+def lengths(prepare: PrepareConfig) -> set[int]:
     """Of some documents of every input, in tokens with the end."""
-    tokenizer = open_tokenizer(data.tokenizer)
+    tokenizer = open_tokenizer(prepare.tokenizer)
     found = set()
-    for split in plan_splits(data):
-        for document in islice(read_documents(split, data.all_sources[0]), 30):
+    for split in plan_splits(prepare):
+        for document in islice(read_documents(split, prepare.all_sources[0]), 30):
             assert document.prompt
             ids = tokenizer.encode_batch([document.prompt, document.text])
             found.add(sum(map(len, ids)) + 1)
-    assert tokenizer.vocab_size <= data.vocab_size
+    assert tokenizer.vocab_size <= prepare.vocab_size
     return found
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_documents_fit_their_rows(task):
-    data = ALGORITHMIC[f"{task}_dense"][1]().data
+    config = ALGORITHMIC[f"{task}_dense"][1]()
+    data = config.data
     if data.targets == "paired":
-        assert lengths(data) == {data.seq_len}  # each a row of its own, as rows are cut
+        assert lengths(config.prepare) == {data.seq_len}  # each a row of its own, as rows are cut
     else:
-        assert max(lengths(data)) == data.seq_len + 1  # none is cut
+        assert max(lengths(config.prepare)) == data.seq_len + 1  # none is cut
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_arms_differ_in_the_model_alone(task):
     configs = [ALGORITHMIC[f"{task}_{arm}"][1]() for arm in ARMS]
     for config in configs[1:]:
-        for section in ("data", "optim", "train", "checkpoint"):
+        for section in ("data", "prepare", "optim", "train", "checkpoint"):
             assert getattr(config, section) == getattr(configs[0], section)
         for size in ("vocab_size", "d_model", "num_layers"):
             assert getattr(config.model, size) == getattr(configs[0].model, size)

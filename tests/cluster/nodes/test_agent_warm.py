@@ -24,7 +24,7 @@ from jobs import (
     wait_for,
 )
 from rich.console import Console
-from small_corpus import data_of_words, shards_of_words
+from small_corpus import sections_of_words, shards_of_words
 from small_model import TINY
 
 from moebius.cluster.job import Launch, State
@@ -279,7 +279,7 @@ def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
 def run_config(shards: Path, changes: dict[str, Any]) -> Config:
     return Config(
         model=TINY,
-        data=data_of_words(shards, seq_len=16, server="off"),
+        **sections_of_words(shards, seq_len=16, server="off"),
         checkpoint=CheckpointConfig(every=4),
         mesh=MeshConfig(dp_replicate=2),
         train=TrainConfig(

@@ -125,7 +125,7 @@ HOSTILE = ["a; rm -rf ~", "$(id)", "`id`", "a\nb", "' \"", "--- {a: b}", "!!pyth
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_values_of_the_configuration_are_data_and_nothing_else(text):
     """Wherever they come from, they are in the ConfigMap's text only, and come back as they were."""
-    override = f"data.input={json.dumps([text])}"
+    override = f"prepare.input={json.dumps([text])}"
     config_map, ray_job = documents(override)
     assert json.loads(config_map["data"]["config.json"])["data"]["input"] == [text]
     assert re.fullmatch(r"[A-Za-z0-9_./ -]+", ray_job["spec"]["entrypoint"])

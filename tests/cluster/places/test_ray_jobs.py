@@ -26,8 +26,8 @@ from moebius.cluster.submit import submit
 from moebius.train.config.run_config import resolve
 from moebius.train.recipes.smoke import RECIPES
 words = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1", "train.device=cpu",
-         "data.tokenizer=bytes", "data.vocab_size=257", "model.vocab_size=257", "train.steps=5",
-         "data.input=['" + sys.argv[2] + "']",
+         "prepare.tokenizer=bytes", "prepare.vocab_size=257", "model.vocab_size=257", "train.steps=5",
+         "prepare.input=['" + sys.argv[2] + "']",
          "data.directory=" + sys.argv[3], "job.rehearse_failure_at_step=none", "checkpoint.every=5"]
 config = resolve("smoke", words, RECIPES)
 command = (sys.executable, sys.argv[4], sys.argv[1], "plain=1", "steps=5")

@@ -186,7 +186,7 @@ def start(
 
 
 def test_the_script_runs_the_job_on_ray_and_ends_ray(tmp_path):
-    asked = config(f"data.input={json.dumps([HOSTILE])}")
+    asked = config(f"prepare.input={json.dumps([HOSTILE])}")
     running = start(tmp_path, slurm_script(asked, SlurmSettings(f"/runs/{HOSTILE}")))
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 7, said

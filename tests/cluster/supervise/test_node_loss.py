@@ -241,9 +241,9 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     """The training loop itself, from two ranks that share the experts to one and back."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} and {n * n % 9973} are numbers" for n in range(40_000)))
-    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
+    config = resolve("smoke", [*SETTINGS, f"prepare.input=['{text}']"], RECIPES)
     config = place_data(config, tmp_path)
-    prepare(config.data, config.data.directory)
+    prepare(config.prepare, config.data.directory)
     run_dir = tmp_path / "run"
     open_run(config, run_dir)
     with cluster_at(f"simulated:{standing.name}"):
@@ -288,7 +288,7 @@ submit(config, Path(run_dir), address="simulated:losses", command=command)
 def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 2000)
-    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
+    config = resolve("smoke", [*SETTINGS, f"prepare.input=['{text}']"], RECIPES)
     place_data(config, tmp_path).save(tmp_path / "asked.json")
     run_dir = tmp_path / "run"
     command = list(plain_launch(run_dir).command)

@@ -26,6 +26,7 @@ from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch import watcher
 from moebius.cluster.watch.heartbeats import WatchedRanks, folder_of
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train.config.job_config import JobConfig, PhaseLimits
 from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
 from moebius.train.record.run_folder import open_run
@@ -46,6 +47,7 @@ def config(tmp_path_factory) -> Config:
     return Config(
         model=TINY,
         data=made.config(),
+        prepare=PrepareConfig(tokenizer="bytes"),
         checkpoint=CheckpointConfig(every=5),
         train=TrainConfig(
             steps=STEPS, global_batch=2, micro_batch=1, eval_every=0, eval_rows=4, log_every=1,

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.make.choose import Chooser, ExactIndex
 from moebius.data_pipeline.make.statistics import ScanStatistics
 from moebius.data_pipeline.make.tasks import (
@@ -17,6 +16,7 @@ from moebius.data_pipeline.make.tasks import (
     Scanned,
 )
 from moebius.data_pipeline.make.units import Unit
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.sources.documents import InputSplit, Role
 
 HALF = 2**63
@@ -72,7 +72,7 @@ def scanned(*documents: tuple[int, int], reasons: tuple[str, ...] = ()) -> Scann
 
 def chooser(fraction: float = 0.5, *sources: str) -> Chooser:
     named = tuple(SourceConfig(name=name, input=("x",)) for name in sources or ("text",))
-    return Chooser(DataConfig(sources=named, validation_fraction=fraction))
+    return Chooser(PrepareConfig(sources=named, validation_fraction=fraction))
 
 
 def test_small_hashes_are_held_out_and_repeats_are_not_even_of_validation():

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.make import commit
 from moebius.data_pipeline.make.choose import SourceCounts
 from moebius.data_pipeline.make.commit import Committer
@@ -17,6 +16,7 @@ from moebius.data_pipeline.manifest import (
     read_manifest,
     shard_name,
 )
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.sources.documents import InputSplit
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import save_tokenizer
@@ -45,7 +45,7 @@ def make(tmp_path):
     told: list[str] = []
 
     def made(**num_units: int) -> tuple[Committer, Path, list[str]]:
-        config = DataConfig(
+        config = PrepareConfig(
             sources=tuple(SourceConfig(name=name, input=("x",)) for name in num_units),
             tokenizer="bytes",
             vocab_size=257,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make import kept, tasks
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.units import plan_units
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +34,15 @@ def reads(monkeypatch) -> list[str]:
     return labels
 
 
-def _corpus(folder: Path) -> DataConfig:
+def _corpus(folder: Path) -> PrepareConfig:
     """Three files, some of it twice."""
     texts = [sentences(0, 12), [*sentences(1, 9), " two  blanks ", *sentences(0, 3)], ["e\u0301 é"]]
     paths = [write_jsonl(folder / f"{n}.jsonl", some) for n, some in enumerate(texts)]
-    return DataConfig(
+    return PrepareConfig(
         input=tuple(map(str, paths)),
         tokenizer="bytes",
         vocab_size=257,
         validation_fraction=0.2,
-        seq_len=16,
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 ITEM = "which of the seven rivers that flow past the old mill carries most of the snow in april"
 needs_rensa = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def prose(seed: int, num_words: int = 120) -> str:
 
 @pytest.fixture
 def corpus(tmp_path) -> dict[str, object]:
-    """Two files with planted documents; returns what `DataConfig` needs."""
+    """Two files with planted documents; returns what `PrepareConfig` needs."""
     kept = [prose(seed) for seed in range(20)]
     planted = [
         "too short",
@@ -45,7 +45,7 @@ def corpus(tmp_path) -> dict[str, object]:
 
 
 def dropped(folder: Path, values: dict) -> dict[str, int]:
-    prepare(DataConfig.model_validate(values), folder)
+    prepare(PrepareConfig.model_validate(values), folder)
     manifest = read_manifest(folder)
     total = manifest.num_documents("train") + manifest.num_documents("validation")
     assert total + sum(manifest.dropped.values()) == 25

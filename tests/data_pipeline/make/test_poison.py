@@ -25,7 +25,7 @@ from moebius.data_pipeline.make.pools import (
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.unfinished import QUARANTINED
 from moebius.data_pipeline.manifest import manifest_name, read_manifest
-from moebius.data_pipeline.prepare_config import LanguageConfig
+from moebius.data_pipeline.prepare_config import LanguageConfig, PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 
 BAD = 2  # the file with the poison
@@ -41,7 +41,7 @@ def _harm(monkeypatch):
 
 def _corpus(
     folder: Path, poison: str, *, tokenizer: str = "bytes", everywhere: bool = False
-) -> DataConfig:
+) -> PrepareConfig:
     """Five files, of which one has a poisonous document in its middle; some eras.
 
     `everywhere`: it does its harm in other processes as well.
@@ -49,14 +49,13 @@ def _corpus(
     texts = [sentences(seed, 12) for seed in range(5)]
     texts[BAD][6] = f"a POISON {poison} text"
     paths = [write_jsonl(folder / f"{n}.jsonl", some) for n, some in enumerate(texts)]
-    return DataConfig(
+    return PrepareConfig(
         input=tuple(map(str, paths)),
         tokenizer=tokenizer,
         vocab_size=257 if tokenizer == "bytes" else 300,
         batch_tokens=300,
         era_tokens=4000 if tokenizer == "bytes" else 1000,
         validation_fraction=0.2,
-        seq_len=16,
         language=LanguageConfig(function="poison:language", allow=("en",)) if everywhere else None,
     )
 
@@ -78,7 +77,7 @@ class Counting(SerialPool):
         return super().submit(function, item)
 
 
-def _check_all_but_the_poison(config: DataConfig, folder: Path, elsewhere: Path) -> None:
+def _check_all_but_the_poison(config: PrepareConfig, folder: Path, elsewhere: Path) -> None:
     """Compares with a preparation of the same files, the bad one empty: a tombstone."""
     assert (folder / QUARANTINED / f"text-{BAD:05d}.txt").exists()
     Path(config.input[BAD]).write_text("")
@@ -90,11 +89,11 @@ def _check_all_but_the_poison(config: DataConfig, folder: Path, elsewhere: Path)
     assert found == expected
     for totals in ("num_documents", "num_tokens"):
         assert ends[0][totals] == ends[1][totals]
-    assert _seen(config, folder) == _seen(config, elsewhere)
+    assert _seen(folder) == _seen(elsewhere)
 
 
-def _seen(config: DataConfig, folder: Path) -> list[tuple[int, list]]:
-    data = config.model_copy(update={"directory": str(folder)})
+def _seen(folder: Path) -> list[tuple[int, list]]:
+    data = DataConfig(directory=str(folder), seq_len=16)
     with Loader(data, global_batch=8, micro_batch=8) as loader:
         return [(batch.digest, batch.tokens.tolist()) for batch in islice(loader, 30)]
 

@@ -20,13 +20,13 @@ from small_corpus import sentences, write_jsonl
 from token_stream import TokenStream
 
 from moebius.data_pipeline.atomic import TEMPORARY
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.growth import UNFINISHED
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.progress import PrepareProgress
 from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenStore
 from moebius.data_pipeline.sources import embedded
 from moebius.data_pipeline.tokenizers.fast import proof_of
@@ -107,15 +107,11 @@ def test_the_second_time_nothing_is_done(prepared, config):
             raise AssertionError("prepared data was prepared again")
 
     assert prepare(config, prepared, pool=NothingToRun()) == read_manifest(prepared)
-    moved_elsewhere = config.model_copy(
-        update={"seq_len": 99, "seed": 8, "directory": str(prepared)}
-    )
-    assert prepare(moved_elsewhere, prepared, pool=NothingToRun()) == read_manifest(prepared)
     assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
 
 
 def test_bytes_tokenizer(config, corpus, tmp_path):
-    raw = DataConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
+    raw = PrepareConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
     manifest = prepare(raw, tmp_path / "d")
     assert manifest.vocab_size == 257
     assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(
@@ -130,7 +126,7 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
     )
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(path),), tokenizer="bytes", validation_fraction=0.0, encoding_faults="drop"
     )
     manifest = prepare(config, tmp_path / "d")
@@ -141,7 +137,7 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
 def test_validation_input_wins_over_train(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
     validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(train),),
         validation_input=(str(validation),),
         validation_fraction=0.99,
@@ -161,7 +157,7 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
     for name, some in (("all", texts), ("half", texts[::2])):
         path = write_jsonl(tmp_path / f"{name}.jsonl", some)
         prepare(
-            DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3),
+            PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3),
             tmp_path / name,
         )
         sides.append(set(_texts(tmp_path / name, "validation")))
@@ -172,7 +168,8 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
 def test_a_few_documents_still_give_one_to_validation(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
     prepare(
-        DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9), tmp_path / "d"
+        PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9),
+        tmp_path / "d",
     )
     assert len(_texts(tmp_path / "d", "validation")) == 1
     assert len(_texts(tmp_path / "d", "train")) == 2
@@ -183,7 +180,7 @@ def test_the_tokenizer_sees_train_text_only(tmp_path):
     validation = write_jsonl(
         tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)]
     )
-    config = DataConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
+    config = PrepareConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
     prepare(config, tmp_path / "d")
     assert "mistak" not in (tmp_path / "d" / "tokenizer.json").read_text()
     assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
@@ -428,7 +425,7 @@ def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
     """kill -9 leaves debris, which the next run clears away."""
     program = f"""
 import os
-from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.make.prepare import prepare
 left, replace = [{num_writes}], os.replace
 def dying(source, target):
@@ -437,7 +434,7 @@ def dying(source, target):
         os._exit(9)
     replace(source, target)
 os.replace = dying
-prepare(DataConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_path / "d")!r})
+prepare(PrepareConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_path / "d")!r})
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False)
     assert killed.returncode == 9
@@ -499,9 +496,9 @@ def test_a_folder_with_something_else_in_it(config, tmp_path):
     assert _files(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-def _growing_input(tmp_path) -> tuple[Path, DataConfig]:
+def _growing_input(tmp_path) -> tuple[Path, PrepareConfig]:
     path = write_jsonl(tmp_path / "a.jsonl", sentences(0, 20))
-    return path, DataConfig(input=(str(path),), tokenizer="bytes")
+    return path, PrepareConfig(input=(str(path),), tokenizer="bytes")
 
 
 def test_input_that_grew_after_it_was_prepared(tmp_path):
@@ -552,7 +549,7 @@ def test_an_empty_corpus(tmp_path, content):
     with pytest.raises(
         InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"
     ):
-        prepare(DataConfig(input=(str(path),)), tmp_path / "d")
+        prepare(PrepareConfig(input=(str(path),)), tmp_path / "d")
 
 
 def test_validation_that_is_all_of_train(tmp_path):
@@ -560,12 +557,12 @@ def test_validation_that_is_all_of_train(tmp_path):
     with pytest.raises(
         InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"
     ):
-        prepare(DataConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
+        prepare(PrepareConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
 
 
 def test_bad_input_is_found_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
-        prepare(DataConfig(input=(str(tmp_path / "no.jsonl"),)), tmp_path / "d")
+        prepare(PrepareConfig(input=(str(tmp_path / "no.jsonl"),)), tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
 
@@ -592,7 +589,7 @@ def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
     rng = random.Random(0)
     pool = sentences(1, 30)
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
-    config = DataConfig(
+    config = PrepareConfig(
         input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2
     )
 
@@ -614,7 +611,7 @@ def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch
 
     words = "this is a sentence of the corpus. " * 20
     monkeypatch.setattr(embedded, "embedded_part", lambda part: iter([(part, f"{part} {words}")]))
-    config = DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0)
+    config = PrepareConfig(tokenizer="bytes", validation_fraction=0)
     manifest = prepare(config, tmp_path / "own", pool=Refusing())
     assert sum(shard.num_documents for shard in manifest.shards) == 4
     (tmp_path / "text.txt").write_text(words)

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import DatasetManifest
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.loader import Loader
 from moebius.data_pipeline.read.token_store import TokenStore
 
@@ -39,9 +40,9 @@ def _asked(folder: Path, records: list[dict[str, str]], **options) -> SourceConf
     )
 
 
-def _config(*sources: SourceConfig, **options) -> DataConfig:
-    values = {"tokenizer": "bytes", "validation_fraction": 0.0, "batch_tokens": 64, "seq_len": 15}
-    return DataConfig(sources=sources, **values | options)
+def _config(*sources: SourceConfig, **options) -> PrepareConfig:
+    values = {"tokenizer": "bytes", "validation_fraction": 0.0, "batch_tokens": 64}
+    return PrepareConfig(sources=sources, **values | options)
 
 
 def _expected(records: list[dict[str, str]]) -> dict[tuple[int, ...], list[bool]]:
@@ -53,8 +54,8 @@ def _expected(records: list[dict[str, str]]) -> dict[tuple[int, ...], list[bool]
     return found
 
 
-def _batches(config: DataConfig, folder: Path, count: int):
-    read = config.model_copy(update={"directory": str(folder)})
+def _batches(folder: Path, count: int, **options):
+    read = DataConfig(directory=str(folder), **{"seq_len": 15} | options)
     with Loader(read, micro_batch=1, global_batch=1) as loader:
         return [next(loader) for _ in range(count)]
 
@@ -70,7 +71,7 @@ def test_every_token_of_a_row_that_is_cut_anywhere_is_marked(tmp_path):
         tuple(stream[15 * n : 15 * n + 16]): learned[15 * n + 1 : 15 * n + 16]
         for n in range(num_rows)
     }
-    batches = _batches(config, tmp_path / "d", num_rows)
+    batches = _batches(tmp_path / "d", num_rows)
     assert len(rows) == num_rows >= 10
     assert {tuple(batch.tokens[0, 0].tolist()) for batch in batches} == set(rows)
     for batch in batches:
@@ -79,10 +80,10 @@ def test_every_token_of_a_row_that_is_cut_anywhere_is_marked(tmp_path):
 
 
 def test_every_token_of_documents_that_are_fitted_into_rows_is_marked(tmp_path):
-    config = _config(_asked(tmp_path, ASKED), packing="best_fit", seq_len=63)
+    config = _config(_asked(tmp_path, ASKED))
     prepare(config, tmp_path / "d")
     expected, seen = _expected(ASKED), set()
-    for batch in _batches(config, tmp_path / "d", 3):
+    for batch in _batches(tmp_path / "d", 3, packing="best_fit", seq_len=63):
         assert batch.loss_mask is not None
         assert batch.document_ids is not None
         tokens, ids = batch.tokens[0, 0], batch.document_ids[0, 0]
@@ -106,7 +107,7 @@ def test_beside_a_source_without_prompts_all_of_which_is_learned(tmp_path):
     config = _config(_asked(tmp_path, ASKED), plain)
     prepare(config, tmp_path / "d")
     kinds = set()
-    for batch in _batches(config, tmp_path / "d", 12):
+    for batch in _batches(tmp_path / "d", 12):
         assert batch.loss_mask is not None
         text = bytes(token for token in batch.tokens[0, 0].tolist() if token < END)
         if b"pppp" in text:
@@ -168,7 +169,7 @@ def test_filters_and_near_duplicates_look_at_both_parts(tmp_path):
 def test_what_is_no_unicode_is_counted_with_examples(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n{"text": "half \\ud83d"}\n')
-    config = DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0)
+    config = PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0)
     with pytest.raises(InputError, match=r"a.jsonl, byte 30, line 2: not UTF-8"):
         prepare(config, tmp_path / "e")
     dropping = config.model_copy(update={"encoding_faults": "drop"})

@@ -19,12 +19,12 @@ import pytest
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.atomic import TEMPORARY
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.progress import PrepareProgress
 from moebius.data_pipeline.make.tasks import UNFINISHED
 from moebius.data_pipeline.manifest import Completion, DatasetManifest, is_prepared, read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.token_store import verify_shard
 
 
@@ -43,7 +43,7 @@ _SHUFFLES = {False: "in order", True: "shuffled"}
 class Undisturbed:
     """A preparation that nobody disturbed."""
 
-    config: DataConfig
+    config: PrepareConfig
     files: dict[str, bytes]
     num_events: int  # calls of on_progress
     manifest: DatasetManifest
@@ -64,7 +64,7 @@ def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
         write_jsonl(folder / name, sentences(number, 8) + sentences(99, 1))
     found = {}
     for shuffle, name in _SHUFFLES.items():
-        config = DataConfig(
+        config = PrepareConfig(
             sources=tuple(
                 SourceConfig(name=name, input=(f"{folder}/{name}-*.jsonl",)) for name in "ab"
             ),
@@ -173,14 +173,13 @@ def test_work_that_is_damaged_before_it_goes_on_is_done_again(undisturbed, tmp_p
 
 _PROGRAM = """
 import sys
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 
 def tell(progress):
     print(progress.stage, flush=True)
 
-config = DataConfig.model_validate_json(sys.argv[1])
+config = PrepareConfig.model_validate_json(sys.argv[1])
 with LocalPool(2) as pool:
     for folder in sys.argv[2:]:
         prepare(config, folder, pool=pool, on_progress=tell)
@@ -188,7 +187,7 @@ with LocalPool(2) as pool:
 
 
 @contextmanager
-def _preparing(config: DataConfig, *folders: Path) -> Iterator[subprocess.Popen[str]]:
+def _preparing(config: PrepareConfig, *folders: Path) -> Iterator[subprocess.Popen[str]]:
     """Runs a preparation and its two workers in a process group of their own."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, config.model_dump_json(), *map(str, folders)],

@@ -8,18 +8,18 @@ import pytest
 from small_corpus import sentences, write_jsonl
 from token_stream import TokenStream
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make import shuffle
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.shuffle import _shuffle_key, shuffled_buckets
 from moebius.data_pipeline.make.units import Unit
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import InputSplit
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
 def test_buckets_are_about_as_large_as_splits_and_sources_take_turns(monkeypatch):
     monkeypatch.setattr(shuffle, "MAX_BUCKETS", 4)
-    config = DataConfig(input=("x",), split_bytes=100, shuffle_documents=True)
+    config = PrepareConfig(input=("x",), split_bytes=100, shuffle_documents=True)
 
     def unit(source: str, number: int, num_bytes: int) -> Unit:
         split = InputSplit(source, number, "/a", ".txt", 0, 9, 9, "both", num_bytes)
@@ -47,8 +47,8 @@ def test_keys_are_spread_evenly_and_do_not_follow_validation():
     assert len({_shuffle_key(one) for one in alike}) == len(alike)
 
 
-def _config(paths: list[Path]) -> DataConfig:
-    return DataConfig(
+def _config(paths: list[Path]) -> PrepareConfig:
+    return PrepareConfig(
         input=tuple(map(str, paths)),
         tokenizer="bytes",
         vocab_size=257,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.make.records import read_record, write_record
 from moebius.data_pipeline.make.tasks import UNFINISHED
@@ -26,9 +25,10 @@ from moebius.data_pipeline.make.unfinished import (
 )
 from moebius.data_pipeline.make.units import Unit
 from moebius.data_pipeline.manifest import QuarantinedSplit, index_name, shard_name
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import InputSplit
 
-CONFIG = DataConfig(input=("/a.txt",), tokenizer="bytes", vocab_size=257)
+CONFIG = PrepareConfig(input=("/a.txt",), tokenizer="bytes", vocab_size=257)
 UNIT = Unit("text", 3, (InputSplit("text", 3, "/a.txt", ".txt", 0, 9, 9, "both", 9),))
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
 from moebius.data_pipeline.make import units as plan
 from moebius.data_pipeline.make.units import Unit, interleaved, plan_units, sample_shares
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.sources.documents import InputSplit, Role
 
 
@@ -57,7 +57,7 @@ def test_sources_are_interleaved_by_what_is_done_of_each(sizes):
 def test_validation_comes_before_all_else(tmp_path):
     for name in ("t1", "t2", "v"):
         (tmp_path / f"{name}.txt").write_text(name)
-    config = DataConfig(
+    config = PrepareConfig(
         sources=(
             SourceConfig(name="a", input=(f"{tmp_path}/t1.txt",)),
             SourceConfig(

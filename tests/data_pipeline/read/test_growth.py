@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.data_config import DataConfig, SourceConfig
+from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.growth import UNFINISHED, give_up, given_up, go_on
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import is_prepared, read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.loader import Loader
 
 S = 16
@@ -28,23 +29,20 @@ BATCH = 12
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> DataConfig:
+def config(tmp_path_factory) -> PrepareConfig:
     """Two sources of four files each, in many eras; one is read more often than the other."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(8):
         write_jsonl(folder / f"{'ab'[number % 2]}-{number}.jsonl", sentences(number, 12))
-    return DataConfig(
+    return PrepareConfig(
         sources=tuple(
-            SourceConfig(name=name, input=(f"{folder}/{name}-*.jsonl",), weight=weight)
-            for name, weight in (("a", 2.0), ("b", 1.0))
+            SourceConfig(name=name, input=(f"{folder}/{name}-*.jsonl",)) for name in "ab"
         ),
         tokenizer="bytes",
         vocab_size=257,
         batch_tokens=500,
         era_tokens=4000,
         validation_fraction=0.1,
-        seq_len=S,
-        seed=5,
     )
 
 
@@ -53,7 +51,7 @@ Step = tuple[list[list[int]], int]
 
 def _steps(config: DataConfig, folder: Path, count: int, num_ranks: int = 1) -> list[Step]:
     """Tokens and digest of each of the first steps, over all ranks."""
-    data = config.model_copy(update={"directory": str(folder)})
+    data = DataConfig(directory=str(folder), seq_len=S, seed=5, weights={"a": 2.0})
     loaders = [
         Loader(
             data,
@@ -131,7 +129,7 @@ class Gated(SerialPool):
 def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
     """Not one era is there before the loader has to wait for it."""
     may_go_on, seen_growing = threading.Semaphore(0), []
-    data = config.model_copy(update={"directory": str(tmp_path / "d")})
+    data = DataConfig(directory=str(tmp_path / "d"), seq_len=S, seed=5, weights={"a": 2.0})
 
     with _prepared_meanwhile(config, tmp_path / "d", Gated(may_go_on)):
         loaders = [

@@ -17,6 +17,7 @@ from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make import prepare as making
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.prepare_report import PrepareReport
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 
 S = 16
@@ -100,9 +101,9 @@ def _check_layout(
 # ---- what a digest sees
 
 
-def _first_steps(config: DataConfig, folder: Path) -> list[tuple[list, int]]:
+def _first_steps(folder: Path) -> list[tuple[list, int]]:
     """Tokens and digest of each."""
-    data = config.model_copy(update={"directory": str(folder)})
+    data = DataConfig(directory=str(folder), seq_len=S)
     with Loader(data, global_batch=4, micro_batch=4) as loader:
         return [(batch.tokens.tolist(), batch.digest) for batch in islice(loader, 5)]
 
@@ -118,15 +119,14 @@ def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
     found = []
     for number, last in enumerate(["word 0059", "ward 0059"]):
         path = _text(tmp_path / f"{number}.jsonl", [*words[:-1], last])
-        config = DataConfig(
+        config = PrepareConfig(
             input=(str(path),),
             tokenizer="bytes",
             vocab_size=257,
             validation_fraction=0.0,
-            seq_len=S,
         )
         prepare(config, tmp_path / str(number))
-        found.append(_first_steps(config, tmp_path / str(number)))
+        found.append(_first_steps(tmp_path / str(number)))
     assert all(one[1] != other[1] for one, other in zip(*found, strict=True))
     same_tokens = [one[0] == other[0] for one, other in zip(*found, strict=True)]
     assert any(same_tokens), "a step of which every row is the same has another digest"
@@ -135,7 +135,7 @@ def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
 def test_a_digest_tells_the_tokenizer_though_the_ids_are_the_same(tmp_path):
     """A vocabulary with one more entry that no text has: the same tokens, which mean the same."""
     path = _text(tmp_path / "a.jsonl", [f"word {n:04d}" for n in range(60)])
-    base = DataConfig(input=(str(path),), vocab_size=300, validation_fraction=0.0, seq_len=S)
+    base = PrepareConfig(input=(str(path),), vocab_size=300, validation_fraction=0.0)
     prepare(base, tmp_path / "trained")
     description = json.loads((tmp_path / "trained" / "tokenizer.json").read_text())
     (end,) = description["added_tokens"]
@@ -151,7 +151,7 @@ def test_a_digest_tells_the_tokenizer_though_the_ids_are_the_same(tmp_path):
         }
         config = base.model_copy(update=changes)
         prepare(config, tmp_path / name)
-        found.append(_first_steps(config, tmp_path / name))
+        found.append(_first_steps(tmp_path / name))
     same, larger = found
     assert [tokens for tokens, _ in same] == [tokens for tokens, _ in larger]
     assert all(one[1] != other[1] for one, other in zip(same, larger, strict=True))
@@ -166,7 +166,7 @@ def test_the_report_names_the_engine_also_of_a_preparation_that_went_on(
 ):
     path = _text(tmp_path / "a.jsonl", [f"word {n:04d}" for n in range(60)])
     vocab_size = 257 if tokenizer == "bytes" else 300
-    config = DataConfig(input=(str(path),), tokenizer=tokenizer, vocab_size=vocab_size)
+    config = PrepareConfig(input=(str(path),), tokenizer=tokenizer, vocab_size=vocab_size)
     reports: list[PrepareReport] = []
     monkeypatch.setattr(making, "write_report", lambda folder, report: reports.append(report))
 

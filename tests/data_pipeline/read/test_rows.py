@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from made_folder import END, Document, MadeFolder, documents
 
-from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.read import packing
 from moebius.data_pipeline.read import rows as reader_module
 from moebius.data_pipeline.read.chunks import LoadedChunk
-from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader, check_names
+from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader
 from moebius.data_pipeline.read.token_store import TokenStore
 
 S = 16
@@ -248,10 +248,3 @@ def test_a_plan_that_does_not_fit_its_era_is_told(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(packing.BestFitPlan, "read", shifted)
     with pytest.raises(ShardError, match=r"does not fit its era: delete the plan's two files"):
         _read(made, "plain", 0, packing="best_fit")
-
-
-def test_other_sources_than_the_folders_are_refused(folder):
-    manifest = Prepared(folder.folder, seq_len=S).manifest
-    check_names(manifest, {"asked": 1.0, "plain": 2.0})
-    with pytest.raises(DataError, match=r"holds the sources \['asked', 'plain'\], .* \['text'\]"):
-        check_names(manifest, {"text": 1.0})

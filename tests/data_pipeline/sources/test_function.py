@@ -5,10 +5,10 @@ one is one clear error.
 import pytest
 from token_stream import TokenStream
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 
@@ -87,7 +87,7 @@ def folder(tmp_path_factory):
 
 def _config(name, **options):
     values = {"tokenizer": "bytes", "validation_fraction": 0.0}
-    return DataConfig(input=(f"python:{MODULE}:{name}",), **values | options)
+    return PrepareConfig(input=(f"python:{MODULE}:{name}",), **values | options)
 
 
 def _read(name, **options):
@@ -174,7 +174,7 @@ def test_a_name_that_is_none():
         ("python:just_a_module", r"write python:package.module:function"),
     ):
         with pytest.raises(InputError, match=message):
-            plan_splits(DataConfig(input=(name,)))
+            plan_splits(PrepareConfig(input=(name,)))
 
 
 @pytest.mark.usefixtures("folder")

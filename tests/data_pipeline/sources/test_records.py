@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 
@@ -34,7 +34,7 @@ def _write(path, records):
 
 
 def _read(path, **options):
-    config = DataConfig(input=(str(path),), split_bytes=2**20, **options)
+    config = PrepareConfig(input=(str(path),), split_bytes=2**20, **options)
     return [
         document
         for split in plan_splits(config)

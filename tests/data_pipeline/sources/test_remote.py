@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebius.data_pipeline import retries
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.remote import RemoteFile
 from moebius.data_pipeline.sources.splits import plan_splits
@@ -34,7 +34,7 @@ def impatient(monkeypatch):
 
 
 def _read(*inputs, **options) -> list[str]:
-    config = DataConfig(input=tuple(inputs), **options)
+    config = PrepareConfig(input=tuple(inputs), **options)
     return [
         document.text
         for split in plan_splits(config)
@@ -139,7 +139,7 @@ def test_http(site, name):
 @pytest.mark.parametrize("fault", [503, 429, "cut"])
 def test_a_failure_that_passes_is_not_noticed(site, name, fault):
     server, address = site
-    (split, *_) = plan_splits(config := DataConfig(input=(f"{address}/{name}",)))
+    (split, *_) = plan_splits(config := PrepareConfig(input=(f"{address}/{name}",)))
     server.faults.extend([fault] * 3)
     found = [one.text for one in read_documents(split, config.all_sources[0])]
     assert found == TEXTS
@@ -156,7 +156,7 @@ def test_a_failure_that_passes_is_not_noticed(site, name, fault):
 )
 def test_a_failure_that_stays_is_one_clear_error(site, fault, message):
     server, address = site
-    (split, *_) = plan_splits(config := DataConfig(input=(f"{address}/a.jsonl",)))
+    (split, *_) = plan_splits(config := PrepareConfig(input=(f"{address}/a.jsonl",)))
     server.faults.extend([fault] * 99)
     with pytest.raises(InputError, match=message) as caught:
         list(read_documents(split, config.all_sources[0]))
@@ -179,7 +179,7 @@ def test_a_server_without_ranges_is_read_from_the_beginning():
     line = json.dumps({"text": "x" * 300_000}).encode() + b"\n"
     files = {"/a.jsonl": line * 40}  # more than the 5 MiB that one request asks for
     with _serving(files, gives_ranges=False) as (server, address):
-        (split,) = plan_splits(config := DataConfig(input=(f"{address}/a.jsonl",)))
+        (split,) = plan_splits(config := PrepareConfig(input=(f"{address}/a.jsonl",)))
         server.faults.append("cut")
         found = [len(one.text) for one in read_documents(split, config.all_sources[0])]
         assert found == [300_000] * 40
@@ -298,7 +298,7 @@ def test_an_s3_server_that_is_gone(bucket, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore's own
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    (split, *_) = plan_splits(config := DataConfig(input=("s3://texts/deep/er/a.jsonl",)))
+    (split, *_) = plan_splits(config := PrepareConfig(input=("s3://texts/deep/er/a.jsonl",)))
     bucket.stop()
     with pytest.raises(InputError, match=r"cannot be read \(.*EndpointConn.*; tried 4 times\)"):
         list(read_documents(split, config.all_sources[0]))

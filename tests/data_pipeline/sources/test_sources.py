@@ -11,8 +11,8 @@ import zstandard
 from fake_hub import serve_hub
 
 from moebius.data_pipeline import retries
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import plan_splits
 
@@ -45,7 +45,7 @@ def _write(path, texts):
 
 def _read(*inputs, **options):
     """(texts, sources, number of splits) of everything that is planned for `inputs`."""
-    config = DataConfig(input=tuple(map(str, inputs)), **options)
+    config = PrepareConfig(input=tuple(map(str, inputs)), **options)
     splits = plan_splits(config)
     found = [
         document for split in splits for document in read_documents(split, config.all_sources[0])
@@ -227,7 +227,7 @@ def test_other_fields(tmp_path):
 def test_validation_comes_first_and_keeps_its_role(tmp_path):
     for name in "tv":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
-    config = DataConfig(
+    config = PrepareConfig(
         input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),)
     )
     assert [(split.file_name, split.role) for split in plan_splits(config)] == [
@@ -357,7 +357,7 @@ def test_an_unknown_protocol_is_refused():
 def test_an_unreadable_file(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
-    config = DataConfig(input=(str(path),))
+    config = PrepareConfig(input=(str(path),))
     (split,) = plan_splits(config)
 
     def denied(*arguments, **options):
@@ -375,7 +375,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
 def test_a_file_that_changed_since_it_was_planned(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
-    config = DataConfig(input=(str(path),))
+    config = PrepareConfig(input=(str(path),))
     (split,) = plan_splits(config)
     path.write_text('{"text": "abc"}')
     with pytest.raises(InputError, match=r"had 13 bytes when preparation began and has 15 now"):

@@ -6,9 +6,9 @@ from small_corpus import sentences, write_jsonl
 from token_stream import TokenStream
 from tokenizers import models, pre_tokenizers
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers import huggingface
 from moebius.data_pipeline.tokenizers.fast import UnsuitableError
@@ -31,9 +31,9 @@ def words(tmp_path) -> str:
     return str(folder)
 
 
-def _config(tmp_path, **values) -> DataConfig:
+def _config(tmp_path, **values) -> PrepareConfig:
     write_jsonl(tmp_path / "a.jsonl", sentences(0, 5))
-    return DataConfig(input=(str(tmp_path / "a.jsonl"),), **values)
+    return PrepareConfig(input=(str(tmp_path / "a.jsonl"),), **values)
 
 
 @pytest.mark.parametrize("end", ["", "<doc>"])
@@ -55,7 +55,9 @@ def test_a_tokenizer_that_exists_is_copied_and_used(tmp_path, words, end):
 
 
 def test_a_vocabulary_that_has_no_room_is_said_before_tokens_are_made(tmp_path, words):
-    with pytest.raises(InputError, match=r"has \d+ ids, more than data.vocab_size=257: set data"):
+    with pytest.raises(
+        InputError, match=r"has \d+ ids, more than prepare.vocab_size=257: set prepare"
+    ):
         prepare(_config(tmp_path, tokenizer=words, vocab_size=257), tmp_path / "d")
 
 

@@ -33,15 +33,15 @@ def test_overrides_are_typed() -> None:
     config = make(
         "train.steps=7",
         "optim.learning_rate=3e-4",
-        "data.input=['a.txt', 'b.txt']",
-        "data.tokenizer=bytes",
-        "data.vocab_size=257",
+        "prepare.input=['a.txt', 'b.txt']",
+        "prepare.tokenizer=bytes",
+        "prepare.vocab_size=257",
         "job.rehearse_failure_at_step=none",
         "job.name=x-1",
     )
     assert (config.train.steps, config.optim.learning_rate) == (7, 3e-4)
-    assert config.data.input == ("a.txt", "b.txt")
-    assert config.data.tokenizer == "bytes"
+    assert config.prepare.input == ("a.txt", "b.txt")
+    assert config.prepare.tokenizer == "bytes"
     assert config.job.rehearse_failure_at_step is None
     assert config.job.name == "x-1"
 
@@ -49,14 +49,14 @@ def test_overrides_are_typed() -> None:
 def test_sources_take_the_place_of_a_recipes_input_and_the_other_way_round(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
-        'recipe = "smoke"\n[[data.sources]]\nname = "a"\ninput = ["a.txt"]\n', encoding="utf-8"
+        'recipe = "smoke"\n[[prepare.sources]]\nname = "a"\ninput = ["a.txt"]\n', encoding="utf-8"
     )
     config = make(name=str(file))
-    assert (config.data.input, [source.name for source in config.data.sources]) == ((), ["a"])
-    assert make("data.input=['b.txt']", name=str(file)).data.sources == ()
-    assert make("data.sources=[{name='a', input=['a.txt']}]").data.input == ()
+    assert (config.prepare.input, [source.name for source in config.prepare.sources]) == ((), ["a"])
+    assert make("prepare.input=['b.txt']", name=str(file)).prepare.sources == ()
+    assert make("prepare.sources=[{name='a', input=['a.txt']}]").prepare.input == ()
     with pytest.raises(ConfigError, match="name the text by one of the two"):
-        make("data.sources=[{name='a', input=['a.txt']}]", "data.input=['b.txt']")
+        make("prepare.sources=[{name='a', input=['a.txt']}]", "prepare.input=['b.txt']")
 
 
 def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
@@ -185,11 +185,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_raw_bytes_need_no_vocabulary_size() -> None:
-    from moebius.data_pipeline.data_config import DataConfig
+    from moebius.data_pipeline.prepare_config import PrepareConfig
 
-    data = DataConfig(tokenizer="bytes")
-    assert data.num_token_ids == data.vocab_size == 257
-    assert DataConfig.model_validate(data.model_dump()) == data
+    prepare = PrepareConfig(tokenizer="bytes")
+    assert prepare.num_token_ids == prepare.vocab_size == 257
+    assert PrepareConfig.model_validate(prepare.model_dump()) == prepare
 
 
 def test_the_example_files_can_be_run() -> None:

@@ -14,7 +14,7 @@ def config(**mesh) -> Config:
         "train": {"global_batch": 16, "micro_batch": 2},
         "job": {"num_nodes": 4},
         "model": {"vocab_size": 257, "feed_forward": {"kind": "experts", "num_experts": 4}},
-        "data": {"tokenizer": "bytes", "vocab_size": 257},
+        "prepare": {"tokenizer": "bytes", "vocab_size": 257},
     }
     return validated(Config, values, origin="test")
 

@@ -16,6 +16,7 @@ from world import run_ranks
 
 from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train import rank_data
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import CheckpointConfig, Config, ConfigError, TrainConfig
@@ -40,7 +41,8 @@ def config_of(made: MadeFolder) -> Config:
     )
     checkpoint = CheckpointConfig(every=2)
     data = made.config(server="off")
-    return Config(model=TINY, data=data, checkpoint=checkpoint, train=sizes)
+    prepared = PrepareConfig(tokenizer="bytes")
+    return Config(model=TINY, data=data, prepare=prepared, checkpoint=checkpoint, train=sizes)
 
 
 def run_training(config: Config, run_dir: Path) -> str:

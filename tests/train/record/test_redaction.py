@@ -72,7 +72,7 @@ def test_values_of_variables_whose_names_say_so() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "data.input=['s3://AKIAIOSFODNN7EXAMPLE:secretsecret@bucket/x.txt']",
+        "prepare.input=['s3://AKIAIOSFODNN7EXAMPLE:secretsecret@bucket/x.txt']",
         "checkpoint.copy_to=https://me:hunter2@host/x",
         "data.directory=/data/opensesame/x",
     ],

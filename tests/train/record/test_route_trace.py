@@ -16,6 +16,7 @@ from family import tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
@@ -56,13 +57,8 @@ MODEL = ModelConfig(
 def make_config(data: Path, *, record: int, recompute: Recompute = "none", ep: int = 2) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(
-            tokenizer="bytes",
-            vocab_size=257,
-            seq_len=24,
-            validation_fraction=0.2,
-            directory=str(data),
-        ),
+        data=DataConfig(seq_len=24, directory=str(data)),
+        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig(
             steps=4,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_corpus import data_of_words
+from small_corpus import sections_of_words
 from small_model import TINY
 
 from moebius.data_pipeline.read.token_store import prepared_tokenizer
@@ -24,7 +24,7 @@ ON_RANK_0: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
 def test_it_is_the_likeliest_token_each_time(data: Path) -> None:
     config = Config(
         model=TINY,
-        data=data_of_words(data, seq_len=24),
+        **sections_of_words(data, seq_len=24),
         train=TrainConfig(metrics=MetricsConfig(sample_tokens=3)),
     )
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from small_model import TINY
 from world import RankFailed
 from world import run_ranks as run_ranks_for
 
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.skipped_samples import LeftOut
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
@@ -52,6 +53,7 @@ def make_config(made: MadeFolder, **spikes: Any) -> Config:
     return Config(
         model=TINY,
         data=made.config(),
+        prepare=PrepareConfig(tokenizer="bytes"),
         checkpoint=CheckpointConfig(every=2, keep_last=4),
         train=TrainConfig(
             steps=STEPS,
