@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from .api import (
         Config,
         ConfigError,
+        LayerRoutes,
         LoadedModel,
+        Rows,
+        Size,
         Trace,
         TrainingFailed,
         build,
@@ -31,8 +34,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "LayerRoutes",
     "LoadedModel",
+    "Rows",
     "RunHistory",
+    "Size",
     "Trace",
     "TrainingFailed",
     "__version__",

@@ -30,7 +30,8 @@ from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, continue_text, score_with
-from .evaluation.trace import Trace, logits, trace, trace_rows
+from .evaluation.trace import LayerRoutes as LayerRoutes
+from .evaluation.trace import Rows, Trace, logits, read_rows, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
@@ -93,25 +94,15 @@ class LoadedModel:
         return score_with(self._restored, text, draws=draws, seed=seed)
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Returns the logits at every position that the model reads, (B, S, V).
+        """Returns the logits at every position, (B, S, V).
 
         Args:
             tokens_BS: int64, rows of tokens of one length.
         """
         return logits(self._restored, tokens_BS)
 
-    def trace(self, tokens_BS: Tensor) -> Trace:
-        """Runs the model over rows of tokens and returns its routes and hidden states.
-
-        Args:
-            tokens_BS: int64, rows of tokens of one length.
-        """
-        return trace(self._restored, tokens_BS)
-
-    def trace_rows(
-        self, *, split: str = "validation", max_rows: int | None = None
-    ) -> Iterator[Trace]:
-        """Yields a trace of every micro-batch of the run's data, as `evaluate` reads them.
+    def rows(self, *, split: str = "validation", max_rows: int | None = None) -> Iterator[Rows]:
+        """Yields the rows of the run's data, micro-batch by micro-batch, as `evaluate` reads them.
 
         Args:
             split: train or validation.
@@ -120,7 +111,18 @@ class LoadedModel:
         Raises:
             ValueError: the data cannot be read, or the split is shorter than one row.
         """
-        return trace_rows(self._restored, split=split, max_rows=max_rows)
+        device = self.model.embedding.device
+        return read_rows(self.config, device, split=split, max_rows=max_rows)
+
+    def trace(self, rows: Rows | Tensor) -> Trace:
+        """Runs the model over rows of tokens: its routes, hidden states and loss.
+
+        Args:
+            rows: of the run's data (`rows`), or int64 tokens (B, S + 1) of your own.
+        """
+        if isinstance(rows, Tensor):
+            rows = rows_of(rows.to(self.model.embedding.device))
+        return trace(self._restored, rows)
 
     @property
     def _restored(self) -> Restored:

@@ -1,8 +1,8 @@
 """Looks into passes of a trained model: which experts its tokens chose, and its hidden states.
 
-The rows of `trace_rows` are those of `moebius eval`, in the same micro-batches: evenly spaced over the
-split, the same at every call. So a router that routes sequences together sees the same groups, and the
-mean loss is the one that an evaluation of these rows reports.
+The rows are those of `moebius eval`, in the same micro-batches: evenly spaced over the split, the same
+at every call. So a router that routes sequences together sees the same groups, and the mean loss is the
+one that an evaluation of these rows reports.
 
 Legend: B rows, S positions, T = B·S tokens, L depth steps, D model width, V vocabulary, E experts of a
 layer, N routes.
@@ -10,7 +10,7 @@ layer, N routes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from ..model.documents import Documents
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.layers import wide_dtype
 from ..model.transformer import Layer, Transformer
+from ..train.config.run_config import Config
 from ..train.micro_batches import document_use
 from ..train.record.route_tap import tap
 from ..train.record.routed_call import RoutedCall
@@ -63,57 +64,61 @@ class LayerRoutes:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Holds a micro-batch of a run's data as its model reads it."""
+
+    tokens_BS: Tensor
+    """int64, the input."""
+    targets_BS: Tensor
+    """int64, what the model is asked for at each of them."""
+    counted_BS: Tensor
+    """bool: False for padding, and for rows that only fill up the last micro-batch."""
+    asked_BS: Tensor
+    """bool: which targets count in the loss."""
+    documents: Documents | None = None
+    """The documents that the rows consist of, where the run respects them."""
+    num_rows: int = 0
+    """How many rows are no copies."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """Holds one pass over rows of tokens: its routes, its hidden states, its loss."""
 
-    tokens_BS: Tensor
-    """int64, the tokens that the model read."""
-    counted_BS: Tensor
-    """bool: False for padding, and for rows that only fill up the last micro-batch."""
+    rows: Rows
     routes: tuple[LayerRoutes, ...]
     """One entry per sparse layer and depth step, in the order of the calls."""
     hidden_LBSD: Tensor
     """L + 1 states of the residual stream: the embedding, then the state after every depth step."""
     active_LBS: Tensor
     """bool: False at depth steps that a halted token skips."""
-    loss_sum: float = float("nan")
-    """Cross-entropy in nats, summed over the targets that count; nan where there are no targets."""
-    num_targets: int = 0
+    loss_sum: float
+    """Cross-entropy in nats, summed over the targets that count."""
+
+    @property
+    def num_targets(self) -> int:
+        """Returns how many targets count."""
+        return int(self.rows.asked_BS.sum())
 
 
-@torch.no_grad()
-def trace(restored: Restored, tokens_BS: Tensor) -> Trace:
-    """Runs a model over rows of tokens and returns what happened inside."""
-    tokens_BS = tokens_BS.to(restored.model.embedding.device)
-    counted_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-    return _traced(restored, tokens_BS, counted_BS)
-
-
-@torch.no_grad()
-def logits(restored: Restored, tokens_BS: Tensor) -> Tensor:
-    """Returns the logits at every position that a model reads, (B, S, V)."""
-    dtype = products_dtype(restored.config.train.precision)
-    tokens_BS = tokens_BS.to(restored.model.embedding.device)
-    return forward_in(restored.model, dtype, tokens_BS).logits_BSV
-
-
-@torch.no_grad()
-def trace_rows(
-    restored: Restored, *, split: str = "validation", max_rows: int | None = None
-) -> Iterator[Trace]:
-    """Yields a trace of every micro-batch of a split.
-
-    Memory does not grow with the number of rows: keep what you need of a trace, and let it go.
+def read_rows(
+    config: Config,
+    device: torch.device,
+    *,
+    split: str = "validation",
+    max_rows: int | None = None,
+) -> Iterator[Rows]:
+    """Yields the rows of a split, micro-batch by micro-batch, as an evaluation reads them.
 
     Args:
-        restored: a model in evaluation mode, with its run's configuration.
+        config: the run's.
+        device: where the tokens go.
         split: train or validation.
         max_rows: how many rows at most, evenly spaced; None: all.
 
     Raises:
         ValueError: the data cannot be read, or the split is shorter than one row.
     """
-    config, device = restored.config, restored.model.embedding.device
     use = document_use(config)
     group = config.model.evaluation_group_sequences
     for batch in validation_batches(
@@ -128,55 +133,61 @@ def trace_rows(
         document_ids=config.data.gives_document_ids,
         fetch=open_fetcher(config.data),
     ):
-        valid_B = torch.from_numpy(batch.valid)
+        valid_B1 = torch.from_numpy(batch.valid)[:, None]
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
-        inputs_BS, targets_BS = use.split(torch.from_numpy(batch.tokens).to(device))
-        asked_BS = valid_B[:, None].expand(inputs_BS.shape)
-        if mask_BS is not None:
-            asked_BS = asked_BS & mask_BS
-        counted_BS = valid_B.to(device)[:, None].expand(inputs_BS.shape)
+        tokens_BS, targets_BS = use.split(torch.from_numpy(batch.tokens).to(device))
+        asked_BS = valid_B1.expand(tokens_BS.shape)
+        counted_BS = asked_BS.to(device)
         if documents is not None and documents.real_BS is not None:
             counted_BS = counted_BS & documents.real_BS
-        yield _traced(
-            restored,
-            inputs_BS,
-            counted_BS,
-            documents=documents,
+        yield Rows(
+            tokens_BS=tokens_BS,
             targets_BS=targets_BS,
-            loss_mask_BS=asked_BS,
+            counted_BS=counted_BS,
+            asked_BS=asked_BS if mask_BS is None else asked_BS & mask_BS,
+            documents=documents,
+            num_rows=int(valid_B1.sum()),
         )
 
 
-def _traced(
-    restored: Restored,
-    tokens_BS: Tensor,
-    counted_BS: Tensor,
-    *,
-    documents: Documents | None = None,
-    targets_BS: Tensor | None = None,
-    loss_mask_BS: Tensor | None = None,
-) -> Trace:
+def rows_of(tokens_BS: Tensor) -> Rows:
+    """Returns rows of tokens, each asked for the next; the last token is only a target."""
+    everything = torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool)
+    return Rows(
+        tokens_BS[:, :-1], tokens_BS[:, 1:], everything, everything.cpu(), None, len(tokens_BS)
+    )
+
+
+@torch.no_grad()
+def trace(restored: Restored, rows: Rows) -> Trace:
+    """Runs a model in evaluation mode over rows of tokens and returns what happened inside."""
     model = restored.model
     dtype = products_dtype(restored.config.train.precision)
     with tap(model) as calls, _tap_states(model) as states:
         output = forward_in(
             model,
             dtype,
-            tokens_BS,
-            targets_BS=targets_BS,
-            loss_mask_BS=loss_mask_BS,
-            documents=documents,
+            rows.tokens_BS,
+            targets_BS=rows.targets_BS,
+            loss_mask_BS=rows.asked_BS,
+            documents=rows.documents,
         )
-    found = Trace(
-        tokens_BS=tokens_BS,
-        counted_BS=counted_BS,
-        routes=tuple(_routes_of(model, call, tokens_BS.numel()) for call in calls),
+    num_tokens = rows.tokens_BS.numel()
+    return Trace(
+        rows=rows,
+        routes=tuple(_routes_of(model, call, num_tokens) for call in calls),
         hidden_LBSD=torch.stack(states.hidden),
         active_LBS=torch.stack(states.active),
+        loss_sum=float(output.cross_entropy),
     )
-    if loss_mask_BS is None:
-        return found
-    return replace(found, loss_sum=float(output.cross_entropy), num_targets=int(loss_mask_BS.sum()))
+
+
+@torch.no_grad()
+def logits(restored: Restored, tokens_BS: Tensor) -> Tensor:
+    """Returns the logits at every position of rows of tokens, (B, S, V)."""
+    dtype = products_dtype(restored.config.train.precision)
+    tokens_BS = tokens_BS.to(restored.model.embedding.device)
+    return forward_in(restored.model, dtype, tokens_BS).logits_BSV
 
 
 def _routes_of(model: Transformer, call: RoutedCall, num_tokens: int) -> LayerRoutes:

@@ -1,9 +1,8 @@
-"""Adds up what a checkpoint does over a stream of validation tokens.
+"""Adds up what a checkpoint does over rows of its validation split.
 
-    restore ─► passes over the split ─► counters, one of each family per bank of experts ─► Analysis
+    load ─► traces of the rows ─► counters, one of each family per bank of experts ─► Analysis
 
-Every pass is recorded by the tap that `train.record_routing` uses, and forgotten once the counters
-have it.
+Every trace is forgotten once the counters have it, so memory does not grow with the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,20 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from moebius.data_pipeline.read.token_store import prepared_tokenizer
-from moebius.distributed.process.process import start_process
-from moebius.evaluation.restore import Restored, restore
-from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.run_config import Config
-from moebius.train.record.routed_call import RoutedCall
+import moebius
 
-from .banks import FEED_FORWARD, Bank, ChosenBy, banks_of, choices_of, chosen_by
-from .cosines import RowCosine, row_cosines
-from .hidden import HiddenCounter
+from .banks import FEED_FORWARD, Bank, banks_of, choices_of
 from .items import ItemCounter
 from .similarity import SimilarityCounter
 from .slices import Item, SliceCounter, usual_items
-from .stream import AnalysedPass, analysed_passes, count_items, count_rows, rows_of
 from .updates import UpdateCounter
 from .usage import UsageCounter
 
@@ -34,26 +25,27 @@ OnRows = Callable[[int, int], None]
 """Told how many more rows are done, of how many in all."""
 
 
-@dataclass
 class BankAnalysis:
     """Holds the counters of one bank of experts."""
 
-    bank: Bank
-    usage: UsageCounter
-    similarity: SimilarityCounter
-    items: ItemCounter | None  # of feed-forwards
-    slices: SliceCounter | None  # of feed-forwards
-    chosen_by: ChosenBy = "tokens"
+    def __init__(self, bank: Bank, vocab_size: int, token_ids: Sequence[int]) -> None:
+        self.bank = bank
+        self.usage = UsageCounter(bank)
+        self.similarity = SimilarityCounter(bank)
+        is_feed_forward = bank.kind == FEED_FORWARD
+        self.items = ItemCounter(bank, vocab_size) if is_feed_forward else None
+        self.slices = SliceCounter(bank, token_ids) if is_feed_forward else None
 
-    def add(self, calls: list[RoutedCall], seen: AnalysedPass) -> None:
-        """Adds one pass: this bank's calls, one for each repeat."""
-        self.chosen_by = chosen_by(calls[0])
-        if self.chosen_by == "nobody":
+    def add(self, seen: moebius.Trace) -> None:
+        """Adds one pass: this bank's routes, one for each repeat."""
+        if self.bank.chosen_by == "nobody":
             return
-        found = [choices_of(call, seen.counted_T) for call in calls]
+        counted_T = seen.rows.counted_BS.flatten()
+        token_ids_T = seen.rows.tokens_BS.flatten()[counted_T]
+        routes = [each for each in seen.routes if each.layer == self.bank.layer]
+        found = [choices_of(each, counted_T) for each in routes]
         for repeat, choices in enumerate(found):
             self.usage.add(repeat, choices)
-            token_ids_T = seen.token_ids_T[seen.counted_T]
             if self.items is not None:
                 self.items.add(repeat, choices, token_ids_T)
             if self.slices is not None:
@@ -73,24 +65,22 @@ class Analysis:
     """Holds all statistics of one checkpoint."""
 
     run_dir: Path
-    config: Config
+    config: moebius.Config
     step: int
     split: str
-    banks: tuple[BankAnalysis, ...]
-    updates: UpdateCounter
-    hidden: HiddenCounter
-    cosines: list[RowCosine]  # of the weights
     items: tuple[Item, ...]  # that are looked at one by one
-    item_counts_V: np.ndarray  # int64: how often an item was an input
+    banks: tuple[BankAnalysis, ...] = ()
+    updates: UpdateCounter = field(init=False)
+    item_counts_V: np.ndarray = field(init=False)  # int64: how often an item was an input
     num_rows: int = 0
     num_tokens: int = 0
     num_targets: int = 0
     loss_sum: float = field(default=0.0, repr=False)
 
-    @property
-    def model(self) -> ModelConfig:
-        """Returns the model's configuration."""
-        return self.config.model
+    def __post_init__(self) -> None:
+        """Begins to count."""
+        self.updates = UpdateCounter(self.config.model.num_layers)
+        self.item_counts_V = np.zeros(self.config.model.vocab_size, dtype=np.int64)
 
     @property
     def loss(self) -> float:
@@ -101,19 +91,22 @@ class Analysis:
         """Returns the banks of one kind, by member of the group."""
         return tuple(each for each in self.banks if each.bank.kind == kind)
 
-    def add(self, seen: AnalysedPass) -> None:
+    def add(self, seen: moebius.Trace) -> None:
         """Adds one pass."""
-        calls: dict[str, list[RoutedCall]] = {}
-        for call in seen.calls:
-            calls.setdefault(call.id.layer, []).append(call)
+        model = self.config.model
+        if not self.banks:
+            token_ids = [item.token_id for item in self.items]
+            self.banks = tuple(
+                BankAnalysis(bank, model.vocab_size, token_ids)
+                for bank in banks_of(seen.routes, model.attention.kind)
+            )
         for each in self.banks:
-            each.add(calls[each.bank.layer], seen)
-        self.updates.add(seen.updates, seen.counted_T)
-        self.hidden.add(seen.hidden, seen.counted_T)
-        ids = seen.token_ids_T[seen.counted_T].cpu().numpy()
-        self.item_counts_V += np.bincount(ids, minlength=len(self.item_counts_V))
-        self.num_rows += seen.num_rows
-        self.num_tokens += len(ids)
+            each.add(seen)
+        self.updates.add(seen)
+        counts_V = count_items(seen.rows, model.vocab_size)
+        self.item_counts_V += counts_V
+        self.num_rows += seen.rows.num_rows
+        self.num_tokens += int(counts_V.sum())
         self.num_targets += seen.num_targets
         self.loss_sum += seen.loss_sum
 
@@ -129,37 +122,6 @@ class Analysis:
             "seed": self.config.train.seed,
             "loss": round(self.loss, 6),
         }
-
-
-def new_analysis(
-    restored: Restored, run_dir: Path, *, split: str, items: Sequence[Item] = ()
-) -> Analysis:
-    """Returns an analysis with empty counters for every bank of a model."""
-    model = restored.model
-    vocab_size = model.config.vocab_size
-    token_ids = [item.token_id for item in items]
-    banks = tuple(
-        BankAnalysis(
-            bank,
-            UsageCounter(bank),
-            SimilarityCounter(bank),
-            ItemCounter(bank, vocab_size) if bank.kind == FEED_FORWARD else None,
-            SliceCounter(bank, token_ids) if bank.kind == FEED_FORWARD else None,
-        )
-        for bank in banks_of(model)
-    )
-    return Analysis(
-        run_dir,
-        restored.config,
-        restored.step,
-        split,
-        banks,
-        UpdateCounter(model.config.num_layers),
-        HiddenCounter(model.config.num_layers),
-        row_cosines(model),
-        tuple(items),
-        np.zeros(vocab_size, dtype=np.int64),
-    )
 
 
 def analyse(
@@ -178,49 +140,64 @@ def analyse(
         step: of the checkpoint; None: the newest.
         split: train or validation.
         num_tokens: how many tokens, rounded up to whole rows; None: the whole split.
-        item_texts: tokens to be looked at one by one; none: some of the most frequent.
+        item_texts: tokens to look at one by one; none: some of the most frequent.
         on_rows: told of progress.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, no token counts, or an
             item's text is not one token.
     """
-    rows_of(num_tokens, 1)  # before anything is loaded
-    with start_process("auto") as process:
-        if process.world_size > 1:
-            raise ValueError(
-                f"an analysis runs in one process, and {process.world_size} were started: start "
-                "`moebius analyze` by itself, without torchrun"
-            )
-        restored = restore(run_dir, process, step=step)
-        max_rows = rows_of(num_tokens, restored.config.data.seq_len)
-        items = _items(restored, item_texts, split, max_rows)
-        found = new_analysis(restored, run_dir, split=split, items=items)
-        total = count_rows(restored.config, split, max_rows)
-        on_rows(0, total)
-        for seen in analysed_passes(restored, split=split, max_rows=max_rows):
-            found.add(seen)
-            on_rows(seen.num_rows, total)
+    if num_tokens is not None and num_tokens < 1:
+        raise ValueError(
+            f"--tokens {num_tokens}: nothing would be counted; give at least 1, or `all`"
+        )
+    loaded = moebius.load(run_dir, step=step)
+    max_rows = None if num_tokens is None else -(-num_tokens // loaded.config.data.seq_len)
+    counts_V, total = _survey(loaded, split, max_rows)
+    items = _named_items(loaded, item_texts) if item_texts else _frequent_items(loaded, counts_V)
+    found = Analysis(run_dir, loaded.config, loaded.step, split, tuple(items))
+    on_rows(0, total)
+    for rows in loaded.rows(split=split, max_rows=max_rows):
+        found.add(loaded.trace(rows))
+        on_rows(rows.num_rows, total)
     if not found.num_tokens:
         raise ValueError(
-            f"{restored.config.data.directory}: no token of the split {split!r} counts, so there is "
+            f"{loaded.config.data.directory}: no token of the split {split!r} counts, so there is "
             "nothing to analyse: are all of its rows padding?"
         )
     return found
 
 
-def _items(
-    restored: Restored, texts: Sequence[str], split: str, max_rows: int | None
-) -> list[Item]:
-    """Returns the items that are looked at one by one.
+def count_items(rows: moebius.Rows, vocab_size: int) -> np.ndarray:
+    """Returns how often every vocabulary item is an input in rows."""
+    token_ids = rows.tokens_BS[rows.counted_BS].cpu().numpy()
+    return np.bincount(token_ids, minlength=vocab_size)
+
+
+def _survey(
+    loaded: moebius.LoadedModel, split: str, max_rows: int | None
+) -> tuple[np.ndarray, int]:
+    """Returns how often every vocabulary item is an input, and the number of rows."""
+    vocab_size = loaded.config.model.vocab_size
+    counts_V, num_rows = np.zeros(vocab_size, dtype=np.int64), 0
+    for rows in loaded.rows(split=split, max_rows=max_rows):
+        counts_V += count_items(rows, vocab_size)
+        num_rows += rows.num_rows
+    return counts_V, num_rows
+
+
+def _frequent_items(loaded: moebius.LoadedModel, counts_V: np.ndarray) -> list[Item]:
+    decode = loaded.tokenizer.decode
+    return [Item(token_id, decode([token_id])) for token_id in usual_items(counts_V)]
+
+
+def _named_items(loaded: moebius.LoadedModel, texts: Sequence[str]) -> list[Item]:
+    """Returns the items that are named.
 
     Raises:
         ValueError: a text is not one token.
     """
-    tokenizer = prepared_tokenizer(restored.config.data.directory)
-    if not texts:
-        usual = usual_items(count_items(restored.config, split, max_rows))
-        return [Item(token_id, tokenizer.decode([token_id])) for token_id in usual]
+    tokenizer = loaded.tokenizer
     found = []
     for text in texts:
         token_ids = tokenizer.encode_batch([text])[0].tolist()

@@ -10,12 +10,10 @@ from ..analysis.banks import FEED_FORWARD, member_name
 from ..analysis.usage import preference_order
 from . import drawing
 from .picture import (
-    PAPER,
     Picture,
     Table,
     depth_label,
     depth_rows,
-    not_shown,
     pair_table,
     row_labels,
     stacked,
@@ -37,15 +35,6 @@ def unique_experts(analysis: Analysis) -> Picture:
     return Picture(
         name="unique_experts",
         title="Unique experts per token and depth step",
-        explanation=(
-            "How many different experts a vocabulary item (the input token) ever meets at a depth "
-            "step, over all its occurrences. The items that occur are sorted by that number for every "
-            f"depth step separately; the paper shows the first {PAPER_ITEMS:,}. A low curve means "
-            "that the item alone decides, a high one that its context does. The paper sees the "
-            "number grow towards the middle of the depth and fall a little at the end. It depends on "
-            "how much text was read: compare runs with the same number of tokens."
-        ),
-        source=f"{PAPER}: number of unique experts per token and layer",
         absent=why_nothing_is_chosen(analysis),
         table=lambda: stacked([_item_rows(analysis, each, r) for each, r in depth_rows(banks)]),
         draw=lambda: _draw_unique(analysis, banks),
@@ -72,7 +61,7 @@ def _draw_unique(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
         ((each.bank.depths[repeat], each, repeat) for each, repeat in depth_rows(banks)),
         key=lambda found: found[0],
     )
-    shown = depths[:: _stride(len(depths), analysis.model.layers_per_group)]
+    shown = depths[:: _stride(len(depths), analysis.config.model.layers_per_group)]
     figure = drawing.new_figure(3.7)
     panel = figure.subplots()
     seen = analysis.item_counts_V > 0
@@ -124,13 +113,6 @@ def frequent_items(analysis: Analysis) -> Picture:
     return Picture(
         name="frequent_items",
         title="Experts per depth step of the most frequent tokens",
-        explanation=(
-            f"The same count for the {FREQUENT_ITEMS:,} most frequent items at every depth step, as a "
-            "share of all experts that the item meets at any repeat of that layer. Columns are "
-            "items, the most frequent first. A bright row is a depth step that uses nearly every "
-            "expert that the item has at all."
-        ),
-        source=f"{PAPER}: variant of the unique experts, relative to all that an item uses",
         absent=why_nothing_is_chosen(analysis) or why_nothing_repeats(analysis),
         table=lambda: _frequent_table(analysis, banks),
         draw=lambda: _draw_frequent(analysis, banks),
@@ -189,14 +171,6 @@ def similarity(analysis: Analysis) -> Picture:
     return Picture(
         name="similarity",
         title="Similarity of expert choice between depth steps",
-        explanation=(
-            "How alike the sets of experts are that serve the same token at two depth steps of the "
-            "same layer: the experts in both over the experts in either (Jaccard), averaged over all "
-            "tokens that have experts at both. The diagonal, always 1, is left out."
-            + _chance(banks)
-            + not_shown(banks)
-        ),
-        source=f"{PAPER}: similarity of expert selection between layers",
         absent=why_nothing_is_chosen(analysis) or why_nothing_repeats(analysis),
         table=lambda: stacked(
             [
@@ -207,7 +181,7 @@ def similarity(analysis: Analysis) -> Picture:
                     tokens=each.similarity.pairs_RR,
                 )
                 for each in analysis.banks
-                if each.chosen_by != "nobody"
+                if each.bank.chosen_by != "nobody"
             ]
         ),
         draw=lambda: _draw_squares(
@@ -216,40 +190,18 @@ def similarity(analysis: Analysis) -> Picture:
     )
 
 
-def _chance(banks: Sequence[BankAnalysis]) -> str:
-    """Says what sets drawn at random would give, where every token has equally many experts."""
-    for each in banks:
-        routes, tokens = each.usage.counts_RE.sum(1), each.usage.tokens_R
-        if each.chosen_by == "tokens" and tokens.all() and (routes % tokens == 0).all():
-            share = routes[0] / tokens[0] / each.bank.num_experts
-            return (
-                f" Two sets of {routes[0] // tokens[0]} of {each.bank.num_experts} experts drawn at "
-                f"random would be alike by about {share / (2 - share):.3f}."
-            )
-    return ""
-
-
 def repeat_overlap(analysis: Analysis) -> Picture:
     """Returns the matrices of overlap between the usage of two depth steps."""
     banks = analysis.of_kind(FEED_FORWARD)
-    score = [each.usage.universal_score for each in banks]
-    mean = f" Here it is {np.mean(score):.3f}." if score and np.isfinite(score).all() else ""
     return Picture(
         name="repeat_overlap",
         title="Overlap of expert usage between repeats",
-        explanation=(
-            "Whether two depth steps use the same experts equally often, whatever the single token: "
-            "the smaller of the two shares, summed over the experts of a layer. 1: the same usage; "
-            "0: no expert in common. Its mean over different depth steps tells how universal the "
-            "experts are." + mean + not_shown(banks)
-        ),
-        source="the paper's training monitors (histogram overlap between repeats, universal score)",
         absent=why_usage_is_fixed(analysis) or why_nothing_repeats(analysis),
         table=lambda: stacked(
             [
                 pair_table(each, overlap=each.usage.overlap_RR)
                 for each in analysis.banks
-                if each.chosen_by == "tokens"
+                if each.bank.chosen_by == "tokens"
             ]
         ),
         draw=lambda: _draw_squares(
@@ -313,14 +265,6 @@ def co_occurrence(analysis: Analysis) -> Picture:
     return Picture(
         name="co_occurrence",
         title="Experts that work together",
-        explanation=(
-            "Of the tokens that an expert (row) serves, the share that another one (column) serves "
-            "at the same depth step, summed over the depth steps of a layer. Experts are in the "
-            "order of their layer preference, or by use where layers are not repeated. Bright blocks "
-            "are teams; brightness all along a column is an expert that is used often."
-            + not_shown(banks)
-        ),
-        source="the paper's training monitors (expert co-occurrence matrix)",
         absent=absent,
         table=lambda: stacked([_together_rows(each) for each in banks]),
         draw=lambda: _draw_together(banks),

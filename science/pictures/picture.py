@@ -1,8 +1,7 @@
-"""What a picture is: a question, its figures as a table, a drawing, and where it comes from.
+"""Defines a picture: its figures as a table, its drawing, or why there is none.
 
 A model of the family may have no answer to a question, as a dense model has none to the one about
-experts. Then there is a sentence that says so in the place of the drawing, and nothing is drawn
-that would look like an answer.
+experts. Then a sentence says so, and nothing is drawn that would look like an answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ import numpy as np
 
 from ..analysis.analyse import Analysis, BankAnalysis
 from ..analysis.banks import FEED_FORWARD, member_name
-from . import drawing
 
 Table = dict[str, np.ndarray]
 
@@ -23,7 +21,6 @@ KIND_NAMES = {
     "output": "O of attention",
     "attention": "attention (Q and O)",
 }
-PAPER = "MoEUT (arXiv 2405.16039), analysis of the feed-forward's expert selection"
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,6 @@ class Picture:
 
     name: str  # of its files
     title: str
-    explanation: str
-    source: str
     absent: str = ""  # why there is no picture; "" where there is one
     table: Callable[[], Table] = dict
     draw: Callable[[], Any] | None = None  # returns a matplotlib figure
@@ -44,9 +39,9 @@ def why_nothing_is_chosen(analysis: Analysis) -> str:
     banks = analysis.of_kind(FEED_FORWARD)
     if not banks:
         return "The feed-forward of this model is dense: no router chooses experts there."
-    experts = analysis.model.experts
+    experts = analysis.config.model.experts
     kind = experts.router.kind if experts is not None else ""
-    if any(each.chosen_by == "nobody" for each in banks):
+    if any(each.bank.chosen_by == "nobody" for each in banks):
         return (
             f"This model mixes (router.kind={kind!r}): every expert reads mixtures of all tokens of a "
             "group, so no token has experts of its own that could be counted."
@@ -62,7 +57,9 @@ def why_nothing_is_chosen(analysis: Analysis) -> str:
 def why_usage_is_fixed(analysis: Analysis) -> str:
     """Says why the feed-forward's usage says nothing; "" where it does."""
     reason = why_nothing_is_chosen(analysis)
-    if not reason and all(each.chosen_by == "experts" for each in analysis.of_kind(FEED_FORWARD)):
+    if not reason and all(
+        each.bank.chosen_by == "experts" for each in analysis.of_kind(FEED_FORWARD)
+    ):
         return (
             "In this model experts choose their tokens, equally many at every depth step: the usage "
             "of all experts is the same by construction."
@@ -72,11 +69,11 @@ def why_usage_is_fixed(analysis: Analysis) -> str:
 
 def why_nothing_repeats(analysis: Analysis) -> str:
     """Says why repeats of a layer cannot be compared; "" where they can."""
-    if analysis.model.num_repeats > 1:
+    if analysis.config.model.num_repeats > 1:
         return ""
     return (
         f"No layer of this model is applied twice (layers_per_group = num_layers = "
-        f"{analysis.model.num_layers}): its experts belong to one depth step each, and there are no "
+        f"{analysis.config.model.num_layers}): its experts belong to one depth step each, and there are no "
         "two depth steps whose experts could be compared."
     )
 
@@ -107,13 +104,6 @@ def row_labels(rows: Sequence[tuple[BankAnalysis, int]]) -> list[str]:
 def depth_label(rows: Sequence[tuple[BankAnalysis, int]]) -> str:
     """Returns what the axis of such rows is called."""
     return "depth step and layer" if any(r > 0 for _, r in rows) else "depth step"
-
-
-def not_shown(banks: Sequence[BankAnalysis]) -> str:
-    """Returns a sentence about layers that have no panel, where there are too many of them."""
-    if len(banks) <= drawing.MAX_PANELS:
-        return ""
-    return f" Of {len(banks)} layers the first {drawing.MAX_PANELS} are drawn; the data have all."
 
 
 def stacked(tables: Sequence[Table]) -> Table:

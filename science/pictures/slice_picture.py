@@ -10,7 +10,6 @@ from ..analysis.banks import FEED_FORWARD
 from ..analysis.usage import preference_order
 from . import drawing
 from .picture import (
-    PAPER,
     Picture,
     Table,
     depth_label,
@@ -30,16 +29,6 @@ def item_slices(analysis: Analysis) -> Picture:
     return Picture(
         name="item_slices",
         title="Experts of single tokens",
-        explanation=(
-            "For single vocabulary items, how the work that each expert does for them is spread over "
-            "the depth steps; each column of a layer adds up to 1, and experts that never serve the "
-            "item are grey. Experts are sorted for every item by themselves, from those that it meets "
-            "early to those that it meets late (the paper's rule with its 0.95-quantile). The items "
-            "are those at the places 1, 10, 100 and 1,000 in the order of frequency, unless --item "
-            "names others. Few and bright: an item that has experts of its own at a depth step; many "
-            "and pale: its context decides. Rare items have few occurrences to be counted from."
-        ),
-        source=f"{PAPER}: slices of the count matrix over token ids",
         absent=why_nothing_is_chosen(analysis) or why_nothing_repeats(analysis) or _none(analysis),
         table=lambda: stacked(
             [_rows(analysis, each, place) for each in banks for place in _places(analysis)]

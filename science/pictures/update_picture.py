@@ -12,34 +12,20 @@ from .picture import Picture, Table
 
 def update_magnitude(analysis: Analysis) -> Picture:
     """Returns the curves of update, input, their ratio and cosine over depth."""
-    post = (
-        " This model normalises after every block (norm=post), so the length of what comes in is set "
-        "by a LayerNorm."
-        if analysis.model.norm == "post"
-        else ""
-    )
     return Picture(
         name="update_magnitude",
         title="Update magnitude per depth step",
-        explanation=(
-            "Means over tokens of the length of what a depth step adds to the residual stream, "
-            "‖x_out − x_in‖₂, of the length of what it finds there, ‖x_in‖₂, of the ratio of the two, "
-            "and of |cos(x_in, x_out)|: 1 where a depth step changes the length alone. Depth steps "
-            "that hardly change anything could be left out; updates that grow without bound are how "
-            "naive Universal Transformers diverge." + post
-        ),
-        source="MoEUT (arXiv 2405.16039), update magnitude per layer",
         table=lambda: _table(analysis),
         draw=lambda: _draw(analysis),
     )
 
 
 def _table(analysis: Analysis) -> Table:
-    depths = np.arange(1, analysis.model.num_layers + 1)
+    depths = np.arange(1, analysis.config.model.num_layers + 1)
     means_LC = analysis.updates.means_LC
     columns: Table = {
         "depth": depths,
-        "member": np.asarray(analysis.model.schedule),
+        "member": np.asarray(analysis.config.model.schedule),
         "tokens": analysis.updates.tokens_L,
     }
     return columns | {name: means_LC[:, place] for place, name in enumerate(COLUMNS)}
@@ -71,7 +57,7 @@ def _draw(analysis: Analysis) -> Any:
     drawing.label(lengths, y="length")
     drawing.label(ratio, y="update / input")
     drawing.label(cosine, x="depth step", y="|cos(in, out)|")
-    cosine.set_xlim(0.5, analysis.model.num_layers + 0.5)
+    cosine.set_xlim(0.5, analysis.config.model.num_layers + 0.5)
     drawing.whole_numbers(cosine.xaxis)
     drawing.title(lengths, "Update of the residual stream per depth step")
     lengths.legend(fontsize=8.5, frameon=False)

@@ -11,13 +11,11 @@ from ..analysis.usage import preference_order
 from . import drawing
 from .picture import (
     KIND_NAMES,
-    PAPER,
     Picture,
     Table,
     bank_name,
     depth_label,
     depth_rows,
-    not_shown,
     row_labels,
     stacked,
     why_nothing_repeats,
@@ -57,14 +55,6 @@ def expert_usage(analysis: Analysis) -> Picture:
     return Picture(
         name="expert_usage",
         title="Expert usage per depth step",
-        explanation=(
-            "How much of each depth step's work falls on each expert of the feed-forward: 1 is the "
-            "load that all would have if they were used alike. Rows are depth steps, grouped by the "
-            "layer whose weights they share; in a group the columns are the same experts, the most "
-            "used first. Dark columns are experts that hardly work at that step; a layer that is "
-            "well balanced over all its steps may still be uneven at each of them."
-        ),
-        source=f"{PAPER}: expert usage per layer (before its normalisation per expert)",
         absent=why_usage_is_fixed(analysis),
         table=lambda: usage_table(banks),
         draw=lambda: _draw_usage(banks),
@@ -101,16 +91,6 @@ def layer_preference(analysis: Analysis) -> Picture:
     return Picture(
         name="layer_preference",
         title="Layer preference of the experts",
-        explanation=(
-            "For every expert, how its work is spread over the depth steps that share it; each "
-            "column adds up to 1. Experts are sorted from those that prefer early depth steps to "
-            "those that prefer late ones, by the paper's rule (entries above the expert's own "
-            "0.9-quantile count). A bright diagonal means specialists of one depth step, an even "
-            "colour experts that serve all. The paper finds most experts used at several depth "
-            "steps, and some with a clear preference. Experts that nobody chose are grey."
-            + not_shown(banks)
-        ),
-        source=f"{PAPER}: expert usage per layer, normalised per expert",
         absent=why_usage_is_fixed(analysis) or why_nothing_repeats(analysis),
         table=lambda: stacked([_preference_rows(each) for each in banks]),
         draw=lambda: _draw_preference(banks),
@@ -158,7 +138,7 @@ def _draw_preference(banks: Sequence[BankAnalysis]) -> Any:
 def chooses(each: BankAnalysis) -> bool:
     """Returns whether tokens choose among the bank's experts."""
     return (
-        each.chosen_by == "tokens"
+        each.bank.chosen_by == "tokens"
         and each.bank.num_experts > each.bank.num_heads
         and not each.takes_all
     )
@@ -173,19 +153,9 @@ def balance(analysis: Analysis) -> Picture:
     return Picture(
         name="balance",
         title="Balance, dead experts, gates and stability over depth",
-        explanation=(
-            "Usage perplexity: exp of the entropy of the usage over the number of experts, 1 where "
-            "all are used alike (in attention the mean over heads). Dead experts: the share that no "
-            "token chose at that depth step. Gate weight: mean of the chosen experts', the band from "
-            "the smallest to the largest. Kept experts: the share of a token's experts that served "
-            "it at the repeat before of the same layer as well; it begins at the second repeat, and "
-            "is missing where no layer is repeated."
-        ),
-        source="the paper's training monitors (relative usage perplexity, dead experts, gates of "
-        "the selected, overlap of consecutive steps' selections)",
         absent=absent,
         table=lambda: stacked([_balance_rows(each) for each in banks]),
-        draw=lambda: _draw_balance(banks, analysis.model.num_layers),
+        draw=lambda: _draw_balance(banks, analysis.config.model.num_layers),
     )
 
 
@@ -263,22 +233,9 @@ def attention_heads(analysis: Analysis) -> Picture:
         absent = "The attention of this model has no experts."
     elif not any(map(chooses, banks)):
         absent = "Attention's tokens go through all experts of their heads: nothing is chosen."
-    joint = any(each.bank.kind == "attention" for each in banks)
     return Picture(
         name="attention_heads",
         title="Attention experts per head",
-        explanation=(
-            "How often each expert of attention is chosen at each depth step, relative to an even "
-            "use (1). "
-            + (
-                "In this attention (MoMHA) one router chooses pairs of Q and O experts for all heads "
-                "together, so there is one block of columns."
-                if joint
-                else "Every head has experts of its own for V (chosen by the token that is looked at) "
-                "and for O (chosen by the token that looks): each block of columns is a head."
-            )
-        ),
-        source="SwitchHead (arXiv 2312.07987) and the paper's monitors: usage per head",
         absent=absent,
         table=lambda: usage_table(banks),
         draw=lambda: _draw_heads(banks),

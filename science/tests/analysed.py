@@ -1,104 +1,104 @@
 """Analyses of tiny models without a run folder, and what plain loops count in the same passes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.evaluation.restore import Restored
-from moebius.model.documents import mark_documents
-from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import Config, TrainConfig
-from moebius.train.record.route_tap import tap
-from moebius.train.record.routed_call import RoutedCall
-from moebius_science.analysis.analyse import Analysis, new_analysis
-from moebius_science.analysis.hidden import tap_hidden
+import moebius
+from moebius_science.analysis.analyse import Analysis
 from moebius_science.analysis.slices import Item
-from moebius_science.analysis.stream import AnalysedPass
-from moebius_science.analysis.updates import tap_residual
 
 ITEMS = (Item(3, "three"), Item(5, "$five\n"))
-GROUP = 32  # sequences, which whole groups of every recipe are
+
+
+def tiny_model(name: str, *overrides: str) -> moebius.LoadedModel:
+    """A recipe's model with small widths and opinionated routers: loads are uneven, tokens halt."""
+    small = {"model.d_model": 24, "model.attention.d_head": 6}
+    if moebius.recipe(name).model.experts is None:
+        small["model.feed_forward.d_feed_forward"] = 20
+    else:
+        small["model.feed_forward.d_expert"] = 8
+    texts = [f"{key}={value}" for key, value in small.items()]
+    texts += ["data.tokenizer=bytes", "data.vocab_size=257", "model.vocab_size=257"]
+    config = moebius.recipe(name, *texts, *overrides)
+    model: Any = moebius.build(config).eval()
+    make_uneven(model)
+    return moebius.LoadedModel(model, None, config, 7)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def pass_of(
-    model: Transformer, tokens_BS: Tensor, counted_BS: Tensor | None = None
-) -> AnalysedPass:
-    """One recorded pass of these tokens; what does not count is padding."""
-    documents = None
-    if counted_BS is not None:
-        ids_BS = torch.where(counted_BS, 0, -1)
-        documents = mark_documents(ids_BS, torch.device("cpu"), attention=False, balance=False)
-    else:
-        counted_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-    with tap(model) as calls, tap_residual(model) as updates, tap_hidden(model) as hidden:
-        model(tokens_BS, documents=documents)
-    rows = len(tokens_BS)
-    return AnalysedPass(
-        tokens_BS.flatten(), counted_BS.flatten(), calls, updates, hidden, 1.0, rows, rows
-    )
+def make_uneven(model: Any) -> None:
+    """Adds noise to routers, and something in common to all rows."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "router" in name or "halting" in name:
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    embedding = model.embedding
+    embedding.add_(embedding.std() * torch.randn(embedding.shape[1], generator=generator))
 
 
-def passes_of(
-    model: Transformer, *, count: int = 2, rows: int = 4, length: int = 6, padded: bool = False
-) -> list[AnalysedPass]:
-    """Passes of few token ids, so that each comes often; the last positions are padding or not."""
+def traces_of(
+    loaded: moebius.LoadedModel, *, count: int = 2, rows: int = 4, length: int = 6, padded: bool
+) -> list[moebius.Trace]:
+    """Passes of few token ids, so that each comes often; the last positions do not count, or do."""
+    rows = max(rows, loaded.config.model.evaluation_group_sequences)
     found = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
-        tokens_BS = torch.randint(9, (rows, length), generator=generator)
-        counted_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-        counted_BS[: 1 + rows // 2, length - 2 :] = False
-        found.append(pass_of(model.eval(), tokens_BS, counted_BS if padded else None))
+        tokens_BS = torch.randint(9, (rows, length + 1), generator=generator)
+        seen = loaded.trace(tokens_BS)
+        if padded:
+            counted_BS = seen.rows.counted_BS.clone()
+            counted_BS[: 1 + rows // 2, length - 2 :] = False
+            seen = replace(seen, rows=replace(seen.rows, counted_BS=counted_BS))
+        found.append(seen)
     return found
 
 
-def analysis_of(model: Transformer, passes: list[AnalysedPass], *, run: str = "tiny") -> Analysis:
+def analysis_of(
+    loaded: moebius.LoadedModel, traces: Sequence[moebius.Trace], *, run: str = "tiny"
+) -> Analysis:
     """The analysis of these passes."""
-    vocab_size = model.config.vocab_size
-    config = Config.model_construct(
-        model=model.config,
-        data=DataConfig(directory="data"),
-        prepare=PrepareConfig.model_construct(vocab_size=vocab_size),
-        train=TrainConfig(),
-    )
-    found = new_analysis(Restored(model, config, 7), Path(run), split="validation", items=ITEMS)
-    for seen in passes:
+    found = Analysis(Path(run), loaded.config, 7, "validation", ITEMS)
+    for seen in traces:
         found.add(seen)
     return found
 
 
+def analysed(name: str, *overrides: str, **settings: Any) -> tuple[list[moebius.Trace], Analysis]:
+    """The passes of a tiny model and their analysis."""
+    loaded = tiny_model(name, *overrides)
+    traces = traces_of(loaded, **({"padded": False} | settings))
+    return traces, analysis_of(loaded, traces)
+
+
 @dataclass
 class Counted:
-    """What plain loops find in the calls of one bank."""
+    """What plain loops find in the routes of one bank."""
 
     # by repeat, then by token in the order of the passes: (expert, gate weight) of every choice
     choices: list[list[list[tuple[int, float]]]]
     token_ids: list[int] = field(default_factory=list)  # of the same tokens
 
 
-def count_by_loops(passes: list[AnalysedPass], layer: str) -> Counted:
+def count_by_loops(traces: Sequence[moebius.Trace], layer: str) -> Counted:
     """Goes through every route of one sparse layer."""
     found: Counted | None = None
-    for seen in passes:
-        calls = [call for call in seen.calls if call.id.layer == layer]
-        found = found or Counted([[] for _ in calls])
-        counted = seen.counted_T.tolist()
-        found.token_ids += [
-            token
-            for token, counts in zip(seen.token_ids_T.tolist(), counted, strict=True)
-            if counts
-        ]
-        for repeat, call in enumerate(calls):
+    for seen in traces:
+        passes = [routes for routes in seen.routes if routes.layer == layer]
+        found = found or Counted([[] for _ in passes])
+        counted = seen.rows.counted_BS.flatten().tolist()
+        ids = seen.rows.tokens_BS.flatten().tolist()
+        found.token_ids += [token for token, counts in zip(ids, counted, strict=True) if counts]
+        for repeat, routes in enumerate(passes):
             of_token: dict[int, list[tuple[int, float]]] = {
                 token: [] for token, counts in enumerate(counted) if counts
             }
-            for token, expert, weight in _routes(call, len(counted)):
+            for token, expert, weight in _listed(routes.token_N, routes.expert_N, routes.weight_N):
                 if counted[token]:
                     of_token[token].append((expert, weight))
             found.choices[repeat] += of_token.values()
@@ -106,12 +106,5 @@ def count_by_loops(passes: list[AnalysedPass], layer: str) -> Counted:
     return found
 
 
-def _routes(call: RoutedCall, num_tokens: int) -> Iterator[tuple[int, int, float]]:
-    rows_per_token = call.num_rows // num_tokens
-    for source, expert, weight in zip(
-        call.routes.source_N.tolist(),
-        call.routes.expert_N.tolist(),
-        call.routes.weight_N.tolist(),
-        strict=True,
-    ):
-        yield source // rows_per_token, expert, weight
+def _listed(*columns: Tensor) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -1,44 +1,40 @@
-"""Every statistic against a plain count over the recorded routes of tiny models."""
+"""Every statistic against a plain count over the routes and states of tiny models."""
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from analysed import Counted, analysis_of, count_by_loops, passes_of
-from family import make_uneven, tiny_model
+from analysed import ITEMS, Counted, analysed, count_by_loops, tiny_model, traces_of
 
+import moebius
 from moebius_science.analysis.analyse import Analysis, BankAnalysis
 from moebius_science.analysis.banks import Bank, Choices, banks_of
 from moebius_science.analysis.items import ItemCounter
 from moebius_science.analysis.similarity import SimilarityCounter
-from moebius_science.analysis.stream import AnalysedPass, rows_of
-from moebius_science.analysis.updates import UpdateCounter, tap_residual
+from moebius_science.analysis.slices import usual_items
+from moebius_science.analysis.updates import UpdateCounter
 from moebius_science.analysis.usage import UsageCounter, preference_order
 
-MODELS: dict[str, dict[str, Any]] = {  # recipe: changes
-    "moeut": {},  # repeats, heads of attention
-    "moeut_aabb": {},  # the other order of repeats
-    "sigma_moe": {},  # no repeats
-    "mh_moe": {"layers_per_group": 1},  # sub-tokens: tokens have more or fewer experts
-    "switch": {"layers_per_group": 1},  # a capacity that refuses rows
-    "expert_choice": {"layers_per_group": 2},  # experts that choose
-    "sut": {},  # halting, one router for Q and O
+MODELS = {  # recipe: changes
+    "moeut": (),  # repeats, heads of attention
+    "moeut_aabb": (),  # the other order of repeats
+    "sigma_moe": (),  # no repeats
+    "mh_moe": ("model.layers_per_group=1",),  # sub-tokens: tokens have more or fewer experts
+    "switch": ("model.layers_per_group=1",),  # a capacity that refuses rows
+    "expert_choice": ("model.layers_per_group=2",),  # experts that choose
+    "sut": (),  # halting, one router for Q and O
 }
-Case = tuple[list[AnalysedPass], Analysis]
+Case = tuple[list[moebius.Trace], Analysis]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest) -> Case:
     name: str = request.param
-    model = make_uneven(tiny_model(name, MODELS[name]))
-    group = model.config.evaluation_group_sequences
-    rows = max(4, group)
+    length = 3 if name == "expert_choice" else 6
     padded = name in ("moeut", "mh_moe", "switch")
-    passes = passes_of(model, rows=rows, length=3 if group > 1 else 6, padded=padded)
-    return passes, analysis_of(model, passes)
+    return analysed(name, *MODELS[name], length=length, padded=padded)
 
 
 def each_bank(case: Case) -> list[tuple[BankAnalysis, Counted]]:
@@ -143,7 +139,7 @@ def test_different_experts_of_an_item(case: Case) -> None:
             assert each.bank.kind != "feed_forward"
             continue
         sets = sets_of(counted)
-        for item in range(analysis.model.vocab_size):
+        for item in range(10):
             places = [n for n, token in enumerate(counted.token_ids) if token == item]
             met = [set().union(*(tokens[n] for n in places)) for tokens in sets]
             assert each.items.unique_RV[:, item].tolist() == [len(found) for found in met]
@@ -151,32 +147,22 @@ def test_different_experts_of_an_item(case: Case) -> None:
             assert analysis.item_counts_V[item] == len(places)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["moeut", "dense", "sut"])
 def test_updates_are_those_of_a_plain_loop(name: str) -> None:
-    model = make_uneven(tiny_model(name)).eval()
-    tokens_BS = torch.randint(9, (3, 5), generator=torch.Generator().manual_seed(1))
-    counted_T = torch.arange(15) % 4 > 0
-    seen: list[tuple[Any, Any, Any]] = []
-
-    def look(_layer: Any, inputs: Any, given: Any, output: Any) -> None:
-        seen.append((inputs[0], output[0], given["unhalted"]))
-
-    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in model.group]
-    with tap_residual(model) as updates:
-        model(tokens_BS)
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == len(updates) == model.config.num_layers
-    counter = UpdateCounter(model.config.num_layers)
-    counter.add(updates, counted_T)
-    counter.add(updates, counted_T)  # twice the tokens, the same means
-    for depth, (x, y, unhalted) in enumerate(seen):
+    loaded = tiny_model(name)
+    [seen] = traces_of(loaded, count=1, padded=True)
+    counter = UpdateCounter(loaded.config.model.num_layers)
+    counter.add(seen)
+    counter.add(seen)  # twice the tokens, the same means
+    counted = seen.rows.counted_BS.flatten().tolist()
+    states = seen.hidden_LBSD.flatten(1, 2).tolist()
+    for depth, active in enumerate(seen.active_LBS.flatten(1).tolist()):
         rows = []
-        for token in counted_T.nonzero().flatten().tolist():
-            if unhalted is not None and unhalted.weight_BS.flatten()[token] == 0:
+        for a, b, is_active, counts in zip(
+            states[depth], states[depth + 1], active, counted, strict=True
+        ):
+            if not (is_active and counts):
                 continue
-            a, b = x.flatten(0, 1)[token].tolist(), y.flatten(0, 1)[token].tolist()
             change = math.sqrt(sum((q - p) ** 2 for p, q in zip(a, b, strict=True)))
             before, after = math.hypot(*a), math.hypot(*b)
             cosine = sum(p * q for p, q in zip(a, b, strict=True)) / before / after
@@ -184,6 +170,36 @@ def test_updates_are_those_of_a_plain_loop(name: str) -> None:
         assert counter.tokens_L[depth] == 2 * len(rows)
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)] or [math.nan] * 4
         assert counter.means_LC[depth].tolist() == pytest.approx(means, rel=1e-5, nan_ok=True)
+
+
+def test_slices_of_single_items(case: Case) -> None:
+    for each, counted in each_bank(case):
+        if each.slices is None:
+            continue
+        for place, item in enumerate(ITEMS):
+            for repeat, tokens in enumerate(counted.choices):
+                experts = [
+                    expert
+                    for token_id, made in zip(counted.token_ids, tokens, strict=True)
+                    if token_id == item.token_id
+                    for expert, _ in made
+                ]
+                counts = [experts.count(expert) for expert in range(each.bank.num_experts)]
+                assert each.slices.counts_KRE[place, repeat].tolist() == counts
+            counts_RE = each.slices.counts_KRE[place]
+            for expert, column in enumerate(each.slices.preference_RE(place).T):
+                total = counts_RE[:, expert].sum()
+                shares = [count / total if total else math.nan for count in counts_RE[:, expert]]
+                assert column.tolist() == pytest.approx(shares, nan_ok=True)
+
+
+def test_the_usual_items_are_some_of_the_most_frequent() -> None:
+    counts = np.zeros(2000, dtype=np.int64)
+    assert usual_items(counts) == []
+    counts[[7, 3]] = (5, 9)
+    assert usual_items(counts) == [3]
+    counts[:1500] += np.arange(1500, 0, -1)
+    assert usual_items(counts) == [3, 9, 99, 999]
 
 
 def slow_order(shares: list[list[float]]) -> list[int]:
@@ -220,6 +236,10 @@ def test_a_clear_preference_is_a_diagonal() -> None:
 # Degenerate cases -------------------------------------------------------------------------------------------
 
 
+def bank_of(num_experts: int) -> Bank:
+    return Bank("group.0.feed_forward.sparse", "feed_forward", 0, (1, 2), num_experts, 1, "tokens")
+
+
 def one_sided(num_tokens: int, num_experts: int) -> Choices:
     """All tokens to expert 2."""
     token_N = torch.arange(num_tokens)
@@ -229,7 +249,7 @@ def one_sided(num_tokens: int, num_experts: int) -> Choices:
 
 
 def test_all_tokens_to_one_expert() -> None:
-    bank = Bank("group.0.feed_forward.sparse", "feed_forward", 0, (1, 2), 5)
+    bank = bank_of(5)
     usage, similarity, items = UsageCounter(bank), SimilarityCounter(bank), ItemCounter(bank, 4)
     for repeat in range(2):
         usage.add(repeat, one_sided(6, 5))
@@ -245,7 +265,7 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 def test_no_token_at_all_is_unknown_and_not_zero() -> None:
-    bank = Bank("group.0.feed_forward.sparse", "feed_forward", 0, (1, 2), 5)
+    bank = bank_of(5)
     usage, similarity = UsageCounter(bank), SimilarityCounter(bank)
     nothing = torch.zeros(0, dtype=torch.int64)
     empty = Choices(nothing, nothing, torch.zeros(0), 0, 5)
@@ -259,7 +279,7 @@ def test_no_token_at_all_is_unknown_and_not_zero() -> None:
 
 def test_many_tokens_are_counted_in_blocks() -> None:
     """More tokens than a block holds give what all at once give."""
-    bank = Bank("group.0.feed_forward.sparse", "feed_forward", 0, (1, 2), 7)
+    bank = bank_of(7)
     rng = torch.Generator().manual_seed(0)
     of_repeats = []
     for _ in range(2):
@@ -275,14 +295,10 @@ def test_many_tokens_are_counted_in_blocks() -> None:
 
 
 def test_a_single_depth_step_and_a_single_expert() -> None:
-    changes = {
-        "num_layers": 1,
-        "layers_per_group": 1,
-        "feed_forward.num_experts": 1,
-        "feed_forward.router.top_k": 1,
-    }
-    model = tiny_model("moeut", changes)
-    analysis = analysis_of(model, passes_of(model))
+    changes = ("num_layers", "layers_per_group", "feed_forward.num_experts")
+    _, analysis = analysed(
+        "moeut", *(f"model.{key}=1" for key in changes), "model.feed_forward.router.top_k=1"
+    )
     [feed_forward] = analysis.of_kind("feed_forward")
     assert feed_forward.takes_all
     assert feed_forward.usage.perplexity_R.tolist() == [1.0]
@@ -290,16 +306,16 @@ def test_a_single_depth_step_and_a_single_expert() -> None:
     assert analysis.updates.tokens_L.tolist() == [48]
 
 
+def banks(name: str) -> tuple[Bank, ...]:
+    loaded = tiny_model(name)
+    [seen] = traces_of(loaded, count=1, padded=False)
+    return banks_of(seen.routes, loaded.config.model.attention.kind)
+
+
 def test_banks_say_which_depth_steps_they_serve() -> None:
-    found = {(bank.kind, bank.member): bank.depths for bank in banks_of(tiny_model("moeut_aabb"))}
+    found = {(bank.kind, bank.member): bank.depths for bank in banks("moeut_aabb")}
     steps = found["feed_forward", 0]
     assert steps == tuple(range(1, len(steps) + 1))
     assert found["value", 1][0] == len(steps) + 1
-    assert {bank.kind for bank in banks_of(tiny_model("sut"))} == {"feed_forward", "attention"}
-    assert banks_of(tiny_model("dense")) == ()
-
-
-def test_tokens_become_whole_rows() -> None:
-    assert [rows_of(tokens, 128) for tokens in (1, 128, 129, None)] == [1, 1, 2, None]
-    with pytest.raises(ValueError, match="--tokens 0: nothing would be counted"):
-        rows_of(0, 128)
+    assert {bank.kind for bank in banks("sut")} == {"feed_forward", "attention"}
+    assert banks("dense") == ()

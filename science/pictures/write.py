@@ -1,29 +1,20 @@
-"""Writes an analysis: for each picture a PNG and a Parquet file, and one page with all of them."""
+"""Writes an analysis: a PNG and a Parquet file for each picture."""
 
+import io
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from moebius.data_pipeline.atomic import atomic_write
-from moebius.data_pipeline.parquet import write_parquet
-
-from ..pictures import (
-    choice_pictures,
-    drawing,
-    slice_picture,
-    update_picture,
-    usage_pictures,
-    weight_pictures,
-)
-from ..pictures.picture import Picture
-from .analyse import Analysis, BankAnalysis
-from .hidden import PARTS
-from .page import facts_line, page
-
-PAGE = "analysis.html"
+from ..analysis.analyse import Analysis, BankAnalysis
+from ..analysis.updates import COLUMNS
+from ..files import write_whole
+from . import choice_pictures, drawing, slice_picture, update_picture, usage_pictures
+from .picture import Picture, Table
 
 PICTURES: tuple[Callable[[Analysis], Picture], ...] = (
     usage_pictures.expert_usage,
@@ -37,10 +28,7 @@ PICTURES: tuple[Callable[[Analysis], Picture], ...] = (
     choice_pictures.repeat_overlap,
     choice_pictures.co_occurrence,
     usage_pictures.attention_heads,
-    weight_pictures.relu_pass_rate,
-    weight_pictures.row_cosine,
 )
-"""All pictures, in the order of the page."""
 
 
 def check_folder(folder: Path) -> None:
@@ -57,65 +45,51 @@ def check_folder(folder: Path) -> None:
         pass
 
 
-def write_analysis(analysis: Analysis, folder: Path) -> list[dict[str, Any]]:
-    """Writes all files, replaces older ones, and returns what there is of each picture.
-
-    Raises:
-        PrepareError: a file cannot be written.
-    """
+def write_analysis(analysis: Analysis, folder: Path) -> list[dict[str, str]]:
+    """Writes all files, replaces older ones, and returns what there is of each picture."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {name: str(value) for name, value in analysis.facts.items()}
-    drawn: list[tuple[Picture, bytes]] = []
     written = []
     for make in PICTURES:
         picture = make(analysis)
-        written.append({"name": picture.name, "title": picture.title, "absent": picture.absent})
+        found = {"name": picture.name, "title": picture.title, "absent": picture.absent}
         image, table = folder / f"{picture.name}.png", folder / f"{picture.name}.parquet"
         if picture.draw is None or picture.absent:
             image.unlink(missing_ok=True)  # of an older analysis
             table.unlink(missing_ok=True)
-            drawn.append((picture, b""))
-            continue
-        pixels = drawing.png(picture.draw(), facts_line(analysis))
-        with atomic_write(image) as file:
-            file.write(pixels)
-        write_parquet(table, picture.table(), metadata=metadata | {"picture": picture.title})
-        written[-1] |= {"png": str(image), "parquet": str(table)}
-        drawn.append((picture, pixels))
-    with atomic_write(folder / PAGE) as file:
-        file.write(page(analysis, drawn).encode())
+        else:
+            write_whole(image, drawing.png(picture.draw(), footer_of(analysis)))
+            write_whole(table, parquet(picture.table(), metadata | {"picture": picture.title}))
+            found |= {"png": str(image), "parquet": str(table)}
+        written.append(found)
     return written
+
+
+def footer_of(analysis: Analysis) -> str:
+    """Returns the line below a picture: run, step, tokens, loss and seed."""
+    facts = analysis.facts
+    return (
+        f"{facts['run']}, step {facts['step']:,}; {facts['tokens']:,} {facts['split']} tokens in "
+        f"{facts['rows']:,} rows, loss {facts['loss']:.4f} nats; seed {facts['seed']}"
+    )
+
+
+def parquet(columns: Table, metadata: Mapping[str, str]) -> bytes:
+    """Returns a table as a Parquet file; what belongs to all rows is in its metadata, as text."""
+    arrays: dict[str, Any] = {name: pa.array(values) for name, values in columns.items()}
+    table = pa.table(arrays).replace_schema_metadata(dict(metadata))
+    file = io.BytesIO()
+    pq.write_table(table, file, compression="zstd")
+    return file.getvalue()
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
     """Returns the figures of an analysis that a script would ask for; unknown ones are null."""
+    means_LC = analysis.updates.means_LC
     return {
         **analysis.facts,
         "banks": [_bank_json(each) for each in analysis.banks],
-        "updates": {
-            name: _numbers(column)
-            for name, column in zip(
-                ("update_norm", "input_norm", "ratio", "abs_cosine"),
-                analysis.updates.means_LC.T,
-                strict=True,
-            )
-        },
-        "relu_pass_rate": {
-            part: _numbers(rates)
-            for part, rates in zip(PARTS, analysis.hidden.rate_LP.T, strict=True)
-            if np.isfinite(rates).any()
-        },
-        "row_cosine": [
-            {"member": one.member, "matrix": one.matrix}
-            | dict(
-                zip(
-                    ("same_expert", "different_experts", "all_pairs"),
-                    _numbers([one.same_expert, one.different_experts, one.all_pairs]),
-                    strict=True,
-                )
-            )
-            for one in analysis.cosines
-        ],
+        "updates": {name: _numbers(means_LC[:, place]) for place, name in enumerate(COLUMNS)},
     }
 
 
@@ -127,9 +101,9 @@ def _bank_json(each: BankAnalysis) -> dict[str, Any]:
         "depths": list(bank.depths),
         "experts": bank.num_experts,
         "heads": bank.num_heads,
-        "chosen_by": each.chosen_by,
+        "chosen_by": bank.chosen_by,
     }
-    if each.chosen_by == "nobody":
+    if bank.chosen_by == "nobody":
         return found
     return found | {
         "tokens": usage.tokens_R.tolist(),
