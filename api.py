@@ -201,7 +201,7 @@ def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
         ValueError: the text cannot be read.
     """
     config = place_data(config, Path(folder).absolute())
-    prepare_data(config.data, config.data.directory)
+    prepare_data(config.prepare, config.data.directory)
     return config
 
 

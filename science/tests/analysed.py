@@ -23,7 +23,7 @@ def tiny_model(name: str, *overrides: str) -> moebius.LoadedModel:
     else:
         small["model.feed_forward.d_expert"] = 8
     texts = [f"{key}={value}" for key, value in small.items()]
-    texts += ["data.tokenizer=bytes", "data.vocab_size=257", "model.vocab_size=257"]
+    texts += ["prepare.tokenizer=bytes", "prepare.vocab_size=257", "model.vocab_size=257"]
     config = moebius.recipe(name, *texts, *overrides)
     model: Any = moebius.build(config).eval()
     make_uneven(model)

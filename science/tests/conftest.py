@@ -15,7 +15,7 @@ TINY = (
     *("model.attention.num_heads=2", "model.attention.d_head=8", "model.attention.num_experts=2"),
     *("model.feed_forward.num_experts=4", "model.feed_forward.d_expert=8"),
     "model.feed_forward.router.top_k=2",
-    *("data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=16"),
+    *("prepare.tokenizer=bytes", "prepare.vocab_size=257", "data.seq_len=16"),
     *("mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1"),
     *("job.rehearse_failure_at_step=none", "train.device=cpu", "train.threads=1"),
 )
@@ -32,8 +32,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "smoke",
         *TINY,
         *changes,
-        "data.validation_fraction=0.2",
-        f"data.input=['{folder / 'text.jsonl'}']",
+        "prepare.validation_fraction=0.2",
+        f"prepare.input=['{folder / 'text.jsonl'}']",
     )
     moebius.fit(config, folder / "run", show=False)
     return folder / "run"
