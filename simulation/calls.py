@@ -1,15 +1,14 @@
-"""What `moebius simulate` is asked: a model or a recorded run, made into calls for the simulated
-ranks.
+"""Makes the calls that simulated ranks carry out, from a model or from a recorded run.
 
 A model routes tokens (random ones, or a trained run's validation text): every rank's micro-batch
-goes through the whole model on one rank, and what every sparse layer got, how it was routed and
-what came out is what the simulated ranks must carry and reproduce. A recorded run gives the routes
-alone; rows and gate weights are then drawn, for they do not decide what travels.
+goes through the whole model on one rank, and the simulated ranks must carry what every sparse layer
+got and reproduce what came out. A recorded run gives only the routes; rows and gate weights are
+then drawn, because they do not decide what travels.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from ..data_pipeline.read.rows import SplitReader
 from ..distributed.checkpoint.format import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
-from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import cast_weights, forward_in
 from ..model.initialise import draw, initialise
@@ -30,244 +28,14 @@ from ..train.record.route_tap import sparse_layers, tap
 from ..train.record.route_trace import read_rank, recorded_steps
 from ..train.record.routed_call import RoutedCall
 from ..train.state import seed_micro_batch
-from .dispatch import Cluster, ExpertsOfLayer, simulate
+from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
+from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster
 from .replay import replay
-from .shapes import ShapeRequest
-from .threads import MOST_PRETENDED, MOST_THREADS
-from .traffic_report import SimulationReport
+from .threads import MOST_THREADS
 
-DEFAULT_RANKS = 8
 MOST_TOKENS = 2**24  # of a rank and step: their rows, also those of 256 heads, have numbers
-_NODE = 8  # ranks of a node by default
-_SEEDS = 2**31  # of them, with a million steps of every rank each, a generator can tell
 
 Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
-
-
-@dataclass(frozen=True)
-class RequestedRanks:
-    """The sizes that the user asked for; None: as the configuration or the defaults say.
-
-    Replicas fill the world.
-    """
-
-    ep: int | None = None
-    world_size: int | None = None
-    ranks_per_node: int | None = None
-    overlap_chunks: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least_one(**vars(self))
-
-
-def at_least_one(**options: int | None) -> None:
-    """Checks options that count something.
-
-    Raises:
-        ValueError: one is given and below 1.
-    """
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < _SEEDS:
-        raise ValueError(f"--seed {seed}: from 0 to {_SEEDS - 1:,}")
-
-
-def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None = None) -> Cluster:
-    """Returns the simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 to a node.
-
-    Raises:
-        ValueError: the sizes do not fit each other or the model's experts, or there are too many
-            for real values.
-    """
-    layout, per_node = layout_of(config, asked)
-    if layout.world_size > MOST_THREADS:
-        raise ValueError(
-            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; "
-            "--shapes-only looks at single "
-            f"ranks of up to {MOST_PRETENDED:,}"
-        )
-    chunks = asked.overlap_chunks or config.mesh.overlap_chunks
-    return Cluster(layout, dispatcher or config.mesh.dispatcher, chunks, per_node)
-
-
-def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
-    """Returns the layout, and how many ranks a node has.
-
-    `asked.ep` takes the place of the mesh's ep and replicas.
-
-    Raises:
-        ValueError: the sizes do not fit each other or the model's experts.
-    """
-    if config.train.precision == "bfloat16_only":
-        raise ValueError(
-            'train.precision="bfloat16_only" cannot be simulated: the simulator keeps weights in '
-            'float32; use train.precision="bfloat16", whose exchanges are the same'
-        )
-    mesh = config.mesh
-    check_runnable(mesh)
-    ep = asked.ep or (
-        mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS)
-    )
-    wanted = MeshConfig(ep=ep, dp_shard=mesh.dp_shard)
-    layout = plan_layout(
-        wanted,
-        asked.world_size or (mesh.dp_shard or ep) * (1 if asked.ep else mesh.dp_replicate or 1),
-    )
-    check_experts(layout, _experts(config.model))
-    per_node = asked.ranks_per_node or (
-        _NODE if layout.world_size % _NODE == 0 else layout.world_size
-    )
-    if layout.world_size % per_node:
-        raise ValueError(
-            f"--ranks-per-node {per_node} does not divide the {layout.world_size} ranks"
-        )
-    return layout, per_node
-
-
-def shape_request(
-    config: Config, asked: RequestedRanks, dispatcher: str | None = None
-) -> tuple[ShapeRequest, str | None]:
-    """Returns what `--shapes-only` builds, and why training would refuse it on that world.
-
-    None: it would not.
-
-    Raises:
-        ValueError: the sizes do not fit each other or the model's experts.
-    """
-    if config.mesh.replicas:
-        raise ValueError(
-            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of "
-            "experts; leave mesh.replicas out"
-        )
-    layout, per_node = layout_of(config, asked)
-    changes = {
-        "ep": layout.ep,
-        "dp_replicate": None,
-        **({"dispatcher": dispatcher} if dispatcher else {}),
-    }
-    mesh = config.mesh.model_copy(update=changes)
-    try:
-        config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
-        refusal = None
-    except ValueError as error:
-        refusal = str(error)
-    request = ShapeRequest(
-        model=config.model,
-        layout=layout,
-        dispatcher=mesh.dispatcher,
-        sharding=mesh.sharding,
-        precision=config.train.precision,
-        seq_len=config.data.seq_len,
-        micro_batch=config.train.micro_batch,
-        ranks_per_node=per_node,
-        overlap_chunks=asked.overlap_chunks or mesh.overlap_chunks,
-    )
-    return request, refusal
-
-
-def _experts(model: ModelConfig) -> dict[str, int]:
-    counts = model.expert_counts()
-    if not counts:
-        raise ValueError("the model has no experts: there is nothing to route")
-    return counts
-
-
-# Where experts live -------------------------------------------------------------------------------
-
-CONTIGUOUS = "contiguous"
-
-
-@dataclass(frozen=True)
-class SavedPlacement:
-    """On which ranks a run that moves its experts had them at a checkpoint."""
-
-    step: int
-    expert_maps: Mapping[str, ExpertMap]  # by layer
-    wanted: bool  # asked for by its step: it must fit, or nothing is simulated
-
-    @property
-    def ep(self) -> int:
-        """Returns how many ranks the experts are spread over."""
-        return len(next(iter(self.expert_maps.values())).slots_P)
-
-
-def find_placement(
-    run_dir: Path | None, asked: str | None, *, default: int | None = None
-) -> SavedPlacement | None:
-    """Finds what `--expert-map` asks for; None: contiguous blocks.
-
-    Args:
-        run_dir: None: no run, but a fresh model.
-        asked: the step of a checkpoint, or "contiguous"; None: nothing.
-        default: the step whose checkpoint is taken where nothing is asked for; None: none is.
-
-    Raises:
-        ValueError: there is no such checkpoint, or no expert had moved.
-    """
-    if asked == CONTIGUOUS or (asked is None and default is None):
-        return None
-    if asked is not None and not asked.isdecimal():
-        raise ValueError(f"--expert-map {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
-    if run_dir is None:
-        raise ValueError(
-            f"--expert-map {asked}: fresh weights have no checkpoint; name a run folder, "
-            "or --trace RUN"
-        )
-    meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
-    expert_maps = {
-        name: ExpertMap.from_dict(bank["homes"])
-        for name, bank in meta.meta.get("experts", {}).items()
-    }
-    if not expert_maps and asked is not None:
-        raise ValueError(
-            f"--expert-map {asked}: {run_dir.name} moved no experts up to there "
-            "(mesh.rebalance_every was 0)"
-        )
-    return SavedPlacement(meta.step, expert_maps, asked is not None) if expert_maps else None
-
-
-def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
-    """Returns the same ranks with the experts where the checkpoint had them.
-
-    They stay in contiguous blocks where the checkpoint is of other EP groups.
-
-    Raises:
-        ValueError: it was, but is wanted.
-    """
-    if placement is None:
-        return cluster
-    if placement.ep == cluster.layout.ep:
-        return replace(cluster, expert_maps=placement.expert_maps)
-    if placement.wanted:
-        raise ValueError(
-            f"--expert-map {placement.step}: its experts are spread over {placement.ep} ranks, "
-            f"and not over {cluster.layout.ep}; "
-            f"use --ep {placement.ep}, or --expert-map {CONTIGUOUS}"
-        )
-    return cluster
-
-
-def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
-    """Tells where the experts are; nothing where no run has ever moved one."""
-    if cluster.expert_maps and placement is not None:
-        return f"; experts where they were at step {placement.step}"
-    unused = (
-        f" (those of step {placement.step} are for ep {placement.ep})"
-        if placement is not None
-        else ""
-    )
-    return (
-        f"; experts in contiguous blocks, none moved{unused}"
-        if config.mesh.rebalance_every or unused
-        else ""
-    )
-
-
-# Sources ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,32 +44,41 @@ class CallSource:
 
     title: str
     config: Config
-    tokens: Callable[[Cluster], str]  # in words
+    tokens: str  # where they come from and how many
     experts_of_layer: ExpertsOfLayer
     calls: Callable[[int], Iterator[list[RoutedCall]]]  # of so many ranks
-    placement: SavedPlacement | None = None
+    # Where a trained run has moved its experts, by layer.
+    expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)
 
 
 def simulate_all(
     source: CallSource, asked: RequestedRanks, dispatchers: Sequence[str | None]
-) -> SimulationReport:
+) -> tuple[Simulation, ...]:
     """Simulates the same calls with every dispatcher.
 
     Raises:
         ValueError: the request cannot be carried out.
         RankFailed: an exchange failed.
     """
-    clusters = [
-        place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers
-    ]
-    found = [
+    clusters = [_place(make_cluster(source.config, asked, each), source) for each in dispatchers]
+    return tuple(
         simulate(source.calls(cluster.layout.world_size), source.experts_of_layer, cluster)
         for cluster in clusters
-    ]
-    words = source.tokens(clusters[0]) + _expert_map_words(
-        source.config, clusters[0], source.placement
     )
-    return SimulationReport(source.title, words, tuple(found))
+
+
+def _place(cluster: Cluster, source: CallSource) -> Cluster:
+    """Puts the experts where the run had them, if its EP groups were as large."""
+    maps = source.expert_maps
+    if any(len(found.slots_P) != cluster.layout.ep for found in maps.values()):
+        return cluster
+    return replace(cluster, expert_maps=maps)
+
+
+def expert_maps_of(run_dir: Path, step: int) -> dict[str, ExpertMap]:
+    """Returns where a run had its experts at a checkpoint, by layer; empty if none ever moved."""
+    meta = read_meta(find_checkpoint(run_dir, step)).meta
+    return {name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta["experts"].items()}
 
 
 def source_from_model(
@@ -311,8 +88,7 @@ def source_from_model(
     *,
     tokens_per_rank: int,
     steps: int,
-    seed: int,
-    placement: SavedPlacement | None = None,
+    expert_maps: Mapping[str, ExpertMap],
 ) -> CallSource:
     """Returns the calls of a model that routes tokens itself.
 
@@ -322,68 +98,45 @@ def source_from_model(
         ValueError: the router cannot take so few tokens, or the text cannot be read.
     """
     at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
-    _check_seed(seed)
-    _experts(config.model)
+    experts_of(config.model)
     batch, length = batch_shape(config, tokens_per_rank)
     model, precision = trained or fresh_model(config), config.train.precision
 
     def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
         make = text_tokens if trained else random_tokens
-        tokens = make(config, batch, length, seed=seed, num_ranks=num_ranks)
-        return calls_of_model(model, precision, TokenBatches(tokens, steps, seed), num_ranks)
+        tokens = make(config, batch, length, num_ranks=num_ranks)
+        batches = TokenBatches(tokens, steps, config.train.seed)
+        return calls_of_model(model, precision, batches, num_ranks)
 
-    def words(_cluster: Cluster) -> str:
-        what = "of the validation text" if trained else "at random"
-        count = "1 step" if steps == 1 else f"{steps} steps"
-        return f"{batch} × {length} tokens {what} per rank and step, {count}, {precision}"
+    what = "of the validation text" if trained else "at random"
+    count = "1 step" if steps == 1 else f"{steps} steps"
+    words = f"{batch} × {length} tokens {what} per rank and step, {count}, {precision}"
+    experts = experts_of_model(model, precision)
+    return CallSource(title, config, words, experts, calls, expert_maps)
 
-    return CallSource(title, config, words, experts_of_model(model, precision), calls, placement)
 
-
-def source_from_trace(
-    run_dir: Path, *, steps: int | None, seed: int, expert_map: str | None = None
-) -> CallSource:
-    """Returns the calls of a recorded run.
-
-    Args:
-        run_dir: its run folder.
-        steps: how many of the recorded steps at most; None: all.
-        seed: of the rows and gate weights, which were not recorded.
-        expert_map: as for `find_placement`.
+def source_from_trace(run_dir: Path, *, steps: int | None) -> CallSource:
+    """Returns the calls of a recorded run, of at most so many steps.
 
     Raises:
-        ValueError: nothing was recorded there, or there are no such expert map.
+        ValueError: nothing was recorded there.
     """
     at_least_one(steps=steps)
-    _check_seed(seed)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
     experts_of_layer = initial_experts(
         config.model, precision, backend=config.kernels.name, seed=config.train.seed
     )
-    then = len(files[min(files)])
-    tokens = sum(read_rank(files[min(files)][0]).tokens) * then
-
-    def words(cluster: Cluster) -> str:
-        recorded = (
-            f"{len(files)} recorded steps, {min(files)} to {max(files)},"
-            if len(files) > 1
-            else f"step {min(files)}"
-        )
-        now = cluster.layout.world_size
-        return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {now} now; {precision}"
+    first = files[min(files)]
+    tokens = sum(read_rank(first[0]).tokens) * len(first)
+    span = f"{len(files)} recorded steps, {min(files)} to {max(files)}"
+    recorded = span if len(files) > 1 else f"step {min(files)}"
+    words = f"{recorded}, of {tokens:,} tokens; {len(first)} ranks then; {precision}"
 
     def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
-        return calls_of_trace(files, experts_of_layer, precision, num_ranks, seed)
+        return calls_of_trace(files, experts_of_layer, precision, num_ranks)
 
-    return CallSource(
-        f"trace of {run_dir.name}",
-        config,
-        words,
-        experts_of_layer,
-        calls,
-        find_placement(run_dir, expert_map),
-    )
+    return CallSource(f"trace of {run_dir.name}", config, words, experts_of_layer, calls)
 
 
 def config_of_run(run_dir: Path) -> Config:
@@ -409,10 +162,10 @@ class TokenBatches:
     seed: int
 
 
-def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
+def random_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
     """Returns tokens uniform over the vocabulary; a rank's do not depend on how many ranks are."""
-    if num_ranks > MOST_THREADS:
-        raise AssertionError(f"{num_ranks} ranks would draw the tokens of other steps")
+    assert num_ranks <= MOST_THREADS, "more ranks would draw the tokens of other steps"
+    seed = config.train.seed % 2**31
 
     def make(step: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed((seed * 2**20 + step) * MOST_THREADS + rank)
@@ -421,8 +174,8 @@ def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ran
     return make
 
 
-def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
-    """Returns the validation rows of a run's data from row `seed` on, over and over.
+def text_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
+    """Returns the validation rows of a run's data, over and over.
 
     Raises:
         ValueError: the data cannot be read.
@@ -434,7 +187,7 @@ def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks
         )
 
     def make(step: int, rank: int) -> Tensor:
-        first = seed + ((step - 1) * num_ranks + rank) * batch
+        first = ((step - 1) * num_ranks + rank) * batch
         rows = reader.read((first + np.arange(batch)) % reader.num_rows)
         return torch.from_numpy(rows.tokens[:, :-1])
 
@@ -476,8 +229,7 @@ def calls_of_model(
     model.train()
     for step in range(1, batches.steps + 1):
         recorded = [_record_rank(model, dtype, batches, step, rank) for rank in range(num_ranks)]
-        for calls in zip(*recorded, strict=True):
-            yield list(calls)
+        yield from map(list, zip(*recorded, strict=True))
 
 
 @torch.no_grad()
@@ -552,20 +304,16 @@ def initial_experts(
 
 
 def calls_of_trace(
-    steps: dict[int, list[Path]],
-    experts_of_layer: ExpertsOfLayer,
-    precision: str,
-    num_ranks: int,
-    seed: int,
+    steps: dict[int, list[Path]], experts_of_layer: ExpertsOfLayer, precision: str, num_ranks: int
 ) -> Iterator[list[RoutedCall]]:
-    """Yields recorded routes, dealt out to so many ranks, with values that were not recorded.
+    """Yields recorded routes, dealt out to so many ranks, with rows and gate weights drawn.
 
-    Rows and gate weights are drawn; the outputs are those of one rank with all experts.
+    The outputs are those of one rank with all experts.
 
     Raises:
         ValueError: a file is damaged.
     """
-    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, precision)
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, precision)
     for dealt in replay(steps, num_ranks):
         experts = experts_of_layer(dealt[0].id.layer)
         layer = SparseLayer(experts)  # pyright: ignore[reportArgumentType]
@@ -588,8 +336,8 @@ def _with_values(
 
 def chosen_steps(steps: dict[int, list[Path]], most: int | None) -> dict[int, list[Path]]:
     """Returns at most so many recorded steps, evenly spread, the first and the last among them."""
-    numbers: Sequence[int] = sorted(steps)
+    numbers = sorted(steps)
     if most is None or most >= len(numbers):
         return steps
-    picked = np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))
-    return {numbers[index]: steps[numbers[index]] for index in picked}
+    places = np.linspace(0, len(numbers) - 1, most).round().astype(int)
+    return {numbers[place]: steps[numbers[place]] for place in dict.fromkeys(places.tolist())}

@@ -54,7 +54,6 @@ class Cluster:
 
     layout: Layout
     dispatcher: str
-    overlap_chunks: int = 1
     ranks_per_node: int | None = None  # None: all on one
     # By layer; the experts of others lie in contiguous blocks.
     expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)
@@ -339,7 +338,6 @@ class _Worker:
             self._dispatchers[layer] = make_dispatcher(
                 name_of(cluster),
                 self.group,
-                overlap_chunks=cluster.overlap_chunks,
                 ranks_per_node=cluster.ranks_per_node,
                 expert_map=cluster.expert_maps.get(layer),
                 nodes=self.nodes,

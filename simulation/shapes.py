@@ -91,7 +91,6 @@ class ShapeRequest:
     seq_len: int
     micro_batch: int
     ranks_per_node: int
-    overlap_chunks: int = 1
 
 
 def first_middle_last(world_size: int) -> list[int]:
@@ -122,7 +121,6 @@ def _shapes_of_rank(request: ShapeRequest, rank: int, kept: int) -> RankShapes:
             seed=0,
             device=torch.device("meta"),
             precision=precision,
-            overlap_chunks=request.overlap_chunks,
             ranks_per_node=request.ranks_per_node,
         )
         model = build_model(request.model, mesh, sharding=request.sharding, **build)

@@ -1,4 +1,4 @@
-"""`moebius simulate`: routing and all-to-all on simulated ranks in this process, counted."""
+"""`moebius simulate`: routes tokens on simulated ranks in this process, and counts the traffic."""
 
 import argparse
 import json
@@ -10,8 +10,8 @@ from ..arguments import Commands, add_command, add_overrides
 from ..messages import print_message
 
 if TYPE_CHECKING:
-    from ...model.transformer import Transformer
-    from ...simulation.calls import CallSource, RequestedRanks, SavedPlacement
+    from ...simulation.calls import CallSource
+    from ...simulation.ranks import RequestedRanks
     from ...train.config.run_config import Config
 
 
@@ -42,7 +42,15 @@ def add_commands(commands: Commands) -> None:
         help="replay what a run recorded (train.record_routing)",
     )
     _add_rank_arguments(parser)
-    _add_work_arguments(parser)
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
+    )
+    parser.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="no values: first, middle and last of up to 10,240 ranks",
+    )
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads"
     )
@@ -63,10 +71,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks in all, at most 256; default: the mesh's, or one ep group",
     )
     parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="default: 8, or all on one if 8 do not divide",
+        "--ranks-per-node", type=int, metavar="N", help="default: 8, or all if 8 do not divide"
     )
     parser.add_argument(
         "--dispatcher",
@@ -75,31 +80,6 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[LOCAL, *by_collectives()],
         default=[None],
         help=f"one, or several to compare: {', '.join(by_collectives())}; default: the mesh's",
-    )
-    parser.add_argument(
-        "--overlap-chunks", type=int, metavar="N", help="parts in which rows travel"
-    )
-    parser.add_argument(
-        "--expert-map",
-        metavar="STEP|contiguous",
-        help="where a run that moves experts had them at that checkpoint; default: of a run its "
-        "newest, of a trace contiguous",
-    )
-
-
-def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares how much is simulated."""
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows"
-    )
-    parser.add_argument(
-        "--shapes-only",
-        action="store_true",
-        help="no values: first, middle and last of up to 10,240 ranks",
     )
 
 
@@ -111,33 +91,52 @@ def _simulate(options: argparse.Namespace) -> int:
     from ...simulation.shapes import ShapeMismatch
     from ...simulation.threads import RankFailed
 
+    _refuse_contradictions(options)
     try:
-        return _simulated(options)
-    # What ends a simulation before there is a report to show it in. One line says it; where that is
-    # not enough, a traceback too.
-    except (RankFailed, ShapeMismatch) as error:
+        return _simulate_shapes(options) if options.shapes_only else _simulate_values(options)
+    except (RankFailed, ShapeMismatch) as error:  # it ended before there was a report
         if (cause := unexpected_cause(error)) is not None:
             traceback.print_exception(cause)
         print_message("error", " ".join(str(error).split()))
         return 1
 
 
-def _simulated(options: argparse.Namespace) -> int:
-    """Simulates what was asked for and shows it; returns the exit code."""
+def _refuse_contradictions(options: argparse.Namespace) -> None:
+    """Raises ValueError where two options exclude each other, or one would be ignored."""
+    if (options.name is None) == (options.trace is None):
+        raise ValueError(
+            "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
+        )
+    if options.shapes_only and options.trace is not None:
+        raise ValueError("--shapes-only builds a model: name it, and leave out --trace")
+    if options.shapes_only and len(options.dispatcher) > 1:
+        raise ValueError("--shapes-only builds a model with one dispatcher: name one")
+    ignored = ["tokens_per_rank"] if options.shapes_only or options.trace else []
+    if options.shapes_only:
+        ignored += ["steps", "png"]
+    for name in ignored:
+        if (value := getattr(options, name)) is not None:
+            beside = "--shapes-only" if options.shapes_only else "--trace"
+            raise ValueError(f"--{name.replace('_', '-')} {value}: means nothing with {beside}")
+
+
+def _simulate_values(options: argparse.Namespace) -> int:
+    """Carries rows from rank to rank; returns the exit code."""
     from rich.console import Console
 
-    from ...simulation.calls import RequestedRanks, simulate_all
-    from ...simulation.traffic_report import draw_simulation, render_simulation, simulation_as_json
-
-    _refuse_contradictions(options)
-    asked = RequestedRanks(
-        options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks
+    from ...simulation.calls import simulate_all
+    from ...simulation.traffic_report import (
+        SimulationReport,
+        draw_simulation,
+        render_simulation,
+        simulation_as_json,
     )
-    if options.shapes_only:
-        return _simulate_shapes(options, asked)
+
+    asked = _asked_ranks(options)
     source = _source(options)
     with Console(stderr=True).status("simulating"):
-        report = simulate_all(source, asked, options.dispatcher)
+        simulations = simulate_all(source, asked, options.dispatcher)
+    report = SimulationReport(source.title, source.tokens, simulations)
     if options.png:
         draw_simulation(report, options.png)
     if options.json:
@@ -147,63 +146,15 @@ def _simulated(options: argparse.Namespace) -> int:
     return 1 if report.violations else 0
 
 
-def _refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raises JobError where two options exclude each other, or one would be ignored."""
-    from ...cluster.job import JobError
-
-    if (options.name is None) == (options.trace is None):
-        raise JobError(
-            "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
-        )
-    idle = [("--tokens-per-rank", options.tokens_per_rank)]
-    if options.shapes_only:
-        idle += [
-            ("--steps", options.steps),
-            ("--png", options.png),
-            ("--expert-map", options.expert_map),
-        ]
-        if len(options.dispatcher) > 1:
-            raise JobError("--shapes-only builds a model with one dispatcher: name one")
-    elif options.trace is None:
-        return
-    beside = "--shapes-only" if options.shapes_only else "--trace"
-    for option, value in idle:
-        if value is not None:
-            raise JobError(f"{option} {value}: means nothing with {beside}")
-
-
-def _source(options: argparse.Namespace) -> "CallSource":
-    """Returns where the simulated steps get their routes from: a recorded trace, or a model."""
-    from ...simulation.calls import source_from_model, source_from_trace
-
-    if options.trace is not None:
-        return source_from_trace(
-            options.trace, steps=options.steps, seed=options.seed, expert_map=options.expert_map
-        )
-    title, config, trained, placement = _simulated_model(options)
-    return source_from_model(
-        title,
-        config,
-        trained,
-        tokens_per_rank=64 if options.tokens_per_rank is None else options.tokens_per_rank,
-        steps=1 if options.steps is None else options.steps,
-        seed=options.seed,
-        placement=placement,
-    )
-
-
-def _simulate_shapes(options: argparse.Namespace, asked: "RequestedRanks") -> int:
-    """Simulates shapes without values, which needs no memory for weights; returns the exit code."""
+def _simulate_shapes(options: argparse.Namespace) -> int:
+    """Builds single ranks without values, which needs no memory for weights; returns the code."""
     from rich.console import Console
 
-    from ...cluster.job import JobError
-    from ...simulation.calls import shape_request
+    from ...simulation.ranks import shape_request
     from ...simulation.shapes import first_middle_last, shapes_of
     from ...simulation.traffic_report import render_shapes, shapes_as_json
 
-    if options.name is None:
-        raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
-    request, refusal = shape_request(_config(options), asked, options.dispatcher[0])
+    request, refusal = shape_request(_config(options), _asked_ranks(options), options.dispatcher[0])
     with Console(stderr=True).status("building"):
         shapes = shapes_of(request, first_middle_last(request.layout.world_size))
     if options.json:
@@ -216,26 +167,35 @@ def _simulate_shapes(options: argparse.Namespace, asked: "RequestedRanks") -> in
     return 1
 
 
-def _simulated_model(
-    options: argparse.Namespace,
-) -> "tuple[str, Config, Transformer | None, SavedPlacement | None]":
-    """Returns the title and configuration of the model that was named; of a run folder its weights
-    and its placement of experts too.
-    """
+def _asked_ranks(options: argparse.Namespace) -> "RequestedRanks":
+    from ...simulation.ranks import RequestedRanks
+
+    return RequestedRanks(options.ep, options.world_size, options.ranks_per_node)
+
+
+def _source(options: argparse.Namespace) -> "CallSource":
+    """Returns where the routes come from: a recorded trace, a trained run, or a fresh model."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
-    from ...simulation.calls import find_placement
+    from ...simulation.calls import expert_maps_of, source_from_model, source_from_trace
 
-    if not _is_run(options):
-        return options.name, _config(options), None, find_placement(None, options.expert_map)
-    run_dir = Path(options.name)
-    # What cannot be had is refused before the weights are read.
-    placement = find_placement(run_dir, options.expert_map)
-    with start_process("cpu") as process:
-        restored = restore(run_dir, process)
-    if options.expert_map is None:
-        placement = find_placement(run_dir, None, default=restored.step)
-    return f"{run_dir.name}, step {restored.step}", restored.config, restored.model, placement
+    if options.trace is not None:
+        return source_from_trace(options.trace, steps=options.steps)
+    title, config, trained, expert_maps = options.name, _config(options), None, {}
+    if Path(options.name).is_dir():
+        run_dir = Path(options.name)
+        with start_process("cpu") as process:
+            restored = restore(run_dir, process)
+        title, trained = f"{run_dir.name}, step {restored.step}", restored.model
+        expert_maps = expert_maps_of(run_dir, restored.step)
+    return source_from_model(
+        title,
+        config,
+        trained,
+        tokens_per_rank=64 if options.tokens_per_rank is None else options.tokens_per_rank,
+        steps=1 if options.steps is None else options.steps,
+        expert_maps=expert_maps,
+    )
 
 
 def _config(options: argparse.Namespace) -> "Config":
@@ -244,20 +204,11 @@ def _config(options: argparse.Namespace) -> "Config":
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 
-    if _is_run(options):
-        return config_of_run(Path(options.name))
-    return resolve(options.name, options.overrides, RECIPES)
-
-
-def _is_run(options: argparse.Namespace) -> bool:
-    """Whether a run folder was named; JobError where it is to be simulated with other values."""
-    from ...cluster.job import JobError
-
     if not Path(options.name).is_dir():
-        return False
+        return resolve(options.name, options.overrides, RECIPES)
     if options.overrides:
-        raise JobError(
+        raise ValueError(
             f"{options.name} is a run and is simulated as it is: leave out "
             f"{' '.join(options.overrides)}"
         )
-    return True
+    return config_of_run(Path(options.name))

@@ -115,7 +115,7 @@ def test_a_completion_script_knows_commands_options_and_recipes(
     shell: str, tmp_path: Path, moebius: Command
 ) -> None:
     script = moebius("--print-completion", shell).out
-    for word in ("submit", "verify", "overlap-chunks", "mot_medium_32e_16", "hierarchical"):
+    for word in ("submit", "verify", "ranks-per-node", "mot_medium_32e_16", "hierarchical"):
         assert word in script
     if shutil.which(shell):
         (tmp_path / "script").write_text(script, encoding="utf-8")

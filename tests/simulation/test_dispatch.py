@@ -200,15 +200,6 @@ def test_two_legs_send_a_row_once_to_a_node() -> None:
     assert across_nodes(found.rows_PP, 4)[1] < across_nodes(found.one_per_route_PP, 4)[1]
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "dedup", "hierarchical"])
-def test_chunks_change_no_row(dispatcher: str, chunks: int) -> None:
-    call = routed(TOKENS, 16)
-    whole, parts = (run(call, Cluster(LAYOUTS[0], dispatcher, count, 4)) for count in (1, chunks))
-    assert parts.violations == []
-    assert (parts.rows_PP == whole.rows_PP).all()
-
-
 def test_uneven_banks_placed_experts_and_copies() -> None:
     """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favourite on
     another rank.

@@ -1,0 +1,131 @@
+"""Decides which ranks are simulated: the sizes of the world, its EP groups and its nodes."""
+
+from dataclasses import dataclass
+
+from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
+from ..model.config.model_config import ModelConfig
+from ..train.config.run_config import Config
+from .dispatch import Cluster
+from .shapes import ShapeRequest
+from .threads import MOST_PRETENDED, MOST_THREADS
+
+DEFAULT_EP = 8
+DEFAULT_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class RequestedRanks:
+    """The sizes that the user asked for; None leaves one to the mesh or to a default.
+
+    Replicas fill the world.
+    """
+
+    ep: int | None = None
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(**vars(self))
+
+
+def at_least_one(**options: int | None) -> None:
+    """Checks options that count something.
+
+    Raises:
+        ValueError: one is given and below 1.
+    """
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+
+
+def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None = None) -> Cluster:
+    """Returns the simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 to a node.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts, or there are too many
+            ranks for real values.
+    """
+    layout, per_node = layout_of(config, asked)
+    if layout.world_size > MOST_THREADS:
+        raise ValueError(
+            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; "
+            f"--shapes-only looks at single ranks of up to {MOST_PRETENDED:,}"
+        )
+    return Cluster(layout, dispatcher or config.mesh.dispatcher, ranks_per_node=per_node)
+
+
+def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
+    """Returns the layout, and how many ranks a node has.
+
+    `asked.ep` replaces the mesh's ep and replicas.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts.
+    """
+    if config.train.precision == "bfloat16_only":
+        raise ValueError(
+            'train.precision="bfloat16_only" cannot be simulated: the simulator keeps weights in '
+            'float32; use train.precision="bfloat16", whose exchanges are the same'
+        )
+    mesh = config.mesh
+    check_runnable(mesh)
+    default_ep = mesh.ep if mesh.ep > 1 else min(DEFAULT_EP, asked.world_size or DEFAULT_EP)
+    ep = asked.ep or default_ep
+    replicas = 1 if asked.ep else mesh.dp_replicate or 1
+    world_size = asked.world_size or (mesh.dp_shard or ep) * replicas
+    layout = plan_layout(MeshConfig(ep=ep, dp_shard=mesh.dp_shard), world_size)
+    check_experts(layout, experts_of(config.model))
+    divides = world_size % DEFAULT_RANKS_PER_NODE == 0
+    per_node = asked.ranks_per_node or (DEFAULT_RANKS_PER_NODE if divides else world_size)
+    if world_size % per_node:
+        raise ValueError(f"--ranks-per-node {per_node} does not divide the {world_size} ranks")
+    return layout, per_node
+
+
+def experts_of(model: ModelConfig) -> dict[str, int]:
+    """Returns how many experts each kind of layer has.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+    counts = model.expert_counts()
+    if not counts:
+        raise ValueError("the model has no experts: there is nothing to route")
+    return counts
+
+
+def shape_request(
+    config: Config, asked: RequestedRanks, dispatcher: str | None = None
+) -> tuple[ShapeRequest, str | None]:
+    """Returns what `--shapes-only` builds, and why training would refuse that world, if it would.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts.
+    """
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of "
+            "experts; leave mesh.replicas out"
+        )
+    layout, per_node = layout_of(config, asked)
+    changes = {"ep": layout.ep, "dp_replicate": None}
+    if dispatcher is not None:
+        changes["dispatcher"] = dispatcher
+    mesh = config.mesh.model_copy(update=changes)
+    refusal = None
+    try:
+        config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
+    except ValueError as error:
+        refusal = str(error)
+    request = ShapeRequest(
+        model=config.model,
+        layout=layout,
+        dispatcher=mesh.dispatcher,
+        sharding=mesh.sharding,
+        precision=config.train.precision,
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.micro_batch,
+        ranks_per_node=per_node,
+    )
+    return request, refusal
