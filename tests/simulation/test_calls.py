@@ -42,7 +42,7 @@ from moebius.train.record.route_trace import read_rank, recorded_steps
 Command = Callable[..., Any]  # the fixture `moebius`
 SMALL = (
     *("smoke", "model.d_model=16", "model.feed_forward.d_expert=8"),
-    *("model.vocab_size=300", "data.vocab_size=300"),
+    *("model.vocab_size=300", "prepare.vocab_size=300"),
 )
 FEW = (*SMALL, "--ep", "2", "--tokens-per-rank", "4")
 MODEL = ModelConfig(
