@@ -20,7 +20,7 @@ from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
-from .models import evaluate, harness, recipes
+from .models import evaluate, recipes
 from .planning import plan, simulate
 
 # In the order in which `moebius --help` lists them.
@@ -32,7 +32,6 @@ GROUPS = (
     cluster,
     doctor,
     evaluate,
-    harness,
     recipes,
     plan,
     simulate,

@@ -1,7 +1,6 @@
-"""`moebius eval`: what a trained model is worth, how likely it finds a text, and what it writes."""
+"""`moebius eval` and `moebius lm-eval`: measure a trained model, score a text, or let it write."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments import Commands, add_command, add_run_argument
@@ -11,7 +10,24 @@ _OF_TASKS = ("data", "limit", "context", "too_long", "json")
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius eval`."""
+    """Declares `moebius eval` and `moebius lm-eval`."""
+    _add_eval(commands)
+    parser = add_command(
+        commands,
+        "lm-eval",
+        _lm_eval,
+        "run EleutherAI's lm-evaluation-harness, with our checkpoints as --model moebius",
+        examples=[
+            "lm-eval --model moebius --model_args path=runs/mine --tasks arc_easy",
+            "lm-eval run --model moebius --model_args path=runs/mine,step=500 --tasks my_task.yaml",
+        ],
+        notes="Takes what lm_eval takes; `lm_eval run --help` lists it. Needs pip install "
+        "'moebius[lm-eval]'. --model_args: path=RUN, and as wanted step=N, max_length=S, seed=N.",
+    )
+    parser.set_defaults(passed_on=())
+
+
+def _add_eval(commands: Commands) -> None:
     text = "measure a trained model's loss or zero-shot scores, score a text, or let it write"
     parser = add_command(
         commands,
@@ -28,13 +44,7 @@ def add_commands(commands: Commands) -> None:
         ],
     )
     add_run_argument(parser)
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="of which checkpoint; default: the newest"
-    )
-    parser.add_argument("--split", choices=["validation", "train"], default="validation")
-    parser.add_argument(
-        "--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint; default: the newest")
     parser.add_argument(
         "--stride",
         type=int,
@@ -46,26 +56,22 @@ def add_commands(commands: Commands) -> None:
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
     parser.add_argument(
+        "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="of sampling; 0: most likely"
+    )
+    parser.add_argument(
         "--draws",
         type=int,
         default=1,
         metavar="N",
         help="of the group context, for models that route sequences together",
     )
-    _add_task_arguments(parser)
-    parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="of the sampling; 0: most likely",
-    )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the sampling and of the group context"
     )
+    _add_task_arguments(parser)
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,24 +102,30 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     """Carries out `moebius eval`."""
-    asked = [name for name in _ONE_OF if getattr(options, name) is not None]
-    asked = [name.replace("_", "-") for name in asked]
+    asked = [f"--{name}" for name in _ONE_OF if getattr(options, name) is not None]
     if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]} are two things to do: ask for one")
-    if options.tasks is None:
-        _refuse(options, _OF_TASKS, "--tasks: name the tasks to score")
-    return _text_or_loss(options) if options.tasks is None else _tasks(options)
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], wanted: str) -> None:
-    """Refuses options that only mean something beside another."""
-    given = [name for name in names if getattr(options, name) not in (None, False)]
-    if given:
-        raise ValueError(f"--{given[0].replace('_', '-')} goes with {wanted}, or leave it out")
+        raise ValueError(f"{asked[0]} and {asked[1]} are two things to do: ask for one")
+    if options.tasks is not None:
+        return _tasks(options)
+    for name in _OF_TASKS:
+        if getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} goes with --tasks: name the tasks to score, or leave it out"
+            )
+    if options.prompt is not None:
+        _write(options)
+    elif options.score is not None:
+        _score(options)
+    elif options.stride is not None:
+        _measure_sliding(options)
+    else:
+        _measure(options)
+    return 0
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """Scores the model on tasks and prints the report; the first rank does."""
+    """Scores the model on tasks; the first rank prints the report."""
     import json
 
     from rich.console import Console
@@ -125,11 +137,10 @@ def _tasks(options: argparse.Namespace) -> int:
 
     if options.data is None:
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
-    names = [name for name in options.tasks.split(",") if name]
     with task_bars(Console(stderr=True)) as on_task:
         report = measure_tasks(
             options.run_dir,
-            names,
+            [name for name in options.tasks.split(",") if name],
             options.data if options.data == HUB else Path(options.data),
             step=options.step,
             limit=options.limit,
@@ -148,25 +159,13 @@ def _tasks(options: argparse.Namespace) -> int:
     return 0
 
 
-def _text_or_loss(options: argparse.Namespace) -> int:
-    """Measures the loss, scores a text or writes one."""
+def _measure(options: argparse.Namespace) -> None:
     from ...evaluation.perplexity import measure
-    from ...evaluation.text import score_text
 
-    run_dir, step = options.run_dir, options.step
-    if options.score is not None:
-        print(score_text(run_dir, options.score, step=step, draws=options.draws, seed=options.seed))
-    elif options.stride is not None:
-        print(_sliding(options))
-    elif options.prompt is None:
-        print(measure(run_dir, step=step, split=options.split, max_rows=options.rows))
-    else:
-        _write(options)
-    return 0
+    print(measure(options.run_dir, step=options.step))
 
 
-def _sliding(options: argparse.Namespace) -> object:
-    """Measures with windows that overlap, with a bar."""
+def _measure_sliding(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -174,14 +173,22 @@ def _sliding(options: argparse.Namespace) -> object:
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("tokens", total=None)
-        return measure_sliding(
+        found = measure_sliding(
             options.run_dir,
             stride=options.stride,
             step=options.step,
-            split=options.split,
-            max_rows=options.rows,
             advance=lambda done, total: progress.update(bar, completed=done, total=total),
         )
+    print(found)
+
+
+def _score(options: argparse.Namespace) -> None:
+    from ...evaluation.text import score_text
+
+    found = score_text(
+        options.run_dir, options.score, step=options.step, draws=options.draws, seed=options.seed
+    )
+    print(found)
 
 
 def _write(options: argparse.Namespace) -> None:
@@ -199,3 +206,15 @@ def _write(options: argparse.Namespace) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    """Carries out `moebius lm-eval`."""
+    import importlib.util
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("the harness is not installed: pip install 'moebius[lm-eval]'")
+    from ...evaluation.lm_eval_model import main
+
+    main(options.passed_on)
+    return 0

@@ -99,8 +99,8 @@ def test_the_table_says_what_it_is_of(
     code, said = run(capfd, "eval", bytes_run, "--tasks", "paper", "--data", data, "--limit", 3)
     assert code == 0
     assert "3 of 2,376" in said
-    assert "On the subset" in said
-    assert "cbt is not here: the mean is with cbt_style in its place" in said
+    assert "Scores are of a subset" in said
+    assert "The mean has cbt_style in place of cbt" in said
     assert "1 items were longer than the context" in said
     assert "mean of the paper's six" in said
 
