@@ -183,7 +183,7 @@ def build(config: Config) -> Transformer:
     Its weights are those that training starts from, on any number of ranks: they depend on
     `train.seed` alone.
     """
-    model = Transformer(config.model, backend=config.kernels.name)
+    model = Transformer(config.model, backend=config.kernels.backend)
     initialise(model, config.train.seed)
     return model
 

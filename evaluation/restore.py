@@ -55,7 +55,7 @@ def restore(
         config.model,
         mesh,
         dispatcher="auto",
-        backend=config.kernels.name,
+        backend=config.kernels.backend,
         seed=config.train.seed,
         device=process.device,
         stored=stored_dtype(config.train.precision),

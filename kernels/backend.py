@@ -4,65 +4,40 @@ import functools
 import logging
 from collections.abc import Callable
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, Literal, Self, cast
+from typing import Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from .cpu import library as brgemm_library
-from .interface import DefersWeightGradients
-from .libraries import megablocks_available as megablocks_library
+from .calls import Backend
+from .cpu import micro_kernels
+from .libraries import megablocks
 from .triton import available as triton_library
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks")
-DEFERRING_BACKENDS: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
-GONE = {"avx512": "set brgemm, which is as fast and runs on more CPUs, or auto"}
-# Those that write gradients of a perceptron's weights into memory that nobody has filled with zeros.
-WRITING_BACKENDS: tuple[str, ...] = ("brgemm",)
+Name = Literal["auto", "reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks"]
+BACKENDS: tuple[str, ...] = get_args(Name)[1:]
 Resolver = Callable[[str, torch.device, torch.dtype], str]
+# Where a backend's class is; `reference` has none (functional.py).
+_CLASSES = {
+    "segments": ("segments", "Segments"),
+    "brgemm": ("cpu.brgemm", "Brgemm"),
+    "triton": ("triton.backend", "TritonKernels"),
+    "grouped_mm": ("libraries.grouped_mm", "GroupedMM"),
+    "megablocks": ("libraries.megablocks", "MegaBlocks"),
+}
 
 
-class KernelConfig(BaseModel):
-    """Names the backend of the expert layers: `auto` is the fastest for a device and dtype."""
+class KernelConfig(BaseModel, use_attribute_docstrings=True):
+    """Names the kernels of the expert layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal[
-        "auto", "reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks"
-    ] = "auto"
-    # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
+    backend: Name = "auto"
+    """The backend of the expert layers; `auto` is the fastest for the device and dtype."""
     onednn: bool = False
-    # Of triton only (triton.backend.Options):
-    #   tf32         float32 products in TensorFloat-32
-    #   scatter_add  outputs are added by atomics, in another order each time, and no row per route
-    #                is stored
-    #   fused        a perceptron's forward is one kernel
-    switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
-
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _is_not_gone(cls, name: Any) -> Any:
-        if isinstance(name, str) and name in GONE:
-            raise ValueError(f"kernels.backend={name!r} is no more: {GONE[name]}")
-        return name
-
-    @model_validator(mode="after")
-    def _switches_belong_to_triton(self) -> Self:
-        if self.switches and self.backend != "triton":
-            raise ValueError(
-                f"kernels.switches={list(self.switches)} are of the Triton kernels, and "
-                f"kernels.backend={self.backend!r}: set "
-                "kernels.backend=triton, or leave the switches out"
-            )
-        return self
-
-    @property
-    def name(self) -> str:
-        """Returns the operations' `backend` argument: the name, and each switch after a plus."""
-        return "+".join((self.backend, *self.switches))
+    """On CPUs, send float32 products through oneDNN; an error where that is not exact."""
 
 
 def _constant_to_the_compiler(function: Resolver) -> Resolver:
@@ -80,23 +55,18 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     """Returns the backend that a name stands for on that device, for weights of that dtype.
 
     Raises:
-        ValueError: the name is unknown or was given up, or that backend cannot run here.
+        ValueError: the name is unknown, or that backend cannot run here.
     """
     if backend == "auto":
         return _fastest(device.type, dtype)
-    name, *switches = backend.split("+")
-    if name in GONE:
-        raise ValueError(f"kernels.backend={backend!r} is no more: {GONE[name]}")
-    if name not in BACKENDS or (switches and name != "triton"):
+    if backend not in BACKENDS:
         raise ValueError(
             f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}"
         )
-    if reason := reason_against(name, device.type, dtype):
+    if reason := reason_against(backend, device.type, dtype):
         raise ValueError(
             f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto"
         )
-    if "tf32" in switches and (reason := triton_library.reason_against_tf32()):
-        raise ValueError(f'kernels.switches=["tf32"] cannot be had here: {reason}; leave it out')
     return backend
 
 
@@ -117,85 +87,50 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
     if backend == "brgemm":
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
-        return brgemm_library.reason_against(dtype)
+        return micro_kernels.reason_against(dtype)
     if backend == "triton":
         return triton_library.reason_against(device_type, dtype)
     if backend == "grouped_mm":
         return _reason_against_grouped_mm(device_type, dtype)
     if backend == "megablocks":
-        return megablocks_library.reason_against(device_type, dtype)
+        return megablocks.reason_against(device_type, dtype)
     return None  # plain torch operations: every device and dtype
 
 
 def runs_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Tells whether what stands beside the experts runs in Triton's kernels too, for rows of a dtype.
 
-    So it is where `backend`, that of the expert layers, is or comes to Triton's: another one that is
-    asked for, like every device that is no GPU, keeps plain operations.
+    It does where `backend`, that of the expert layers, is or comes to Triton's; another one that is
+    asked for, and every device that is no GPU, keeps plain operations.
     """
     if backend == "auto":
         return resolve_backend(backend, device, dtype) == "triton"
-    named = backend.partition("+")[0] == "triton"
-    return named and reason_against("triton", device.type, dtype) is None
+    return backend == "triton" and reason_against("triton", device.type, dtype) is None
 
 
 def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        return (
-            "torch's grouped product is for float32 and bfloat16, and the weights are "
-            f"{dtype}: choose segments"
-        )
-    if device_type == "cuda" and dtype is not torch.bfloat16:
-        return (
-            "on CUDA torch's grouped product is for bfloat16, and the weights are "
-            f"{dtype}: choose segments"
-        )
-    return None
-
-
-def defers(backend: str) -> bool:
-    """Tells whether a backend that `resolve_backend` returned is a `DefersWeightGradients`."""
-    return backend.partition("+")[0] in DEFERRING_BACKENDS
-
-
-def reads_unused(backend: str) -> bool:
-    """Returns whether a backend takes lists of routes with unused places, as they come where nobody
-    reads on the host how many routes there are.
-    """
-    return backend.partition("+")[0] == "triton"
+    known = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
+    if dtype in known:
+        return None
+    names = " and ".join(str(each).removeprefix("torch.") for each in known)
+    return (
+        f"torch's grouped product is for {names} on {device_type}, and the weights are "
+        f"{dtype}: choose segments"
+    )
 
 
 @functools.cache
-def implementation(backend: str) -> DefersWeightGradients:
-    """Imports a backend that `resolve_backend` returned, and returns its functions.
-
-    A backend that does not defer has those of `Backend` only.
-    """
-    name, *switches = backend.split("+")
-    module = import_module(f".{_MODULES.get(name, name)}", __package__)
-    if switches:
-        options = module.Options(**dict.fromkeys(switches, True))
-        names = [name for name in dir(DefersWeightGradients) if not name.startswith("_")]
-        module = SimpleNamespace(
-            **{name: functools.partial(getattr(module, name), options=options) for name in names}
-        )
-    return cast(DefersWeightGradients, module)
+def implementation(backend: str) -> Backend:
+    """Imports a backend that `resolve_backend` returned."""
+    module, name = _CLASSES[backend]
+    return getattr(import_module(f".{module}", __package__), name)()
 
 
 def build_backend(backend: str) -> None:
     """Compiles what a backend's first call would compile.
 
     Raises:
-        ValueError: it cannot be compiled.
+        ValueError: it cannot be compiled, or its products are not exact here.
     """
     if backend == "brgemm":
-        brgemm_library.load_library()
-
-
-# Where the backends are that a folder holds; others have their backend's name.
-_MODULES = {
-    "brgemm": "cpu.brgemm",
-    "triton": "triton.backend",
-    "grouped_mm": "libraries.grouped_mm",
-    "megablocks": "libraries.megablocks",
-}
+        micro_kernels.prepare()

@@ -1,16 +1,24 @@
-"""Records of the operations' arguments: a list of routes, a bank of perceptrons, a saved call.
+"""The records of a call of the experts, and the class that every backend implements.
+
+A call is one flat frozen record, so that an operator's schema is the list of its fields (ops.py) and
+nothing is taken apart by position.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F, or 2F where it is gated), O output width.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS, columns_of
+ROW_SLACK = 64  # rows that a backend's saved rows have past the end
+
+
+# Lists of routes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,72 +38,56 @@ class Sorting:
 class RouteList(Protocol):
     """Declares what an operation reads of a list of routes (the model's `Routes` is one).
 
-    Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added
-    into row target_N[n].
+    Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added into
+    row target_N[n]. Where `per_source`, `per_target` or `per_expert` is k > 0, route n belongs to
+    source row, target row or expert n // k.
     """
 
     @property
-    def source_N(self) -> Tensor:
-        """Returns the row that each route reads."""
-        ...
-
+    def source_N(self) -> Tensor: ...
     @property
-    def expert_N(self) -> Tensor:
-        """Returns the expert of each route."""
-        ...
-
+    def expert_N(self) -> Tensor: ...
     @property
-    def weight_N(self) -> Tensor:
-        """Returns the gate weight of each route."""
-        ...
-
+    def weight_N(self) -> Tensor: ...
     @property
-    def target_N(self) -> Tensor:
-        """Returns the row that each route is added into."""
-        ...
-
+    def target_N(self) -> Tensor: ...
     @property
-    def num_targets(self) -> int:
-        """Returns the number of target rows."""
-        ...
-
+    def num_targets(self) -> int: ...
     @property
-    def per_source(self) -> int:
-        """Returns 0, or k where route n belongs to source row n // k."""
-        ...
-
+    def per_source(self) -> int: ...
     @property
-    def per_target(self) -> int:
-        """Returns 0, or k where route n belongs to target row n // k."""
-        ...
-
+    def per_target(self) -> int: ...
     @property
-    def per_expert(self) -> int:
-        """Returns 0, or k where route n goes through expert n // k."""
-        ...
-
+    def per_expert(self) -> int: ...
     @property
-    def sorting(self) -> Sorting:
-        """Returns the routes' order by expert."""
-        ...
+    def sorting(self) -> Sorting: ...
 
-    @property
-    def has_unused(self) -> bool:
-        """Returns whether places of the list may name no expert."""
-        ...
 
-    def used(self) -> Self:
-        """Returns the list without them."""
-        ...
+def check_counts(routes: RouteList, num_experts: int) -> None:
+    """Checks a route list's claim that all experts have equally many routes.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    num_routes = routes.expert_N.shape[0]
+    if routes.per_expert and routes.per_expert * num_experts != num_routes:
+        raise ValueError(
+            f"per_expert={routes.per_expert} is not that of {num_routes} routes over {num_experts} "
+            "experts: "
+            "give their quotient, or 0 where the counts differ"
+        )
+
+
+# Calls --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SortedRoutes:
     """Holds what a backend gets of a list of routes.
 
-    An op, whose arguments are flat, builds it anew from its fields in their order. `weight_N`,
-    `source_N` and `target_N` are in route order. The indices are None where a rule stands for them:
-    route n then belongs to source row n // per_source, or to target row n // per_target.
+    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule
+    stands for them: route n then belongs to source row n // per_source, or to target row
+    n // per_target.
     """
 
     weight_N: Tensor
@@ -114,16 +106,21 @@ class SortedRoutes:
         """Returns N."""
         return self.weight_N.shape[0]
 
+    @property
+    def num_experts(self) -> int:
+        """Returns E."""
+        return self.starts_E1.shape[0] - 1
+
     def source_rows(self) -> Tensor:
-        """Returns (N,) in sorted order: the source row at each place."""
+        """Returns the source row at each sorted place, (N,)."""
         return self._rows(self.source_N, self.per_source)
 
     def target_rows(self) -> Tensor:
-        """Returns (N,) in sorted order: the target row at each place."""
+        """Returns the target row at each sorted place, (N,)."""
         return self._rows(self.target_N, self.per_target)
 
     def gates(self, dtype: torch.dtype) -> Tensor:
-        """Returns (N,) in sorted order: the gate weights, in that dtype."""
+        """Returns the gate weight at each sorted place in that dtype, (N,)."""
         return self._sorted(self.weight_N).to(dtype)
 
     def starts(self) -> list[int]:
@@ -132,7 +129,7 @@ class SortedRoutes:
         It is known, or read from the device: the one synchronisation of backends that loop.
         """
         if self.per_expert:
-            return [expert * self.per_expert for expert in range(self.starts_E1.shape[0])]
+            return [expert * self.per_expert for expert in range(self.num_experts + 1)]
         return self.starts_E1.tolist()
 
     def unsorted(self, values_N: Tensor) -> Tensor:
@@ -152,48 +149,39 @@ class SortedRoutes:
 
 
 @dataclass(frozen=True)
-class MLPBank:
-    """Holds one two-layer perceptron per expert: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e]."""
+class MLPCall(SortedRoutes):
+    """A call of a bank of two-layer perceptrons, W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e].
 
+    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are
+    contiguous.
+    """
+
+    x_UD: Tensor
     w_up_EDW: Tensor
     w_down_EFO: Tensor
     b_up_EW: Tensor | None
     b_down_EO: Tensor | None
     activation: str
+    backend: str
+    number: int  # of the weights' `GradientSum`, or 0
 
-    def check(self) -> None:
-        """Checks that the activation is known and that the weights' shapes fit.
 
-        Raises:
-            ValueError: one of both is not so.
-        """
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation={self.activation!r} is unknown: choose {', '.join(ACTIVATIONS)}"
-            )
-        experts, hidden, out = self.w_down_EFO.shape
-        columns = columns_of(hidden, self.activation)
-        shapes = {"w_up": (self.w_up_EDW, (experts, self.w_up_EDW.shape[1], columns))}
-        shapes |= {
-            "b_up": (self.b_up_EW, (experts, columns)),
-            "b_down": (self.b_down_EO, (experts, out)),
-        }
-        for name, (tensor, expected) in shapes.items():
-            if tensor is not None and tensor.shape != expected:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; activation={self.activation!r} with "
-                    "w_down of shape "
-                    f"{tuple(self.w_down_EFO.shape)} wants {tuple(expected)}"
-                )
+@dataclass(frozen=True)
+class LinearCall(SortedRoutes):
+    """A call of a bank of matrices, W[e]ᵀ x; otherwise as `MLPCall`."""
+
+    x_UD: Tensor
+    w_EDO: Tensor
+    backend: str
+    number: int
 
 
 @dataclass(frozen=True)
 class MLPGradients:
-    """Holds gradients of a bank, as a backend adds to them and as a pass returns them.
+    """The gradients of a bank's weights, as a backend adds to them.
 
-    Args:
-        are_new: nobody has written them yet: they are to be written, and not added to. Only for
-            WRITING_BACKENDS (backend.py); others get zeros.
+    `are_new`: nobody has written them yet, so they are written and not added to. Only for a backend
+    that `writes`; others get zeros.
     """
 
     w_up_EDW: Tensor
@@ -202,37 +190,96 @@ class MLPGradients:
 
 
 @dataclass(frozen=True)
-class MLPCall:
-    """Holds a call's operands of the weights' gradients, saved by a backward that defers them."""
+class RowGradients:
+    """The other gradients of a call: of the rows, the gate weights (in route order) and the biases.
 
-    grad_TO: Tensor
+    `z_NW`: of a perceptron's rows before the activation, laid out as the saved rows are, where the
+    weights' gradients come later.
+    """
+
     x_UD: Tensor
-    routes: SortedRoutes
-    saved: Tensor
-    d_z: Tensor  # the gradient of the rows before the activation, laid out as `saved` is
-    bank: MLPBank
+    weight_N: Tensor
+    b_up_EW: Tensor | None = None
+    b_down_EO: Tensor | None = None
+    z_NW: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class LinearCall:
-    """Holds the same of a call on a bank of matrices."""
+class DeferredMLP:
+    """A call whose weights' gradients come later, and what they are made of."""
 
+    call: MLPCall
     grad_TO: Tensor
-    x_UD: Tensor
-    routes: SortedRoutes
-    w_EDO: Tensor
+    saved: Tensor
+    z_NW: Tensor
 
 
-def check_counts(routes: RouteList, num_experts: int) -> None:
-    """Checks a route list's claim that all experts have equally many routes.
+@dataclass(frozen=True)
+class DeferredLinear:
+    """The same of a bank of matrices."""
 
-    Raises:
-        ValueError: they cannot.
-    """
-    num_routes = routes.expert_N.shape[0]
-    if routes.per_expert and routes.per_expert * num_experts != num_routes:
-        raise ValueError(
-            f"per_expert={routes.per_expert} is not that of {num_routes} routes over {num_experts} "
-            "experts: "
-            "give their quotient, or 0 where the counts differ"
-        )
+    call: LinearCall
+    grad_TO: Tensor
+
+
+# Backends -----------------------------------------------------------------------------------------
+
+
+class Backend(ABC):
+    """Implements both operations, forward and backward."""
+
+    writes: ClassVar[bool] = False  # gradients of perceptrons' weights into memory without zeros
+
+    @abstractmethod
+    def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
+        """Computes all perceptrons' weighted outputs, summed per target.
+
+        Returns:
+            y (num_targets, O), and in sorted order what the activation's backward reads: rows of W
+            columns, N + ROW_SLACK of them.
+        """
+
+    @abstractmethod
+    def mlp_backward(
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+    ) -> RowGradients:
+        """Computes the gradients of rows, gate weights and biases.
+
+        Those of the weights are added to `into`, or written there where `into.are_new`.
+        """
+
+    @abstractmethod
+    def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
+        """Computes all matrices' weighted outputs, summed per target.
+
+        Returns:
+            y (num_targets, O), and the ungated outputs (N + ROW_SLACK, O) if O ≤ D, else empty.
+        """
+
+    @abstractmethod
+    def linear_backward(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+    ) -> RowGradients:
+        """Computes the gradients of rows and gate weights; the weights' is added to `into_EDO`."""
+
+
+class DeferringBackend(Backend):
+    """A backend that makes the weights' gradients of several calls in one product."""
+
+    @abstractmethod
+    def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
+        """Computes what `mlp_backward` does, with `z_NW` in place of the weights' gradients."""
+
+    @abstractmethod
+    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+        """Computes the gradients of w_up and w_down, over all calls."""
+
+    @abstractmethod
+    def linear_backward_rows(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor
+    ) -> RowGradients:
+        """Computes what `linear_backward` does, without the weights' gradient."""
+
+    @abstractmethod
+    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+        """Computes the gradient of w, over all calls."""

@@ -7,11 +7,14 @@ backward, so that a backend may fuse them and save as little as it can.
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from . import ops, reference
-from .backend import reads_unused, resolve_backend
-from .calls import MLPBank, RouteList, check_counts
+from .activations import ACTIVATIONS, columns_of
+from .backend import resolve_backend
+from .calls import RouteList, check_counts
 from .gradients import shared_weights
 
 
@@ -54,21 +57,35 @@ def routed_mlp(
         ValueError: an unknown activation or backend; shapes that do not fit; a `per_expert` that
             does not.
     """
+    check_shapes(w_up_EDF, w_down_EFO, activation, b_up_EF=b_up_EF, b_down_EO=b_down_EO)
+    check_counts(routes, w_up_EDF.shape[0])
     dtype = w_up_EDF.dtype
     x_UD = x_UD.to(dtype).contiguous()
     w_up_EDF, w_down_EFO = w_up_EDF.contiguous(), w_down_EFO.contiguous()
     b_up_EF = None if b_up_EF is None else b_up_EF.to(dtype).contiguous()
     b_down_EO = None if b_down_EO is None else b_down_EO.to(dtype).contiguous()
-    bank = MLPBank(w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation)
-    bank.check()
-    check_counts(routes, w_up_EDF.shape[0])
     backend = resolve_backend(backend, x_UD.device, dtype)
-    routes = routes if reads_unused(backend) else routes.used()
     if backend == "reference":
-        return reference.routed_mlp(x_UD, bank, routes)
+        return reference.routed_mlp(
+            x_UD,
+            w_up_EDF,
+            w_down_EFO,
+            routes,
+            activation=activation,
+            b_up_EW=b_up_EF,
+            b_down_EO=b_down_EO,
+        )
     (w_up_EDF, w_down_EFO), number = shared_weights(w_up_EDF, w_down_EFO, defer=defer)
     y_TO, _ = ops.routed_mlp(
-        x_UD, w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation, *_flat(routes), backend, number
+        **sorted_fields(routes),
+        x_UD=x_UD,
+        w_up_EDW=w_up_EDF,
+        w_down_EFO=w_down_EFO,
+        b_up_EW=b_up_EF,
+        b_down_EO=b_down_EO,
+        activation=activation,
+        backend=backend,
+        number=number,
     )
     return y_TO
 
@@ -81,32 +98,55 @@ def routed_linear(
     y[target] += weight · W[expert]ᵀ x[source] over all routes. Arguments, result and errors are
     those of `routed_mlp`.
     """
-    x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     check_counts(routes, w_EDO.shape[0])
+    x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     backend = resolve_backend(backend, x_UD.device, x_UD.dtype)
-    routes = routes if reads_unused(backend) else routes.used()
     if backend == "reference":
         return reference.routed_linear(x_UD, w_EDO, routes)
     (w_EDO,), number = shared_weights(w_EDO, defer=defer)
-    y_TO, _ = ops.routed_linear(x_UD, w_EDO, *_flat(routes), backend, number)
+    y_TO, _ = ops.routed_linear(
+        **sorted_fields(routes), x_UD=x_UD, w_EDO=w_EDO, backend=backend, number=number
+    )
     return y_TO
 
 
-def _flat(routes: RouteList) -> tuple:
-    """Lists a route list's fields as an op takes them: tensors and numbers, no records.
-
-    `SortedRoutes(*…)` puts them together again.
-    """
+def sorted_fields(routes: RouteList) -> dict[str, Any]:
+    """Returns the fields of a `SortedRoutes`, by name, as an op takes them."""
     sorting = routes.sorting
-    return (
-        routes.weight_N.contiguous(),
-        sorting.order_N,
-        sorting.place_N,
-        sorting.starts_E1,
-        None if routes.per_source else routes.source_N,
-        None if routes.per_target else routes.target_N,
-        routes.num_targets,
-        routes.per_source,
-        routes.per_target,
-        routes.per_expert,
-    )
+    return {
+        "weight_N": routes.weight_N.contiguous(),
+        "order_N": sorting.order_N,
+        "place_N": sorting.place_N,
+        "starts_E1": sorting.starts_E1,
+        "source_N": None if routes.per_source else routes.source_N,
+        "target_N": None if routes.per_target else routes.target_N,
+        "num_targets": routes.num_targets,
+        "per_source": routes.per_source,
+        "per_target": routes.per_target,
+        "per_expert": routes.per_expert,
+    }
+
+
+def check_shapes(
+    w_up_EDW: Tensor, w_down_EFO: Tensor, activation: str, **biases: Tensor | None
+) -> None:
+    """Checks that the activation is known and that the weights' shapes fit.
+
+    Raises:
+        ValueError: one of both is not so.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown: choose {', '.join(ACTIVATIONS)}")
+    experts, hidden, out = w_down_EFO.shape
+    columns = columns_of(hidden, activation)
+    expected = {
+        "w_up": (experts, w_up_EDW.shape[1], columns),
+        "b_up_EF": (experts, columns),
+        "b_down_EO": (experts, out),
+    }
+    for name, tensor in {"w_up": w_up_EDW, **biases}.items():
+        if tensor is not None and tensor.shape != expected[name]:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; activation={activation!r} with w_down of "
+                f"shape {tuple(w_down_EFO.shape)} wants {expected[name]}"
+            )

@@ -1,13 +1,14 @@
 """The expert operations as torch sees them: custom ops with schemas, fake and autograd
 registrations, and FLOP formulas.
 
-So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of
-each of the two operations there are
+So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. The
+arguments of an op are the fields of its call's record, in their order, and are put together again at
+once (`MLPCall(*call)`). Of each of the two operations there are
 
     NAME                 the result, and what the backward reads: hidden or ungated rows in
                          sorted order
-    NAME_backward        all gradients
-    NAME_backward_into   those of the weights are added to the buffers of a pass (gradients.py)
+    NAME_backward        all gradients; those of the weights are added to buffers, new ones or those
+                         of a pass (gradients.py)
     NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends
                          that defer)
 
@@ -15,166 +16,169 @@ Legend: U source rows, N routes, E experts, D input width, F hidden width, W col
 activation (F or 2F), O output width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .backend import WRITING_BACKENDS, defers, implementation
-from .calls import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
-from .gradients import GradientSum, gradient_sum
-from .interface import ROW_SLACK
-
-# Arguments of an op are flat: `SortedRoutes(*…)` and `MLPBank(*…)` put them together again.
-_BANK = "Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, str activation"
-_ROUTES = (
-    "Tensor weight, Tensor? order, Tensor? place, Tensor starts, Tensor? source, Tensor? target, "
-    "int num_targets, int per_source, int per_target, int per_expert"
+from .backend import implementation
+from .calls import (
+    ROW_SLACK,
+    DeferredLinear,
+    DeferredMLP,
+    DeferringBackend,
+    LinearCall,
+    MLPCall,
+    MLPGradients,
+    RowGradients,
+    SortedRoutes,
 )
-_NUM_BANK, _NUM_ROUTES = 5, 10
-_INDEX = 6  # how many of the routes' are tensors
+from .gradients import GradientSum, gradient_sum
+
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str"}
 
 
-def _operator(name: str, schema: str, *, mutates: Sequence[str] = ()) -> Any:
+def _operator(
+    name: str,
+    record: type[SortedRoutes],
+    num_results: int,
+    *,
+    before: str = "",
+    mutates: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an op of a record's fields, and of the arguments that come before them."""
+    given = [f"{_SCHEMA_TYPES[field.type]} {field.name}" for field in fields(record)]
+    schema = f"({before}{', '.join(given)}) -> ({', '.join(['Tensor'] * num_results)})"
     return torch.library.custom_op(f"moebius::{name}", mutates_args=mutates, schema=schema)
+
+
+def _or_empty(like: Tensor, value: Tensor | None) -> Tensor:
+    """Replaces None, a bias that there is not, by an empty tensor: an op returns tensors."""
+    return like.new_empty(0) if value is None else value
+
+
+def _keep(ctx: Any, call: MLPCall | LinearCall, saved: Tensor) -> None:
+    """Keeps a call and its saved rows for the backward pass."""
+    values = vars(call)
+    ctx.record = type(call)
+    ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
+    ctx.others = {name: value for name, value in values.items() if name not in ctx.names}
+    ctx.mark_non_differentiable(saved)
+    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
+    ctx.save_for_backward(*(values[name] for name in ctx.names), saved)
+
+
+def _kept(ctx: Any) -> tuple[Any, Tensor]:
+    *tensors, saved = ctx.saved_tensors
+    return ctx.record(**dict(zip(ctx.names, tensors, strict=True)), **ctx.others), saved
+
+
+def _in_order(record: type[SortedRoutes], gradients: dict[str, Tensor | None]) -> tuple:
+    """Lists gradients as autograd wants them: one for each argument, None where there is none."""
+    return tuple(gradients.get(field.name) for field in fields(record))
 
 
 # Perceptrons --------------------------------------------------------------------------------------
 
+_GRAD = "Tensor grad_TO, Tensor saved, "
 
-@_operator(
-    "routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
-)
-def routed_mlp(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Returns y (num_targets, O), and the saved rows (N + slack, W).
 
-    `number`: of the weights' `GradientSum`, or 0.
-    """
-    bank, routes, backend, _ = _mlp_records(*rest)
-    return implementation(backend).mlp_forward(x, bank, routes)
+@_operator("routed_mlp", MLPCall, 2)
+def routed_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Returns y (num_targets, O), and the saved rows (N + ROW_SLACK, W)."""
+    call = MLPCall(*arguments)
+    return implementation(call.backend).mlp_forward(call)
 
 
 @routed_mlp.register_fake
-def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    bank, routes, *_ = _mlp_records(*rest)
-    y = x.new_empty(routes.num_targets, bank.w_down_EFO.shape[2])
-    return y, x.new_empty(routes.num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = MLPCall(*arguments)
+    y_TO = call.x_UD.new_empty(call.num_targets, call.w_down_EFO.shape[2])
+    return y_TO, call.x_UD.new_empty(call.num_routes + ROW_SLACK, call.w_up_EDW.shape[2])
 
 
 @_operator(
     "routed_mlp_backward",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    MLPCall,
+    4,
+    before=_GRAD + "Tensor(a!) into_up, Tensor(b!) into_down, bool are_new, ",
+    mutates=("into_up", "into_down"),
 )
-def _mlp_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, saved = _mlp_records(*rest)
-    writes = backend in WRITING_BACKENDS
-    new = torch.empty_like if writes else torch.zeros_like
-    into = MLPGradients(new(bank.w_up_EDW), new(bank.w_down_EFO), are_new=writes)
-    rows = implementation(backend).mlp_backward(grad, x, bank, routes, saved, into)
-    return *_without_none(x, rows), into.w_up_EDW, into.w_down_EFO
+def _mlp_backward(
+    grad_TO: Tensor,
+    saved: Tensor,
+    into_up: Tensor,
+    into_down: Tensor,
+    are_new: bool,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    call, into = MLPCall(*arguments), MLPGradients(into_up, into_down, are_new)
+    return _mlp_results(call, implementation(call.backend).mlp_backward(call, grad_TO, saved, into))
+
+
+@_operator("routed_mlp_backward_rows", MLPCall, 5, before=_GRAD)
+def _mlp_backward_rows(grad_TO: Tensor, saved: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    call = MLPCall(*arguments)
+    found = _deferring(call.backend).mlp_backward_rows(call, grad_TO, saved)
+    return *_mlp_results(call, found), _or_empty(saved, found.z_NW)
+
+
+def _mlp_results(call: MLPCall, found: RowGradients) -> tuple[Tensor, ...]:
+    biases = found.b_up_EW, found.b_down_EO
+    return found.x_UD, found.weight_N, *(_or_empty(call.x_UD, bias) for bias in biases)
+
+
+def _fake_rows(call: MLPCall) -> tuple[Tensor, ...]:
+    given = call.x_UD, call.weight_N, call.b_up_EW, call.b_down_EO
+    return tuple(torch.empty_like(_or_empty(call.x_UD, value)) for value in given)
 
 
 @_mlp_backward.register_fake
-def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank = _mlp_records(*rest)[0]
-    return (
-        *_fake_row_gradients(x, *rest),
-        torch.empty_like(bank.w_up_EDW),
-        torch.empty_like(bank.w_down_EFO),
-    )
-
-
-@_operator(
-    "routed_mlp_backward_into",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved, Tensor(a!) into_up, "
-    "Tensor(b!) into_down) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    mutates=("into_up", "into_down"),
-)
-def _mlp_backward_into(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, saved = _mlp_records(*rest[:-2])
-    into = MLPGradients(*rest[-2:])
-    return _without_none(
-        x, implementation(backend).mlp_backward(grad, x, bank, routes, saved, into)
-    )
-
-
-@_mlp_backward_into.register_fake
-def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _fake_row_gradients(x, *rest[:-2])
-
-
-@_operator(
-    "routed_mlp_backward_rows",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor, "
-    "Tensor, Tensor, Tensor)",
-)
-def _mlp_backward_rows(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, saved = _mlp_records(*rest)
-    *rows, d_z = implementation(backend).mlp_backward_rows(grad, x, bank, routes, saved)
-    return *_without_none(x, rows), d_z
+def _(
+    grad_TO: Tensor,
+    saved: Tensor,
+    into_up: Tensor,
+    into_down: Tensor,
+    are_new: bool,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    return _fake_rows(MLPCall(*arguments))
 
 
 @_mlp_backward_rows.register_fake
-def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *_fake_row_gradients(x, *rest), torch.empty_like(rest[-1])
+def _(grad_TO: Tensor, saved: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return *_fake_rows(MLPCall(*arguments)), torch.empty_like(saved)
 
 
-def _mlp_records(*rest: Any) -> tuple[MLPBank, SortedRoutes, str, Any]:
-    """Puts flat arguments together: bank, routes, backend, and what comes last."""
-    routes = SortedRoutes(*rest[_NUM_BANK : _NUM_BANK + _NUM_ROUTES])
-    backend, last = rest[_NUM_BANK + _NUM_ROUTES :]
-    return MLPBank(*rest[:_NUM_BANK]), routes, backend, last
+def _mlp_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _keep(ctx, MLPCall(*inputs), output[1])
 
 
-def _without_none(x: Tensor, rows: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Replaces None, a bias that there is not, by an empty tensor: an op returns tensors."""
-    return tuple(x.new_empty(0) if value is None else value for value in rows)
-
-
-def _fake_row_gradients(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, *_ = _mlp_records(*rest)
-    biases = (
-        x.new_empty(0) if bias is None else torch.empty_like(bias)
-        for bias in (bank.b_up_EW, bank.b_down_EO)
-    )
-    return torch.empty_like(x), torch.empty_like(routes.weight_N), *biases
-
-
-def _mlp_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, *rest, ctx.backend, ctx.number = inputs
-    bank, routes = rest[:_NUM_BANK], rest[_NUM_BANK:]
-    ctx.activation, ctx.numbers = bank.pop(), routes[_INDEX:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
-    ctx.save_for_backward(x, *bank, *routes[:_INDEX], output[1])
-
-
-def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
-    none = (None,) * (1 + _NUM_BANK + _NUM_ROUTES + 2)
-    if grad is None:
-        return none
-    x, *tensors, saved = ctx.saved_tensors
-    weights, routes = tensors[: _NUM_BANK - 1], (*tensors[_NUM_BANK - 1 :], *ctx.numbers)
-    grad, total, grad_banks = grad.contiguous(), gradient_sum(ctx.number), (None, None)
-    arguments = (grad, x, *weights, ctx.activation, *routes, ctx.backend, saved)
-    if total is None:
-        grad_x, gate, b_up, b_down, *grad_banks = _mlp_backward(*arguments)
-    elif _defers(total, ctx.backend):
-        grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
-        bank = MLPBank(*weights, activation=ctx.activation)
-        call = MLPCall(grad, x, SortedRoutes(*routes), saved, d_z, bank)
-        total.defer_call(call, implementation(ctx.backend).mlp_weight_gradients)
+def _mlp_gradients(ctx: Any, grad_TO: Tensor | None, *_saved: Tensor) -> tuple:
+    if grad_TO is None:
+        return _in_order(MLPCall, {})
+    call, saved = _kept(ctx)
+    given = {"grad_TO": grad_TO.contiguous(), "saved": saved, **vars(call)}
+    total, weights = gradient_sum(call.number), (None, None)
+    if total is not None and total.defer and _defers(call.backend):
+        x, gate, b_up, b_down, z_NW = _mlp_backward_rows(**given)
+        deferred = DeferredMLP(call, given["grad_TO"], saved, z_NW)
+        total.defer_call(deferred, _deferring(call.backend).mlp_weight_gradients)
     else:
-        grad_x, gate, b_up, b_down = _mlp_backward_into(*arguments, *total.buffers())
-    biases = (
-        None if bias is None else found
-        for bias, found in zip(weights[2:], (b_up, b_down), strict=True)
-    )
-    return grad_x, *grad_banks, *biases, None, gate, *none[_NUM_BANK + 2 :]
+        are_new = total is None and implementation(call.backend).writes
+        into = _buffers(total, call.w_up_EDW, call.w_down_EFO, zeros=not are_new)
+        weights = into if total is None else weights
+        x, gate, b_up, b_down = _mlp_backward(
+            into_up=into[0], into_down=into[1], are_new=are_new, **given
+        )
+    found = {"x_UD": x, "weight_N": gate}
+    found |= dict(zip(("w_up_EDW", "w_down_EFO"), weights, strict=True))
+    found["b_up_EW"] = None if call.b_up_EW is None else b_up
+    found["b_down_EO"] = None if call.b_down_EO is None else b_down
+    return _in_order(MLPCall, found)
 
 
 routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
@@ -183,147 +187,139 @@ routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
 # Matrices -----------------------------------------------------------------------------------------
 
 
-@_operator(
-    "routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
-)
-def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@_operator("routed_linear", LinearCall, 2)
+def routed_linear(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Returns y (num_targets, O), and the outputs before their gates if these are the narrow side.
 
     Else the second result is empty.
     """
-    *routes, backend, _ = rest
-    return implementation(backend).linear_forward(x, w, SortedRoutes(*routes))
+    call = LinearCall(*arguments)
+    return implementation(call.backend).linear_forward(call)
 
 
 @routed_linear.register_fake
-def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    routes = SortedRoutes(*rest[:_NUM_ROUTES])
-    saved = (routes.num_routes + ROW_SLACK, w.shape[2]) if w.shape[2] <= w.shape[1] else (0,)
-    return x.new_empty(routes.num_targets, w.shape[2]), x.new_empty(saved)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = LinearCall(*arguments)
+    _, width_in, width_out = call.w_EDO.shape
+    saved = (call.num_routes + ROW_SLACK, width_out) if width_out <= width_in else (0,)
+    return call.x_UD.new_empty(call.num_targets, width_out), call.x_UD.new_empty(saved)
 
 
 @_operator(
     "routed_linear_backward",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor, "
-    "Tensor)",
+    LinearCall,
+    2,
+    before=_GRAD + "Tensor(a!) into_EDO, ",
+    mutates=("into_EDO",),
 )
-def _linear_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, saved = rest
-    into = torch.zeros_like(w)
-    return *implementation(backend).linear_backward(
-        grad, x, w, SortedRoutes(*routes), saved, into
-    ), into
+def _linear_backward(
+    grad_TO: Tensor, saved: Tensor, into_EDO: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = LinearCall(*arguments)
+    found = implementation(call.backend).linear_backward(call, grad_TO, saved, into_EDO)
+    return found.x_UD, found.weight_N
+
+
+@_operator("routed_linear_backward_rows", LinearCall, 2, before=_GRAD)
+def _linear_backward_rows(grad_TO: Tensor, saved: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    call = LinearCall(*arguments)
+    found = _deferring(call.backend).linear_backward_rows(call, grad_TO, saved)
+    return found.x_UD, found.weight_N
 
 
 @_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(w)
+def _(grad_TO: Tensor, saved: Tensor, into_EDO: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    call = LinearCall(*arguments)
+    return torch.empty_like(call.x_UD), torch.empty_like(call.weight_N)
 
 
-@_operator(
-    "routed_linear_backward_into",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved, Tensor(a!) into) -> "
-    "(Tensor, Tensor)",
-    mutates=("into",),
-)
-def _linear_backward_into(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, saved, into = rest
-    return implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), saved, into)
-
-
-@_operator(
-    "routed_linear_backward_rows",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor)",
-)
-def _linear_backward_rows(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, saved = rest
-    return implementation(backend).linear_backward_rows(grad, x, w, SortedRoutes(*routes), saved)
-
-
-@_linear_backward_into.register_fake
 @_linear_backward_rows.register_fake
-def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(weight)
+def _(grad_TO: Tensor, saved: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    call = LinearCall(*arguments)
+    return torch.empty_like(call.x_UD), torch.empty_like(call.weight_N)
 
 
-def _linear_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w, *routes, ctx.backend, ctx.number = inputs
-    ctx.numbers = routes[_INDEX:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w, *routes[:_INDEX], output[1])
+def _linear_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _keep(ctx, LinearCall(*inputs), output[1])
 
 
-def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
-    none = (None,) * (2 + _NUM_ROUTES + 2)
-    if grad is None:
-        return none
-    x, w, *index, saved = ctx.saved_tensors
-    grad, total, grad_w = grad.contiguous(), gradient_sum(ctx.number), None
-    routes = (*index, *ctx.numbers)
-    arguments = (grad, x, w, *routes, ctx.backend, saved)
-    if total is None:
-        grad_x, gate, grad_w = _linear_backward(*arguments)
-    elif _defers(total, ctx.backend):
-        grad_x, gate = _linear_backward_rows(*arguments)
-        call = LinearCall(grad, x, SortedRoutes(*routes), w)
-        total.defer_call(call, implementation(ctx.backend).linear_weight_gradients)
+def _linear_gradients(ctx: Any, grad_TO: Tensor | None, *_saved: Tensor) -> tuple:
+    if grad_TO is None:
+        return _in_order(LinearCall, {})
+    call, saved = _kept(ctx)
+    given = {"grad_TO": grad_TO.contiguous(), "saved": saved, **vars(call)}
+    total, grad_w = gradient_sum(call.number), None
+    if total is not None and total.defer and _defers(call.backend):
+        x, gate = _linear_backward_rows(**given)
+        deferred = DeferredLinear(call, given["grad_TO"])
+        total.defer_call(deferred, _deferring(call.backend).linear_weight_gradients)
     else:
-        grad_x, gate = _linear_backward_into(*arguments, *total.buffers())
-    return grad_x, grad_w, gate, *none[3:]
+        [into_EDO] = _buffers(total, call.w_EDO, zeros=True)
+        grad_w = into_EDO if total is None else None
+        x, gate = _linear_backward(into_EDO=into_EDO, **given)
+    return _in_order(LinearCall, {"x_UD": x, "weight_N": gate, "w_EDO": grad_w})
 
 
 routed_linear.register_autograd(_linear_gradients, setup_context=_linear_context)
 
 
-def _defers(total: GradientSum, backend: str) -> bool:
-    return total.defer and defers(backend)
+def _buffers(total: GradientSum | None, *weights: Tensor, zeros: bool) -> tuple[Tensor, ...]:
+    """Returns what the weights' gradients are added to: the buffers of a pass, or new ones."""
+    if total is not None:
+        return total.buffers()
+    new = torch.zeros_like if zeros else torch.empty_like
+    return tuple(new(w) for w in weights)
 
 
-# FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are
-# shapes. What is deferred is counted with its call.
+def _defers(backend: str) -> bool:
+    return isinstance(implementation(backend), DeferringBackend)
+
+
+def _deferring(backend: str) -> DeferringBackend:
+    found = implementation(backend)
+    assert isinstance(found, DeferringBackend), backend
+    return found
+
+
+# FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. What is deferred
+# is counted with its call. In the records stand shapes in place of tensors here.
 
 
 @register_flop_formula(torch.ops.moebius.routed_mlp)
-def _(
-    x: Any,
-    w_up: Any,
-    w_down: Any,
-    b_up: Any,
-    b_down: Any,
-    activation: str,
-    weight: Any,
-    *_: Any,
-    **_kw: Any,
-) -> int:
-    return 2 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
-
-
-@register_flop_formula(
-    [getattr(torch.ops.moebius, f"routed_mlp_backward{end}") for end in ("", "_into", "_rows")]
-)
-def _(
-    grad: Any,
-    x: Any,
-    w_up: Any,
-    w_down: Any,
-    b_up: Any,
-    b_down: Any,
-    act: str,
-    weight: Any,
-    *_: Any,
-    **_kw: Any,
-) -> int:
-    return 4 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
+def _(*arguments: Any, **_: Any) -> int:
+    return _mlp_flops(MLPCall(*arguments))
 
 
 @register_flop_formula(torch.ops.moebius.routed_linear)
-def _(x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
-    return 2 * weight[0] * w[1] * w[2]
+def _(*arguments: Any, **_: Any) -> int:
+    return _linear_flops(LinearCall(*arguments))
 
 
-@register_flop_formula(
-    [getattr(torch.ops.moebius, f"routed_linear_backward{end}") for end in ("", "_into", "_rows")]
-)
-def _(grad: Any, x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
-    return 4 * weight[0] * w[1] * w[2]
+@register_flop_formula(torch.ops.moebius.routed_mlp_backward)
+def _(_grad: Any, _saved: Any, _up: Any, _down: Any, _new: Any, *arguments: Any, **_: Any) -> int:
+    return 2 * _mlp_flops(MLPCall(*arguments))
+
+
+@register_flop_formula(torch.ops.moebius.routed_mlp_backward_rows)
+def _(_grad: Any, _saved: Any, *arguments: Any, **_: Any) -> int:
+    return 2 * _mlp_flops(MLPCall(*arguments))
+
+
+@register_flop_formula(torch.ops.moebius.routed_linear_backward)
+def _(_grad: Any, _saved: Any, _into: Any, *arguments: Any, **_: Any) -> int:
+    return 2 * _linear_flops(LinearCall(*arguments))
+
+
+@register_flop_formula(torch.ops.moebius.routed_linear_backward_rows)
+def _(_grad: Any, _saved: Any, *arguments: Any, **_: Any) -> int:
+    return 2 * _linear_flops(LinearCall(*arguments))
+
+
+def _mlp_flops(call: Any) -> int:
+    (_, width_in, columns), (_, hidden, width_out) = call.w_up_EDW, call.w_down_EFO
+    return 2 * call.weight_N[0] * (width_in * columns + hidden * width_out)
+
+
+def _linear_flops(call: Any) -> int:
+    _, width_in, width_out = call.w_EDO
+    return 2 * call.weight_N[0] * width_in * width_out

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .calls import Sorting
-from .cpu import routes as cpu_routes
+from .cpu import lists
+from .cpu.library import handles
 from .triton.available import reason_against
 
 
@@ -45,8 +46,8 @@ def sort_routes(
 def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if expert_N.device.type == "cuda" and reason_against("cuda", torch.float32) is None:
         return import_module(".triton.routing", __package__).sort_routes(expert_N, num_experts)
-    if cpu_routes.can_sort(expert_N):
-        return cpu_routes.sort_by_expert(expert_N, num_experts)
+    if handles(expert_N, torch.int64):
+        return lists.sort_by_expert(expert_N, num_experts)
     order_N = sort_by_expert(expert_N, num_experts)
     place_N = inverse_order(order_N.to(torch.int32))
     if expert_N.device.type == "cpu":
@@ -102,8 +103,8 @@ def add_rows(
         if place_N is None:
             place_N = torch.arange(num_rows * per_row, device=rows.device)
         return F.embedding_bag(place_N.view(-1, per_row), rows, mode="sum")
-    if index_N is not None and cpu_routes.can_add(rows):
-        return cpu_routes.add_by_index(rows, place_N, index_N, num_rows)
+    if index_N is not None and lists.can_add(rows):
+        return lists.add_by_index(rows, place_N, index_N, num_rows)
     if place_N is not None:
         rows = rows.index_select(0, place_N)
     if index_N is None:

@@ -4,33 +4,42 @@ Every other backend is tested against these, in value and in every gradient. The
 (float64 included) and are differentiated by autograd. Cost: one gather, two products and one
 scatter per expert; nothing is fused, and autograd saves everything.
 
-Legend: U source rows, N routes, E experts, D input width, O output width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
+activation (F, or 2F where it is gated), O output width.
 """
 
 from torch import Tensor
 
 from .activations import activate
-from .calls import MLPBank, RouteList
+from .calls import RouteList
 
 
-def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
+def routed_mlp(
+    x_UD: Tensor,
+    w_up_EDW: Tensor,
+    w_down_EFO: Tensor,
+    routes: RouteList,
+    *,
+    activation: str,
+    b_up_EW: Tensor | None = None,
+    b_down_EO: Tensor | None = None,
+) -> Tensor:
     """Computes the weighted sum of every target's perceptrons, one expert after another.
 
     y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert])
                            + b_down[expert]).
     σ-MoE has a = relu and no biases (arXiv 2310.10837, eq. 10), SUT has both (arXiv 2310.07096).
     """
-    y_TO = x_UD.new_zeros(routes.num_targets, bank.w_down_EFO.shape[2])
-    for expert, (w_up_DW, w_down_FO) in enumerate(
-        zip(bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0), strict=True)
-    ):
+    y_TO = x_UD.new_zeros(routes.num_targets, w_down_EFO.shape[2])
+    banks = zip(w_up_EDW.unbind(0), w_down_EFO.unbind(0), strict=True)
+    for expert, (w_up_DW, w_down_FO) in enumerate(banks):
         chosen = (routes.expert_N == expert).nonzero().squeeze(1)
         z = x_UD[routes.source_N[chosen]] @ w_up_DW
-        if bank.b_up_EW is not None:
-            z = z + bank.b_up_EW[expert]
-        output = activate(z, bank.activation) @ w_down_FO
-        if bank.b_down_EO is not None:
-            output = output + bank.b_down_EO[expert]
+        if b_up_EW is not None:
+            z = z + b_up_EW[expert]
+        output = activate(z, activation) @ w_down_FO
+        if b_down_EO is not None:
+            output = output + b_down_EO[expert]
         weighted = routes.weight_N[chosen, None].to(x_UD.dtype) * output
         y_TO = y_TO.index_add(0, routes.target_N[chosen], weighted)
     return y_TO
@@ -44,8 +53,7 @@ def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
     y_TO = x_UD.new_zeros(routes.num_targets, w_EDO.shape[2])
     for expert, w_DO in enumerate(w_EDO.unbind(0)):
         chosen = (routes.expert_N == expert).nonzero().squeeze(1)
-        output = routes.weight_N[chosen, None].to(x_UD.dtype) * (
-            x_UD[routes.source_N[chosen]] @ w_DO
-        )
-        y_TO = y_TO.index_add(0, routes.target_N[chosen], output)
+        output = x_UD[routes.source_N[chosen]] @ w_DO
+        weighted = routes.weight_N[chosen, None].to(x_UD.dtype) * output
+        y_TO = y_TO.index_add(0, routes.target_N[chosen], weighted)
     return y_TO

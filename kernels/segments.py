@@ -40,141 +40,141 @@ import torch
 from torch import Tensor
 
 from .activations import hidden_and_pullback, hidden_in_place
-from .calls import MLPBank, MLPGradients, SortedRoutes
+from .calls import (
+    ROW_SLACK,
+    Backend,
+    LinearCall,
+    MLPCall,
+    MLPGradients,
+    RowGradients,
+    SortedRoutes,
+)
 from .cpu.onednn import float32_is_onednn
 from .cpu.workspace import workspace
-from .interface import ROW_SLACK
 from .permute import add_rows
 
 _ALIGNMENT_BYTES = 16
 _CHUNK = 512  # rows: what is gathered stays in the second-level cache
 
 
-def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`."""
-    source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
-    x_rows = _with_aligned_rows(x_UD)
-    saved = x_UD.new_empty(len(gate), bank.w_up_EDW.shape[2])
-    outputs = _output_rows(
-        x_UD, bank.w_down_EFO.shape[2], routes.place_N, routes.per_target, len(gate)
-    )
-    w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
-    for expert, rows, _ in _chunks(routes, x_UD):
-        g, x = gate[rows, None], _gather("x", x_rows, source_rows[rows])
-        z = saved[rows] if _is_aligned(saved) else _aligned_rows("z", x_UD, len(x), saved.shape[1])
-        torch.mm(x, w_up[expert], out=z)
-        if bank.b_up_EW is not None:
-            z += bank.b_up_EW[expert]
-        h = hidden_in_place(z, bank.activation)
-        if not _is_aligned(saved):
-            saved[rows] = z
-        gated = _aligned_product("gated", torch.mul, h, g, width=h.shape[1])
-        output = torch.mm(gated, w_down[expert], out=outputs[rows])
-        if bank.b_down_EO is not None:
-            output += g * bank.b_down_EO[expert]
-    return _sum_to_targets(outputs, routes), saved
+class Segments(Backend):
+    """Implements the operations with torch's own, on every device and in every dtype."""
 
+    def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
+        x_UD, width_out = call.x_UD, call.w_down_EFO.shape[2]
+        source_rows = _padded_rows(call.source_rows())
+        gate = _padded_rows(call.gates(x_UD.dtype))
+        x_rows = _with_aligned_rows(x_UD)
+        saved = x_UD.new_empty(len(gate), call.w_up_EDW.shape[2])
+        outputs = _output_rows(x_UD, width_out, call.place_N, call.per_target, len(gate))
+        w_up, w_down = call.w_up_EDW.unbind(0), call.w_down_EFO.unbind(0)
+        for expert, rows, _ in _chunks(call, x_UD):
+            g, x = gate[rows, None], _gather("x", x_rows, source_rows[rows])
+            z = saved[rows]
+            if not _is_aligned(saved):
+                z = _aligned_rows("z", x_UD, len(x), saved.shape[1])
+            torch.mm(x, w_up[expert], out=z)
+            if call.b_up_EW is not None:
+                z += call.b_up_EW[expert]
+            h = hidden_in_place(z, call.activation)
+            if not _is_aligned(saved):
+                saved[rows] = z
+            gated = _aligned_product("gated", torch.mul, h, g, width=h.shape[1])
+            output = torch.mm(gated, w_down[expert], out=outputs[rows])
+            if call.b_down_EO is not None:
+                output += g * call.b_down_EO[expert]
+        return _sum_to_targets(outputs, call), saved
 
-def mlp_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`.
+    def mlp_backward(
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+    ) -> RowGradients:
+        """Implements `Backend.mlp_backward`.
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
-    row is saved for it.
-    """
-    source_rows = _padded_rows(routes.source_rows())
-    target_rows = _padded_rows(routes.target_rows())
-    gate = _padded_rows(routes.gates(x_UD.dtype))
-    x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
-    grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
-    grad_gate = torch.zeros_like(gate)
-    grad_b_up, grad_b_down = (
-        None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
-    )
-    w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
-    grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
-    for expert, rows, count in _chunks(routes, x_UD):
-        g, dy = gate[rows, None], _gather("dy", dy_rows, target_rows[rows])
-        h, pullback = hidden_and_pullback(saved[rows], bank.activation)
-        d_gated = _aligned_product("d_gated", torch.mm, dy, w_down[expert].T, width=h.shape[1])
-        grad_gate[rows] = (h * d_gated).sum(-1)
-        if bank.b_down_EO is not None and grad_b_down is not None:
-            grad_gate[rows] += (dy * bank.b_down_EO[expert]).sum(-1)
-            grad_b_down[expert] += torch.sum((dy * g)[:count], 0)
-        d_z = pullback(d_gated.mul_(g))
-        if grad_b_up is not None:
-            grad_b_up[expert] += torch.sum(d_z[:count], 0)
-        gated, x = h * g, _gather("x", x_rows, source_rows[rows])
-        _clear_surplus(count, dy, gated, x, d_z)
-        _add_product(grad_down[expert], gated.T, dy)
-        _add_product(grad_up[expert], x.T, d_z)
-        if not _is_aligned(d_z):
-            d_z = _aligned_rows("d_z", d_z, *d_z.shape).copy_(d_z)
-        torch.mm(d_z, w_up[expert].T, out=grad_rows[rows])
-    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
-    return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
+        The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no
+        output row is saved for it.
+        """
+        x_UD = call.x_UD
+        source_rows = _padded_rows(call.source_rows())
+        target_rows = _padded_rows(call.target_rows())
+        gate = _padded_rows(call.gates(x_UD.dtype))
+        x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
+        grad_rows = _output_rows(x_UD, x_UD.shape[1], call.place_N, call.per_source, len(gate))
+        grad_gate = torch.zeros_like(gate)
+        grad_b_up, grad_b_down = (
+            None if b is None else torch.zeros_like(b) for b in (call.b_up_EW, call.b_down_EO)
+        )
+        w_up, w_down = call.w_up_EDW.unbind(0), call.w_down_EFO.unbind(0)
+        grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
+        for expert, rows, count in _chunks(call, x_UD):
+            g, dy = gate[rows, None], _gather("dy", dy_rows, target_rows[rows])
+            h, pullback = hidden_and_pullback(saved[rows], call.activation)
+            d_gated = _aligned_product("d_gated", torch.mm, dy, w_down[expert].T, width=h.shape[1])
+            grad_gate[rows] = (h * d_gated).sum(-1)
+            if call.b_down_EO is not None and grad_b_down is not None:
+                grad_gate[rows] += (dy * call.b_down_EO[expert]).sum(-1)
+                grad_b_down[expert] += torch.sum((dy * g)[:count], 0)
+            d_z = pullback(d_gated.mul_(g))
+            if grad_b_up is not None:
+                grad_b_up[expert] += torch.sum(d_z[:count], 0)
+            gated, x = h * g, _gather("x", x_rows, source_rows[rows])
+            _clear_surplus(count, dy, gated, x, d_z)
+            _add_product(grad_down[expert], gated.T, dy)
+            _add_product(grad_up[expert], x.T, d_z)
+            if not _is_aligned(d_z):
+                d_z = _aligned_rows("d_z", d_z, *d_z.shape).copy_(d_z)
+            torch.mm(d_z, w_up[expert].T, out=grad_rows[rows])
+        grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
+        return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
 
-
-def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
-    narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
-    x_rows, w = _with_aligned_rows(x_UD), w_EDO.unbind(0)
-    if narrow_output:
-        outputs = _new_aligned_rows(x_UD, len(gate), w_EDO.shape[2])
-    else:
-        outputs = _output_rows(x_UD, w_EDO.shape[2], routes.place_N, routes.per_target, len(gate))
-    for expert, rows, _ in _chunks(routes, x_UD):
-        x = _gather("x", x_rows, source_rows[rows])
-        torch.mm(x if narrow_output else x.mul_(gate[rows, None]), w[expert], out=outputs[rows])
-    gated = outputs * gate[:, None] if narrow_output else outputs
-    return _sum_to_targets(gated, routes), (
-        outputs.contiguous() if narrow_output else x_UD.new_empty(0)
-    )
-
-
-def linear_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`.
-
-    The gate's gradient is taken on whichever side is narrow.
-    """
-    source_rows = _padded_rows(routes.source_rows())
-    target_rows = _padded_rows(routes.target_rows())
-    gate = _padded_rows(routes.gates(x_UD.dtype))
-    x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
-    grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
-    grad_gate = torch.zeros_like(gate)
-    narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
-    w, grad_w = w_EDO.unbind(0), into_EDO.unbind(0)
-    for expert, rows, count in _chunks(routes, x_UD):
-        x, dy = _gather("x", x_rows, source_rows[rows]), _gather("dy", dy_rows, target_rows[rows])
-        g = gate[rows, None]
+    def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
+        x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
+        source_rows = _padded_rows(call.source_rows())
+        gate = _padded_rows(call.gates(x_UD.dtype))
+        narrow_output = width_out <= width_in
+        x_rows, w = _with_aligned_rows(x_UD), call.w_EDO.unbind(0)
         if narrow_output:
-            grad_gate[rows] = (saved[rows] * dy).sum(-1)
-            dy.mul_(g)
-            torch.mm(dy, w[expert].T, out=grad_rows[rows])
+            outputs = _new_aligned_rows(x_UD, len(gate), width_out)
         else:
-            d_x = torch.mm(dy, w[expert].T, out=grad_rows[rows])
-            grad_gate[rows] = (x * d_x).sum(-1)
-            d_x.mul_(g)
-            x.mul_(g)
-        _clear_surplus(count, x, dy)
-        _add_product(grad_w[expert], x.T, dy)
-    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
-    return grad_x, _grad_gate(grad_gate, routes)
+            outputs = _output_rows(x_UD, width_out, call.place_N, call.per_target, len(gate))
+        for expert, rows, _ in _chunks(call, x_UD):
+            x = _gather("x", x_rows, source_rows[rows])
+            torch.mm(x if narrow_output else x.mul_(gate[rows, None]), w[expert], out=outputs[rows])
+        if not narrow_output:
+            return _sum_to_targets(outputs, call), x_UD.new_empty(0)
+        return _sum_to_targets(outputs * gate[:, None], call), outputs.contiguous()
+
+    def linear_backward(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+    ) -> RowGradients:
+        """Implements `Backend.linear_backward`.
+
+        The gate's gradient is taken on whichever side is narrow.
+        """
+        x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
+        source_rows = _padded_rows(call.source_rows())
+        target_rows = _padded_rows(call.target_rows())
+        gate = _padded_rows(call.gates(x_UD.dtype))
+        x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
+        grad_rows = _output_rows(x_UD, width_in, call.place_N, call.per_source, len(gate))
+        grad_gate = torch.zeros_like(gate)
+        w, grad_w = call.w_EDO.unbind(0), into_EDO.unbind(0)
+        for expert, rows, count in _chunks(call, x_UD):
+            x = _gather("x", x_rows, source_rows[rows])
+            dy = _gather("dy", dy_rows, target_rows[rows])
+            g = gate[rows, None]
+            if width_out <= width_in:
+                grad_gate[rows] = (saved[rows] * dy).sum(-1)
+                dy.mul_(g)
+                torch.mm(dy, w[expert].T, out=grad_rows[rows])
+            else:
+                d_x = torch.mm(dy, w[expert].T, out=grad_rows[rows])
+                grad_gate[rows] = (x * d_x).sum(-1)
+                d_x.mul_(g)
+                x.mul_(g)
+            _clear_surplus(count, x, dy)
+            _add_product(grad_w[expert], x.T, dy)
+        grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
+        return RowGradients(grad_x, _grad_gate(grad_gate, call))
 
 
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:

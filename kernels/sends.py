@@ -6,7 +6,7 @@ can travel; `pack_sends` writes down the routes as they travel and lists the row
 do; `unpack_sends` reads routes that came. Nothing here reads a number from the device: what has a
 length of its own is as long as it can be.
 
-On CPUs two passes of sends.cpp do it, on GPUs five of Triton's kernels (triton/sends.py); the
+On CPUs two passes of cpu/lists.cpp do it, on GPUs five of Triton's kernels (triton/sends.py); the
 operations of torch here stand for both where there is no compiler, and are what both are tested
 against.
 
@@ -33,7 +33,8 @@ from .addresses import (
     RowPairs,
     SendCounts,
 )
-from .cpu import sends as cpu_sends
+from .cpu import lists
+from .cpu.library import handles
 from .permute import inverse_order, sort_by_expert
 from .triton.available import reason_against
 
@@ -44,18 +45,20 @@ def count_sends(to: Addresses) -> SendCounts:
     Raises:
         IndexError: a route is out of range; of C++ alone.
     """
-    if cpu_sends.can_send(to.expert_N):
-        return cpu_sends.count_sends(to)
+    if handles(to.expert_N, torch.int64, torch.int32):
+        return lists.count_sends(to)
     return _triton().count_sends(to) if _has_triton(to.expert_N) else count_by_torch(to)
 
 
 def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
     """Writes down the routes as they travel, and the distinct rows; differentiable in the weights."""
-    if cpu_sends.can_send(weight_N):
-        pack = cpu_sends.pack_sends
+    given = to, counts, weight_N.detach()
+    if handles(weight_N, *INTEGERS):
+        packed = lists.pack_sends(*given)
+    elif counts.blocks is not None:
+        packed = _triton().pack_sends(*given)
     else:
-        pack = pack_by_torch if counts.blocks is None else _triton().pack_sends
-    packed: PackedSends = pack(to, counts, weight_N.detach())
+        packed = pack_by_torch(*given)
     metadata_N4: Any = _WithWeights.apply(weight_N, packed.metadata_N4, packed.place_N)
     return replace(packed, metadata_N4=metadata_N4)
 
@@ -201,8 +204,8 @@ class _Unpack(torch.autograd.Function):
     def forward(
         ctx: Any, metadata_R4: Tensor, received_V3: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor]:
-        if cpu_sends.can_send(metadata_R4):
-            unpack = cpu_sends.unpack_sends
+        if handles(metadata_R4, *INTEGERS):
+            unpack = lists.unpack_sends
         else:
             unpack = _triton().unpack_sends if _has_triton(metadata_R4) else unpack_by_torch
         places_3R, weight_R = unpack(metadata_R4.detach(), received_V3, num_slots)

@@ -125,7 +125,7 @@ def source_from_trace(run_dir: Path, *, steps: int | None) -> CallSource:
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
     experts_of_layer = initial_experts(
-        config.model, precision, backend=config.kernels.name, seed=config.train.seed
+        config.model, precision, backend=config.kernels.backend, seed=config.train.seed
     )
     first = files[min(files)]
     tokens = sum(read_rank(first[0]).tokens) * len(first)
@@ -216,7 +216,7 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
 
 def fresh_model(config: Config) -> Transformer:
     """Returns the configured model with initial weights."""
-    model = Transformer(config.model, backend=config.kernels.name)
+    model = Transformer(config.model, backend=config.kernels.backend)
     initialise(model, config.train.seed)
     return model
 

@@ -27,7 +27,7 @@ import torch
 from hypothesis import settings
 
 from moebius.cli.main import main
-from moebius.kernels.cpu import library as brgemm_library
+from moebius.kernels.cpu import library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take
@@ -73,8 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     config.stash[LEFT_BEHIND] = {}
     os.environ[SESSION_MARK] = _mark_of(config)
-    if brgemm_library.reason_against(torch.float32) is None:
-        brgemm_library.load_library()  # ranks that compiled it each for itself would be late
+    library.loaded()  # ranks that waited for the compiler would be late
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,15 +1,16 @@
-"""Routings that nobody would choose, and how a backend of the operations is compared with the reference:
-values and all gradients.
+"""Routings that nobody would choose, and how a backend of the operations is compared with the
+reference: values and all gradients.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moebius.kernels.activations import ACTIVATIONS, GATES
-from moebius.kernels.functional import routed_linear, routed_mlp
+from moebius.kernels.activations import columns_of
+from moebius.kernels.functional import routed_mlp
 from moebius.model.routing import (
     Routes,
     head_to_token_routes,
@@ -24,6 +25,8 @@ BIASES = {
     "bias down": ("b_down_EO",),
     "both biases": ("b_up_EF", "b_down_EO"),
 }
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+Operation = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Case:
 CASES = {
     "random": Case(37, 12, 7, 5, 2),
     "empty experts": Case(6, 8, 4, 23, 2),
-    "one expert takes all": Case(70, 8, 4, 6, 1, choice="zero"),
+    "one expert takes all": Case(70, 8, 4, 6, 1, choice="first"),
     "the last expert takes all": Case(70, 8, 4, 6, 1, choice="last"),
     "one token": Case(1, 8, 4, 6, 3),
     "no token": Case(0, 8, 4, 6, 3),
@@ -52,75 +55,71 @@ CASES = {
 }
 
 
+# Routes -------------------------------------------------------------------------------------------
+
+
 def make_routes(case: Case, generator: torch.Generator) -> Routes:
     """Every token through its experts."""
     weights = torch.rand(case.tokens, case.top_k, generator=generator)
-    return token_routes(_choose(case, generator), weights, num_experts=case.experts)
-
-
-def _choose(case: Case, generator: torch.Generator) -> Tensor:
-    if case.choice == "zero":
-        return torch.zeros(case.tokens, case.top_k, dtype=torch.int64)
-    if case.choice == "last":
-        return torch.full((case.tokens, case.top_k), case.experts - 1)
     scores = torch.rand(case.tokens, case.experts, generator=generator)
-    return scores.argsort(-1)[:, : case.top_k]
+    choices = {
+        "random": scores.argsort(-1)[:, : case.top_k],
+        "first": torch.zeros(case.tokens, case.top_k, dtype=torch.int64),
+        "last": torch.full((case.tokens, case.top_k), case.experts - 1),
+    }
+    return token_routes(choices[case.choice], weights, num_experts=case.experts)
 
 
-def head_routes(direction: str, generator: torch.Generator) -> tuple[Routes, int]:
-    """29 tokens and 3 heads, 2 of 5 experts each: SwitchHead's two directions; and the number of
-    source rows.
-    """
-    tokens, heads, top_k, per_head = 29, 3, 2, 5
+def head_routes(
+    direction: str, generator: torch.Generator, *, tokens: int = 29
+) -> tuple[Routes, int]:
+    """SwitchHead's two directions, 3 heads and 2 of 5 experts each; and the number of source rows."""
+    heads, top_k, per_head = 3, 2, 5
     choice = torch.rand(tokens, heads, per_head, generator=generator).argsort(-1)[..., :top_k]
     experts = choice + torch.arange(heads)[:, None] * per_head
     weights = torch.rand(tokens, heads, top_k, generator=generator)
     into_heads = direction == "token to head"
     make = token_to_head_routes if into_heads else head_to_token_routes
-    return make(
-        experts, weights, num_experts=heads * per_head
-    ), tokens if into_heads else tokens * heads
+    routes = make(experts, weights, num_experts=heads * per_head)
+    return routes, tokens if into_heads else tokens * heads
 
 
 def irregular(routes: Routes) -> Routes:
     """The same routes without the rule that says which rows they belong to."""
-    return Routes(
-        routes.source_N,
-        routes.expert_N,
-        routes.weight_N,
-        routes.target_N,
-        routes.num_experts,
-        routes.num_targets,
-        0,
-        0,
-    )
+    return replace(routes, per_source=0, per_target=0)
 
 
 def equal_counts(kind: str) -> tuple[Routes, int]:
-    """Routes of 5 experts with 6 each, in the order of their experts; and the number of source
-    rows.
-    """
+    """Routes of 5 experts with 6 each, in their order; and the number of source rows."""
     if kind == "slots":
         return slot_routes(30, num_experts=5, device=torch.device("cpu")), 30
     generator = torch.Generator().manual_seed(14)
-    weights = torch.rand(30, generator=generator)
+    weights, experts = torch.rand(30, generator=generator), torch.arange(30) // 6
     if kind == "two slots of a row":
         rows = torch.arange(15).repeat_interleave(2)
-        return Routes(rows, torch.arange(30) // 6, weights, rows, 5, 15, 2, 2, per_expert=6), 15
-    chosen = (
-        torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9
-    )  # some rows are not chosen
-    return Routes(chosen, torch.arange(30) // 6, weights, chosen, 5, 11, 0, 0, per_expert=6), 11
+        return Routes(rows, experts, weights, rows, 5, 15, 2, 2, per_expert=6), 15
+    # of a row's number modulo 9: some rows are not chosen
+    chosen = torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9
+    return Routes(chosen, experts, weights, chosen, 5, 11, 0, 0, per_expert=6), 11
+
+
+def on_device(routes: Routes, device: str) -> Routes:
+    """The same routes there."""
+    names = ("source_N", "expert_N", "weight_N", "target_N")
+    return replace(routes, **{name: getattr(routes, name).to(device) for name in names})
+
+
+# Calls --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Perceptrons:
-    """Which operation call: an activation, and the biases that `weights` has after w_up and w_down."""
+    """An operation: an activation, and the biases that `weights` has after w_up and w_down."""
 
     activation: str
     biases: tuple[str, ...] = ()
 
-    def __call__(self, x: Tensor, w_up: Tensor, w_down: Tensor, *rest, backend: str) -> Tensor:
+    def __call__(self, x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any, backend: str) -> Tensor:
         *biases, routes = rest
         named = dict(zip(self.biases, biases, strict=True))
         return routed_mlp(
@@ -129,14 +128,27 @@ class Perceptrons:
 
     def weights(self, case: Case, generator: torch.Generator) -> list[Tensor]:
         """Of a bank whose output is one column wider than its input."""
-        columns = case.d_hidden * (2 if self.activation in GATES else 1)
-        shapes = {"b_up_EF": (columns,), "b_down_EO": (case.d_in + 1,)}
-        all_shapes = [
-            (case.d_in, columns),
-            (case.d_hidden, case.d_in + 1),
-            *(shapes[name] for name in self.biases),
-        ]
-        return [torch.randn(case.experts, *shape, generator=generator) for shape in all_shapes]
+        columns = columns_of(case.d_hidden, self.activation)
+        shapes = [(case.d_in, columns), (case.d_hidden, case.d_in + 1)]
+        shapes += [(columns,) if name == "b_up_EF" else (case.d_in + 1,) for name in self.biases]
+        return [torch.randn(case.experts, *shape, generator=generator) for shape in shapes]
+
+
+def make_call(
+    name: str | Case, activation: str, biases: str, *, seed: int = 1, kink: bool = True
+) -> tuple[Perceptrons, Tensor, list[Tensor], Routes]:
+    """An operation, its rows, weights and routes; without the kink no rounding flips a ReLU."""
+    case = CASES[name] if isinstance(name, str) else name
+    operation, generator = (
+        Perceptrons(activation, BIASES[biases]),
+        torch.Generator().manual_seed(seed),
+    )
+    routes = make_routes(case, generator)
+    x = torch.randn(case.tokens, case.d_in, generator=generator)
+    weights = operation.weights(case, generator)
+    if not kink and activation == "relu":
+        x, weights = away_from_the_kink(x, weights, operation)
+    return operation, x, weights, routes
 
 
 def away_from_the_kink(
@@ -155,7 +167,7 @@ def away_from_the_kink(
 
 
 def values_and_gradients(
-    operation: Callable[..., Tensor],
+    operation: Operation,
     x: Tensor,
     weights: Sequence[Tensor],
     routes: Routes,
@@ -168,8 +180,16 @@ def values_and_gradients(
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
 
 
+def all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether two lists of tensors have the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# Against the reference ----------------------------------------------------------------------------
+
+
 def expected_and_grad(
-    operation: Callable[..., Tensor],
+    operation: Operation,
     x: Tensor,
     weights: Sequence[Tensor],
     routes: Routes,
@@ -187,28 +207,24 @@ def expected_and_grad(
     return values_and_gradients(operation, exact[0], exact[1:], routes, grad, "reference"), grad
 
 
-def on_device(routes: Routes, device: str) -> Routes:
-    """The same routes there."""
-    names = ("source_N", "expert_N", "weight_N", "target_N")
-    return replace(routes, **{name: getattr(routes, name).to(device) for name in names})
-
-
 def check(
-    operation: Callable[..., Tensor],
+    operation: Operation,
     x: Tensor,
     weights: Sequence[Tensor],
     routes: Routes,
-    tolerance: float,
     backend: str,
+    *,
+    tolerance: float | None = None,
     device: str = "cpu",
 ) -> None:
-    """Relative norms: of the output, and of the gradients of x, every weight and the gate weights.
+    """Compares the output and the gradients of x, every weight and the gate weights, by norms.
 
     Some are sums that can be near zero by cancellation, and no rounding would be small beside that: a
     gate weight's gradient is a dot product of an expert's output and `grad`, a weight's is a sum over
     routes. Their errors are measured by at least what such products of unrelated vectors have, and
     such sums where every row of `grad` has a sign of chance.
     """
+    tolerance = TOLERANCES[x.dtype] if tolerance is None else tolerance
     expected, grad = expected_and_grad(operation, x, weights, routes)
     signs = torch.randint(0, 2, (len(grad), 1), generator=torch.Generator().manual_seed(6)) * 2 - 1
     y, _, *of_weights, _ = expected_and_grad(operation, x, weights, routes, grad * signs)[0]
@@ -217,50 +233,7 @@ def check(
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
     routes = on_device(routes.with_weights(own_gate), device)
     weights = [w.to(device) for w in weights]
-    compare(
-        values_and_gradients(operation, x.to(device), weights, routes, grad.to(device), backend),
-        expected,
-        tolerance,
-        at_least=at_least,
-    )
-
-
-def check_on_a_gpu(case: Case, backend: str) -> None:
-    """Both operations there in bfloat16: every activation with biases, wide and narrow outputs, with a
-    rule and without.
-    """
-    for activation in ACTIVATIONS:
-        operation, generator = (
-            Perceptrons(activation, BIASES["both biases"]),
-            torch.Generator().manual_seed(1),
-        )
-        routes, x = (
-            make_routes(case, generator),
-            torch.randn(case.tokens, case.d_in, generator=generator),
-        )
-        x, weights = away_from_the_kink(x, operation.weights(case, generator), operation)
-        x, weights = x.bfloat16(), [w.bfloat16() for w in weights]
-        narrow_rows = x[:, :1].repeat(1, weights[0].shape[2])
-        calls = (
-            (operation, x, weights),
-            (routed_linear, x, weights[:1]),
-            (routed_linear, narrow_rows, [weights[0].mT]),
-        )
-        for kind in (routes, irregular(routes)):
-            for call, rows, leaves in calls:
-                check(call, rows, leaves, kind, 2e-2, backend, device="cuda")
-
-
-def compare(
-    ours: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: float,
-    *,
-    at_least: Sequence[float],
-) -> None:
-    """`ours` against `expected`, as `values_and_gradients` returns them; `at_least`: the smallest norms
-    that errors are measured by.
-    """
+    ours = values_and_gradients(operation, x.to(device), weights, routes, grad.to(device), backend)
     names = ("y", "x", *range(len(expected) - 3), "gate")
     for name, mine, theirs, least in zip(names, ours, expected, at_least, strict=True):
         assert mine.shape == theirs.shape, name
@@ -270,7 +243,6 @@ def compare(
 
 def relative(ours: Tensor, expected: Tensor, *, at_least: float = 0.0) -> float:
     """The norm of the difference by that of what is expected."""
-    size = expected.double().norm().clamp(min=at_least)
-    return (
-        (ours.double().cpu() - expected.double().cpu()).norm() / (size if size > 0 else 1)
-    ).item()
+    expected = expected.double().cpu()
+    size = expected.norm().clamp(min=at_least)
+    return ((ours.double().cpu() - expected).norm() / (size if size > 0 else 1)).item()

@@ -85,23 +85,23 @@ MUTANTS = (
     Mutant(
         "a closed ReLU lets gradients through in C++", "kernels/cpu/brgemm.cpp",
         "relu && h <= 0 ? 0 : gz", "gz",
-        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-brgemm-float32]",),
+        ("tests/kernels/test_backends.py::test_mlp_equals_the_reference[random-relu-no bias-brgemm-float32]",),
     ),
     Mutant(
         "the last of an odd number of columns is forgotten in "
         "bfloat16", "kernels/cpu/brgemm.cpp",
         "even = up(k, pair)", "even = k / pair * pair",
-        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-brgemm-bfloat16]",),
+        ("tests/kernels/test_backends.py::test_mlp_equals_the_reference[odd widths-relu-no bias-brgemm-bfloat16]",),
     ),
     Mutant(
         "the next expert's rows are in a weight gradient", "kernels/segments.py",
         "_clear_surplus(count, dy, gated, x, d_z)", "_clear_surplus(count, gated)",
-        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
+        ("tests/kernels/test_backends.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
     ),
     Mutant(
         "the next expert's NaN is multiplied by zero, not cleared", "kernels/segments.py",
         "_clear_surplus(count, dy, gated, x, d_z)", "_clear_surplus(count, gated, d_z)",
-        ("tests/kernels/test_not_finite.py",),
+        ("tests/kernels/test_backends.py::test_rows_that_are_not_finite_spoil_no_other_experts_gradients",),
     ),
     Mutant(
         "rows of odd widths begin anywhere in memory", "kernels/segments.py",
@@ -126,7 +126,7 @@ MUTANTS = (
         "sorting by expert is not stable", "kernels/permute.py",
         "return torch.argsort(keys_N, stable=True)",
         "return len(keys_N) - 1 - torch.argsort(keys_N.flip(0), stable=True)",
-        (ON_FOUR_RANKS, "tests/kernels/test_functional.py"),
+        (ON_FOUR_RANKS, "tests/kernels/test_backend.py"),
     ),
     Mutant(
         "answers are not brought back into the order of the "
@@ -142,7 +142,7 @@ MUTANTS = (
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup takes source rows for target rows", "kernels/cpu/sends.cpp",
+        "dedup takes source rows for target rows", "kernels/cpu/lists.cpp",
         "out[2] = static_cast<Word>(number_VT[v * T + target_N[n]]);",
         "out[2] = static_cast<Word>(number_VU[v * U + source_N[n]]);",
         (EVERY_KIND,),
@@ -153,7 +153,7 @@ MUTANTS = (
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup sends every row to every rank", "kernels/cpu/sends.cpp",
+        "dedup sends every row to every rank", "kernels/cpu/lists.cpp",
         "std::fill(number_VU, number_VU + V * U, -1);",
         "std::fill(number_VU, number_VU + V * U, 0);",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "a recomputed step routes anew", "model/execution/recompute.py",
-        "index = save_decision(places)", "index = places()",
+        "index = save_decision(lambda: top_k(scores.detach(), count))", "index = top_k(scores.detach(), count)",
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ import torch
 from golden import load_golden
 from torch import Tensor
 
+from moebius.kernels.fused.router import MOST_EXPERTS
 from moebius.model.routers.sigmoid import SigmoidRouter
 
 GATES = ("sigmoid", "softmax", "softmax_of_chosen")
@@ -21,6 +22,26 @@ RECORDED = (
 )
 
 
+# tokens, width, heads, experts of a head, top_k: of a GPU's tests
+ROUTERS = [
+    (20_000, 1024, 1, 387, 16),
+    (3000, 412, 1, 155, 12),
+    (17_000, 412, 10, 5, 2),
+    (100, 64, 1, MOST_EXPERTS, 24),
+    (1, 8, 1, 4, 1),
+    (0, 8, 1, 4, 1),
+]
+
+
+def gates_of(logits_THA: Tensor, chosen_THK: Tensor, gate: str) -> Tensor:
+    """The gates of chosen logits, by torch."""
+    if gate == "sigmoid":
+        return chosen_THK.sigmoid()
+    if gate == "softmax":
+        return (chosen_THK - logits_THA.logsumexp(-1, keepdim=True)).exp()
+    return chosen_THK.softmax(-1)
+
+
 def step_by_step(
     x_TD: Tensor, weight_ED: Tensor, *, top_k: int, gate: str, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,11 +49,7 @@ def step_by_step(
     logits_THA = (x_TD @ weight_ED.T).unflatten(1, (heads, -1))
     chosen_THK, place_THK = logits_THA.topk(top_k, dim=-1)
     experts_THK = place_THK + torch.arange(heads)[:, None] * logits_THA.shape[2]
-    if gate == "sigmoid":
-        return logits_THA, experts_THK, torch.sigmoid(chosen_THK)
-    if gate == "softmax":
-        return logits_THA, experts_THK, logits_THA.softmax(-1).gather(-1, place_THK)
-    return logits_THA, experts_THK, chosen_THK.softmax(-1)
+    return logits_THA, experts_THK, gates_of(logits_THA, chosen_THK, gate)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Compiles every Triton kernel, with every tile of the table, for every kind of GPU on a machine
-without one, and says what came out.
+without one.
 
 What a call of the backend would launch is written down instead (`recorded`), and compiled as it
-would have been there. tests/kernels/triton/test_compiles.py holds the result to what is asked of
-it.
+would have been there; tests/kernels/triton/test_compiles.py holds the result to what is asked of it.
 """
 
 import re
@@ -25,35 +24,27 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from moebius.kernels.activations import columns_of
-from moebius.kernels.calls import MLPBank, MLPCall, MLPGradients, SortedRoutes
+from moebius.kernels.calls import DeferredMLP, LinearCall, MLPCall, MLPGradients
 from moebius.kernels.fused.norm import WIDEST
 from moebius.kernels.fused.router import MOST_EXPERTS
-from moebius.kernels.triton import backend as ours
+from moebius.kernels.triton import backend, router, router_gradients, weight_gradients
 from moebius.kernels.triton import norm as norms
-from moebius.kernels.triton import router, router_gradients
 from moebius.kernels.triton import tiles as triton_tiles
-from moebius.kernels.triton import weight_gradients as triton_weight_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
+KERNELS = backend.TritonKernels()
 PRODUCTS = {
     "gathered_activation",
     "gathered_gate",
     "gathered_hidden_gradient",
     "gathered_input_gradient",
     "rows_product",
-    "fused_mlp",
     "ragged_product",
     "route",
     "row_gradient",
     "weight_gradient",
 }
-POINTERS = {
-    BF16: "*bf16",
-    FP32: "*fp32",
-    torch.bool: "*i1",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 @dataclass(frozen=True)
@@ -79,70 +70,60 @@ CHIPS = {
     "gfx942": Chip(64, "v_mfma"),
     "gfx950": Chip(160, "v_mfma"),
 }
-TOKENS_AND_EXPERTS = {
-    "many": (4096, 16),
-    "few": (1024, 128),
-    "one": (1, 1),
-}  # at 16 routes per token
 LOADS = ("many", "few")
+TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # 16 routes per token
 NORM_WIDTHS = (412, 1024, WIDEST)
 Launch = tuple[Any, tuple, dict[str, Any]]
-Key = tuple[str, str, str]  # of the tiles' table: kernel, precision, load
 
 
 @dataclass
 class Recorded:
-    """What calls of the backend would have launched, and which entries of the tiles' table they
-    took.
-    """
+    """What calls of the backend would have launched, and which tiles of the table they took."""
 
     launches: list[Launch] = field(default_factory=list)
-    # of each launch: the entry that was chosen last before it, which is its own if it is a product
-    entries: list[Key | None] = field(default_factory=list)
-    used: set[Key] = field(default_factory=set)
-    _last: Key | None = field(default=None, init=False)
+    used: set[tuple[str, str, str]] = field(default_factory=set)
 
-    def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        """Stands for Triton's launch."""
-        self.launches.append((kernel, args, constants))
-        self.entries.append(self._last)
-
-    def choose(
-        self, kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int
-    ) -> triton_tiles.Tile:
+    def choose(self, kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Any:
         """Stands for the table."""
-        load = "few" if num_rows < triton_tiles.FEW * num_experts else "many"
-        self._last = kernel, "bf16" if dtype is BF16 else "fp32", load
-        self.used.add(self._last)
+        self.used.add(triton_tiles.entry_of(kernel, dtype, num_rows, num_experts))
         return triton_tiles.choose(kernel, dtype, num_rows, num_experts)
 
 
 @contextmanager
-def recorded(target: str | None = None) -> Iterator[Recorded]:
-    """Writes launches down instead of making them; nothing runs. `target`: whose tiles to take."""
+def recorded() -> Iterator[Recorded]:
+    """Writes launches down instead of making them; nothing runs."""
     found = Recorded()
 
-    def note(self: Any, *args: Any, **words: Any) -> None:
-        found.note(self, *args, **words)
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        found.launches.append((kernel, args, constants))
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(JITFunction, "run", note))
-        # rows of a CPU do here: nothing is read
-        for module in (ours, router):
+        for module in (backend, router):  # rows of a CPU do here: nothing is read
             patches.enter_context(patch.object(module, "check_tensor", lambda rows: None))
-        patches.enter_context(patch.object(ours, "choose", found.choose))
-        patches.enter_context(patch.object(triton_weight_gradients, "choose", found.choose))
-        if target is not None:
-            for module in (triton_tiles, router, router_gradients):
-                patches.enter_context(patch.object(module, "target", lambda: target))
+        for module in (backend, weight_gradients):
+            patches.enter_context(patch.object(module, "choose", found.choose))
         yield found
 
 
-def make_routes(load: str) -> SortedRoutes:
+# What is called -----------------------------------------------------------------------------------
+
+
+def make_routes(load: str) -> dict[str, Any]:
+    """The fields of a list of routes."""
     tokens, experts = TOKENS_AND_EXPERTS[load]
-    weight_N, order_N = torch.empty(16 * tokens), torch.empty(16 * tokens, dtype=torch.int32)
-    starts_E1 = torch.empty(experts + 1, dtype=torch.int32)
-    return SortedRoutes(weight_N, order_N, order_N, starts_E1, None, None, tokens, 16, 16, 0)
+    order_N = torch.empty(16 * tokens, dtype=torch.int32)
+    sizes = {"num_targets": tokens, "per_source": 16, "per_target": 16, "per_expert": 0}
+    return sizes | {
+        "weight_N": torch.empty(16 * tokens),
+        "order_N": order_N,
+        "place_N": order_N,
+        "starts_E1": torch.empty(experts + 1, dtype=torch.int32),
+        "source_N": None,
+        "target_N": None,
+        "backend": "triton",
+        "number": 0,
+    }
 
 
 def call_mlp(
@@ -152,35 +133,60 @@ def call_mlp(
     activation: str = "relu",
     *,
     biased: bool = False,
-    options: ours.Options = ours.DEFAULT,
     deferred: bool = False,
 ) -> None:
-    routes, (width, hidden), columns = make_routes(load), widths, columns_of(widths[1], activation)
-    new = partial(torch.empty, dtype=dtype)
-    num_experts = routes.starts_E1.shape[0] - 1
-    biases = (new(num_experts, columns), new(num_experts, width)) if biased else (None, None)
-    bank = MLPBank(
-        new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation
+    """Forward and backward of perceptrons."""
+    (tokens, experts), (width, hidden) = TOKENS_AND_EXPERTS[load], widths
+    new, columns = partial(torch.empty, dtype=dtype), columns_of(hidden, activation)
+    call = MLPCall(
+        **make_routes(load),
+        x_UD=new(tokens, width),
+        w_up_EDW=new(experts, width, columns),
+        w_down_EFO=new(experts, hidden, width),
+        b_up_EW=new(experts, columns) if biased else None,
+        b_down_EO=new(experts, width) if biased else None,
+        activation=activation,
     )
-    x, grad = new(routes.num_targets, width), new(routes.num_targets, width)
-    _, saved = ours.mlp_forward(x, bank, routes, options=options)
+    _, saved = KERNELS.mlp_forward(call)
+    grad_TO = torch.empty_like(call.x_UD)
     if deferred:
-        *_, d_z = ours.mlp_backward_rows(grad, x, bank, routes, saved, options=options)
-        ours.mlp_weight_gradients([MLPCall(grad, x, routes, saved, d_z, bank)] * 2)
+        found = KERNELS.mlp_backward_rows(call, grad_TO, saved)
+        assert found.z_NW is not None
+        KERNELS.mlp_weight_gradients([DeferredMLP(call, grad_TO, saved, found.z_NW)] * 2)
     else:
-        into = MLPGradients(bank.w_up_EDW, bank.w_down_EFO)
-        ours.mlp_backward(grad, x, bank, routes, saved, into, options=options)
+        into = MLPGradients(call.w_up_EDW, call.w_down_EFO)
+        KERNELS.mlp_backward(call, grad_TO, saved, into)
 
 
-def call_linear(
-    load: str, widths: tuple[int, int], dtype: torch.dtype, options: ours.Options = ours.DEFAULT
-) -> None:
-    routes, new = make_routes(load), partial(torch.empty, dtype=dtype)
-    w, x = new(routes.starts_E1.shape[0] - 1, *widths), new(routes.num_targets, widths[0])
-    _, saved = ours.linear_forward(x, w, routes, options=options)
-    ours.linear_backward(
-        new(routes.num_targets, widths[1]), x, w, routes, saved, w, options=options
-    )
+def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Forward and backward of matrices."""
+    (tokens, experts), new = TOKENS_AND_EXPERTS[load], partial(torch.empty, dtype=dtype)
+    w_EDO = new(experts, *widths)
+    call = LinearCall(**make_routes(load), x_UD=new(tokens, widths[0]), w_EDO=w_EDO)
+    _, saved = KERNELS.linear_forward(call)
+    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, w_EDO)
+
+
+def calls() -> Iterator[tuple[Callable[[], None], bool]]:
+    """Calls of the backend, which together launch every kernel with every tile; and which are exact."""
+    for load in LOADS:
+        for activation in ("relu", "gelu", "swiglu"):
+            biased = activation == "gelu"
+            yield partial(call_mlp, load, (1024, 128), BF16, activation, biased=biased), False
+            call = partial(call_mlp, load, (1024, 128), FP32, activation, deferred=True)
+            yield call, True
+        yield partial(call_mlp, load, (1024, 128), BF16, "swiglu", deferred=True), False
+        yield partial(call_mlp, load, (412, 128), BF16), False
+        yield partial(call_mlp, load, (1024, 82), FP32), True
+        for widths in ((1024, 128), (128, 1024), (412, 82), (82, 412)):
+            yield partial(call_linear, load, widths, BF16), False
+        for widths in ((1024, 128), (128, 1024)):
+            yield partial(call_linear, load, widths, FP32), True
+    # Whether there are tensor cores for tiny widths is all the same.
+    for activation in ("relu", "swiglu"):
+        yield partial(call_mlp, "one", (5, 3), BF16, activation, biased=True), True
+    for widths in ((3, 5), (5, 3)):
+        yield partial(call_linear, "one", widths, BF16), True
 
 
 def call_routers() -> None:
@@ -195,20 +201,16 @@ def call_routers() -> None:
         (16384, 1536, 1, MOST_EXPERTS, 24, "softmax_of_chosen"),
     ):
         x, w = torch.empty(tokens, width), torch.empty(heads * per_head, width)
-        logits_TE, experts_THK, gates_THK = router.route_top_k(
-            x, w, None, top_k=top_k, heads=heads, gate=gate
-        )
+        given: dict[str, Any] = {"top_k": top_k, "heads": heads, "gate": gate}
+        logits_TE, experts_THK, gates_THK = router.route_top_k(x, w, None, **given)
         made = (experts_THK, gates_THK, logits_TE)
-        for of_logits, of_gates, wants in (
-            (logits_TE, gates_THK, (True, True)),
-            (None, gates_THK, (True, False)),
-            (logits_TE, None, (False, True)),
+        for grads, wants in (
+            ((logits_TE, gates_THK), (True, True)),
+            ((None, gates_THK), (True, False)),
+            ((logits_TE, None), (False, True)),
         ):
-            router_gradients.route_top_k_backward(
-                x, w, made, (of_logits, of_gates), gate=gate, wants=wants
-            )
-    given_THK = torch.empty(tokens, heads, top_k, dtype=torch.int64)
-    router.route_top_k(x, w, given_THK, top_k=top_k, heads=heads, gate=gate)
+            router_gradients.route_top_k_backward(x, w, made, grads, gate=gate, wants=wants)
+    router.route_top_k(x, w, torch.empty(tokens, heads, top_k, dtype=torch.int64), **given)
 
 
 def call_norms(width: int) -> None:
@@ -226,21 +228,19 @@ def call_norms(width: int) -> None:
         )
 
 
+# What is made of it -------------------------------------------------------------------------------
+
+
 def compiled(launch: Launch, target: str) -> Any:
     """What the runtime would make of a launch there, tensors lying at multiples of 16 bytes."""
     kernel, args, constants = launch
-    options = {
-        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
-    }
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature, fixed, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
-        ):
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             fixed[place,] = value
         elif isinstance(value, tuple):
@@ -255,15 +255,11 @@ def compiled(launch: Launch, target: str) -> Any:
             signature[parameter.name] = "i32"
             if not parameter.do_not_specialize and value % 16 == 0:
                 attributes[place,] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, fixed, attributes),
-        target=(
-            GPUTarget("hip", target, 64)
-            if CHIPS[target].is_amd
-            else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-        ),
-        options=options,
-    )
+    gpu = GPUTarget("hip", target, 64)
+    if not CHIPS[target].is_amd:
+        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    source = ASTSource(kernel, signature, fixed, attributes)
+    return triton.compile(source, target=gpu, options=options)
 
 
 def resources(asm: dict[str, Any], chip: Chip) -> tuple[int, int]:
@@ -279,9 +275,8 @@ def resources(asm: dict[str, Any], chip: Chip) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        shown = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool, "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
     assert found, shown
     return int(found[1]), int(found[2])
@@ -290,41 +285,8 @@ def resources(asm: dict[str, Any], chip: Chip) -> tuple[int, int]:
 def kind_of(launch: Launch) -> tuple:
     """What tells launches apart that are compiled apart."""
     kernel, args, constants = launch
-    return (
-        kernel.fn.__name__,
-        *(arg if not isinstance(arg, Tensor) else (arg.dtype, arg.dim()) for arg in args),
-        *constants.items(),
+    forms = (
+        (arg.dtype, arg.dim()) if isinstance(arg, Tensor) else type(arg) is tuple or arg
+        for arg in args
     )
-
-
-def calls() -> Iterator[tuple[Callable[[], None], bool]]:
-    """Calls of the backend, which together launch every kernel with every tile; and which are exact."""
-    fast = ours.Options(fused=True, scatter_add=True)
-    for load in LOADS:
-        for activation in ("relu", "gelu", "swiglu"):
-            biased = activation == "gelu"
-            yield partial(call_mlp, load, (1024, 128), BF16, activation, biased=biased), False
-        for activation in ("relu", "swiglu"):
-            call = partial(call_mlp, load, (1024, 128), BF16, activation, options=fast)
-            yield partial(call, deferred=True), False
-        for widths in ((1024, 128), (128, 1024), (412, 82), (82, 412)):
-            yield partial(call_linear, load, widths, BF16), False
-        yield partial(call_mlp, load, (412, 128), BF16), False
-        yield partial(call_mlp, load, (1024, 128), FP32), True
-        for widths in ((1024, 128), (128, 1024)):
-            yield partial(call_linear, load, widths, FP32), True
-    # Whether there are tensor cores for tiny widths is all the same.
-    for activation in ("relu", "swiglu"):
-        yield partial(call_mlp, "one", (5, 3), BF16, activation, biased=True), True
-    for widths in ((3, 5), (5, 3)):
-        yield partial(call_linear, "one", widths, BF16), True
-
-
-def tensorfloat_calls() -> Iterator[Callable[[], None]]:
-    """Calls with float32 products in TensorFloat-32."""
-    tf32, fused = ours.Options(tf32=True), ours.Options(tf32=True, fused=True)
-    for load in LOADS:
-        yield partial(call_mlp, load, (1024, 128), FP32, "swiglu", options=tf32)
-        yield partial(call_mlp, load, (412, 128), FP32, options=fused)
-        yield partial(call_mlp, load, (1024, 128), FP32, "swiglu", options=fused)
-        yield partial(call_mlp, load, (1024, 82), FP32, options=tf32)
+    return kernel.fn.__name__, *forms, *constants.items()

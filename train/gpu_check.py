@@ -8,7 +8,6 @@ benchmarks.gpu`.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
 # Relative errors of the norms; `segments` on a CPU has up to 3e-7 and 4.4e-3 in these calls.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROUTER_TOLERANCE = 5e-5  # logits are made of bfloat16 products: 4e-6 in the interpreter
-# Both, for they launch different kernels.
-_BACKENDS = ("triton", "triton+fused+scatter_add")
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,10 @@ def _compared(
     device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yields what was computed, the name of a value, what the kernels found and what is expected."""
-    for call, backend in product(_calls(), _BACKENDS):
+    for call in _calls():
         expected = _outputs(call, torch.device("cpu"), dtype, "reference")
-        for name, value in _outputs(call, device, dtype, backend).items():
-            yield f"{backend}, {call.name}", name, value, expected[name]
+        for name, value in _outputs(call, device, dtype, "triton").items():
+            yield f"triton, {call.name}", name, value, expected[name]
     expected = _norms(torch.device("cpu"), dtype, add_norm_reference)
     for name, value in _norms(device, dtype, add_norm).items():
         yield "triton, residual and norm", name, value, expected[name]

@@ -203,7 +203,7 @@ def choose_kernels(config: Config, process: Process) -> str:
     refused: ValueError | None = None
     try:
         backend = resolve_backend(
-            config.kernels.name, process.device, products_dtype(config.train.precision)
+            config.kernels.backend, process.device, products_dtype(config.train.precision)
         )
         build_backend(backend)
         if config.kernels.onednn:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,10 +31,16 @@ from torch import Tensor
 
 from benchmarks.report import RESULTS, environment, save
 from moebius.kernels.activations import columns_of
-from moebius.kernels.calls import LinearCall, MLPBank, MLPCall, SortedRoutes
+from moebius.kernels.calls import (
+    DeferredLinear,
+    DeferredMLP,
+    LinearCall,
+    MLPCall,
+    SortedRoutes,
+)
 from moebius.kernels.permute import sort_routes
-from moebius.kernels.triton import backend as triton_routed
 from moebius.kernels.triton import tiles as triton_tiles
+from moebius.kernels.triton.backend import TritonKernels
 from moebius.kernels.triton.tiles import TILES, Tile
 
 Key = tuple[str, str, str]
@@ -47,14 +52,13 @@ ORDER = (
     "gather",
     "rows",
     "gather_back",
-    "fused",
     "gather_two",
     "gather_back_smooth",
-    "fused_two",
     "ragged_small",
 )
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 REPLAYS = 10
+KERNELS = TritonKernels()
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # of the norm: another tile adds in another order, no more
 
@@ -186,38 +190,31 @@ def _graph_ms(call: Callable[[], Tensor]) -> float:
 
 def _call(key: Key) -> Callable[[], Tensor]:
     kernel, precision, load = key
-    options = triton_routed.Options(fused=kernel.startswith("fused"), tf32=precision == "fp32")
-    activation = {"gather_two": "swiglu", "fused_two": "swiglu", "gather_back_smooth": "gelu"}.get(
-        kernel, "relu"
-    )
-    routes, new = _routes(load), _drawn(DTYPES[precision])
+    activation = {"gather_two": "swiglu", "gather_back_smooth": "gelu"}.get(kernel, "relu")
+    routes, new, num_tokens = vars(_routes(load)), _drawn(DTYPES[precision]), TOKENS[load]
     if kernel == "ragged_small":
-        x, w, grad = (
-            new(TOKENS[load], ODD_WIDTH),
-            new(EXPERTS, ODD_WIDTH, ODD_HEAD),
-            new(TOKENS[load], ODD_HEAD),
-        )
-        call = LinearCall(grad, x, routes, w)
-        return lambda: triton_routed.linear_weight_gradients([call], options=options)[0]
-    w_up, w_down = new(EXPERTS, WIDTH, columns_of(HIDDEN, activation)), new(EXPERTS, HIDDEN, WIDTH)
-    bank = MLPBank(w_up, w_down, None, None, activation)
-    x, grad = new(TOKENS[load], WIDTH), new(TOKENS[load], WIDTH)
-    forward = _forward(x, bank, routes, options)
-    if kernel in ("gather", "gather_two", "rows", "fused", "fused_two"):
-        return lambda: forward()[0]
-    _, saved = forward()
+        w_EDO, x_UD = new(EXPERTS, ODD_WIDTH, ODD_HEAD), new(num_tokens, ODD_WIDTH)
+        call = LinearCall(**routes, x_UD=x_UD, w_EDO=w_EDO, backend="triton", number=0)
+        deferred = DeferredLinear(call, new(num_tokens, ODD_HEAD))
+        return lambda: KERNELS.linear_weight_gradients([deferred])[0]
+    call = MLPCall(
+        **routes,
+        x_UD=new(num_tokens, WIDTH),
+        w_up_EDW=new(EXPERTS, WIDTH, columns_of(HIDDEN, activation)),
+        w_down_EFO=new(EXPERTS, HIDDEN, WIDTH),
+        b_up_EW=None,
+        b_down_EO=None,
+        activation=activation,
+        backend="triton",
+        number=0,
+    )
+    if kernel in ("gather", "gather_two", "rows"):
+        return lambda: KERNELS.mlp_forward(call)[0]
+    grad_TO, saved = new(num_tokens, WIDTH), KERNELS.mlp_forward(call)[1]
     if kernel.startswith("gather_back"):
-        return lambda: triton_routed.mlp_backward_rows(
-            grad, x, bank, routes, saved, options=options
-        )[0]
-    deferred = MLPCall(grad, x, routes, saved, new(*saved.shape), bank)
-    return lambda: triton_routed.mlp_weight_gradients([deferred], options=options)[0]
-
-
-def _forward(
-    x: Tensor, bank: MLPBank, routes: SortedRoutes, options: Any
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: triton_routed.mlp_forward(x, bank, routes, options=options)
+        return lambda: KERNELS.mlp_backward_rows(call, grad_TO, saved).x_UD
+    deferred = DeferredMLP(call, grad_TO, saved, new(*saved.shape))
+    return lambda: KERNELS.mlp_weight_gradients([deferred])[0]
 
 
 def _drawn(dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -232,18 +229,16 @@ def _routes(load: str) -> SortedRoutes:
     gumbel = -torch.empty(tokens, EXPERTS, device=DEVICE).exponential_(generator=generator).log()
     experts = (skew + gumbel).topk(TOP_K).indices.flatten()
     weights = torch.rand(tokens * TOP_K, generator=generator, device=DEVICE)
-    sorting = sort_routes(experts, EXPERTS)
+    sorting = vars(sort_routes(experts, EXPERTS))
     return SortedRoutes(
         weights,
-        sorting.order_N,
-        sorting.place_N,
-        sorting.starts_E1,
-        None,
-        None,
-        tokens,
-        TOP_K,
-        TOP_K,
-        0,
+        **sorting,
+        source_N=None,
+        target_N=None,
+        num_targets=tokens,
+        per_source=TOP_K,
+        per_target=TOP_K,
+        per_expert=0,
     )
 
 

@@ -33,7 +33,7 @@ _SUM_BACK = [
 ]
 LIBRARY = CppLibrary(
     name="moebius_exchange",
-    source=Path(__file__).with_name("exchange.cpp"),
+    sources=[Path(__file__).with_name("exchange.cpp")],
     flags=["-O3", "-std=c++17"],
     functions=[
         ("moebius_exchange_create", c_void_p, [c_uint64, c_int, c_int]),
@@ -53,7 +53,6 @@ LIBRARY = CppLibrary(
         ("moebius_exchange_post_back", c_int, _POST_BACK),
         ("moebius_exchange_sum_back", c_int, _SUM_BACK),
     ],
-    takes="a second or two",
     otherwise="set mesh.dispatcher=dedup to do without it",
 )
 

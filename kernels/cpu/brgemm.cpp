@@ -209,39 +209,32 @@ Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed) {
   return {out, stride};
 }
 
-enum Mode : int32_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
-
-}  // namespace
-
-extern "C" {
+enum Mode : int64_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
 
 // How a result row z of sorted place n becomes what is stored.
+template <typename T>
 struct Epilogue {
-  int32_t mode;       // plain: g z; relu: max(z, 0); gradient: below
+  Mode mode;          // plain: g z; relu: max(z, 0); gradient: below
   const float* gate;  // (N,); null: ones
   // Gradient: z is that of g h by its product. Stored are g z (times [h > 0] after a ReLU), `gated`
   // = g h, `gate_gradient` = h . z.
-  const void* hidden;  // row hidden_rows[n], or n where that is null
+  const T* hidden;  // row hidden_rows[n], or n where that is null
   const int32_t* hidden_rows;
   int64_t hidden_stride;
-  void* gated;           // (N, columns)
+  T* gated;              // (N, columns)
   float* gate_gradient;  // (N,)
 };
-}
-
-namespace {
 
 template <typename T>
-void finish(const Epilogue& e, float* z, int64_t n, int64_t columns, T* out) {
+void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t columns, T* out) {
   const float g = e.gate ? e.gate[n] : 1.0f;
   if (e.mode == kPlain) return write_out(z, g, columns, out);
   if (e.mode == kRelu) {
     for (int64_t c = 0; c < columns; ++c) store(out + c, z[c] < 0 ? 0 : z[c]);  // NaN passes
     return;
   }
-  const T* hidden =
-      static_cast<const T*>(e.hidden) + (e.hidden_rows ? e.hidden_rows[n] : n) * e.hidden_stride;
-  T* gated = static_cast<T*>(e.gated) + n * columns;
+  const T* hidden = e.hidden + (e.hidden_rows ? e.hidden_rows[n] : n) * e.hidden_stride;
+  T* gated = e.gated + n * columns;
   const bool relu = e.mode == kReluGradient;
   for (int64_t c = 0; c < columns; ++c) {
     const float h = load(hidden[c]), gz = g * z[c];
@@ -263,7 +256,7 @@ void finish(const Epilogue& e, float* z, int64_t n, int64_t columns, T* out) {
 template <typename T>
 void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* bank, int64_t k,
                      int64_t columns, bool transposed, const int32_t* starts, int64_t experts,
-                     const Epilogue& e, T* out, int threads) {
+                     const Epilogue<T>& e, T* out, int64_t threads) {
   constexpr int64_t pair = kPair<T>;
   const int64_t total = starts[experts], even = up(k, pair);
   // Rows that lie a power of two apart push each other out of the first-level cache.
@@ -325,7 +318,7 @@ void put(const float* from, int64_t stride, int64_t rows, int64_t columns, bool 
 
 template <typename T>
 void bank_gradient(Rows<T> a, Rows<T> b, const int32_t* starts, int64_t experts, bool add, T* into,
-                   int threads) {
+                   int64_t threads) {
   constexpr int64_t pair = kPair<T>;
   // The narrow side is turned; where that is b, so is the sum.
   const bool turned = a.width > b.width;
@@ -404,19 +397,21 @@ void moebius_use(Brgemm<float> float32, Brgemm<bf16> bfloat16, void (*release)(b
 
 // Each returns 0, or 1 where a micro-kernel could not be had.
 #define MOEBIUS_FUNCTIONS(T, name)                                                                 \
-  int32_t moebius_rows_times_bank_##name(const T* a, int64_t stride, const int32_t* rows,          \
-                                         const T* bank, int64_t k, int64_t columns,                \
-                                         int32_t transposed, const int32_t* starts,                \
-                                         int64_t experts, const Epilogue* e, T* out,               \
-                                         int32_t threads) {                                        \
-    rows_times_bank<T>(a, stride, rows, bank, k, columns, transposed, starts, experts, *e, out,    \
+  int64_t moebius_rows_times_bank_##name(                                                          \
+      const T* a, int64_t stride, const int32_t* rows, const T* bank, int64_t k, int64_t columns,  \
+      int64_t transposed, const int32_t* starts, int64_t experts, int64_t mode, const float* gate, \
+      const T* hidden, const int32_t* hidden_rows, int64_t hidden_stride, T* gated,                \
+      float* gate_gradient, T* out, int64_t threads) {                                             \
+    const Epilogue<T> e{static_cast<Mode>(mode), gate, hidden, hidden_rows, hidden_stride, gated,  \
+                        gate_gradient};                                                            \
+    rows_times_bank<T>(a, stride, rows, bank, k, columns, transposed, starts, experts, e, out,     \
                        threads);                                                                   \
     return failed.exchange(false);                                                                 \
   }                                                                                                \
-  int32_t moebius_bank_gradient_##name(const T* a, int64_t a_width, const int32_t* a_rows,         \
+  int64_t moebius_bank_gradient_##name(const T* a, int64_t a_width, const int32_t* a_rows,         \
                                        const T* b, int64_t b_width, const int32_t* b_rows,         \
-                                       const int32_t* starts, int64_t experts, int32_t add,        \
-                                       T* into, int32_t threads) {                                 \
+                                       const int32_t* starts, int64_t experts, int64_t add,        \
+                                       T* into, int64_t threads) {                                 \
     bank_gradient<T>({a, a_width, a_rows}, {b, b_width, b_rows}, starts, experts, add, into,       \
                      threads);                                                                     \
     return failed.exchange(false);                                                                 \

@@ -11,143 +11,148 @@ Legend: U source rows, N routes, E experts, D input width, F hidden width, W col
 activation (F or 2F), O output width.
 """
 
-import ctypes
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..activations import hidden_and_pullback, hidden_in_place
-from ..calls import MLPBank, MLPGradients, SortedRoutes
-from ..interface import ROW_SLACK
+from ..calls import (
+    ROW_SLACK,
+    Backend,
+    LinearCall,
+    MLPCall,
+    MLPGradients,
+    RowGradients,
+    SortedRoutes,
+)
 from ..permute import add_rows
-from .library import Epilogue, load_library
+from .library import call as call_library
+from .micro_kernels import prepare
 from .workspace import workspace
 
 _PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
 
 
-def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`."""
-    num_routes = routes.num_routes
-    saved = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
-    z = saved[:num_routes]
-    source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
-    fused = bank.activation == "relu" and bank.b_up_EW is None
-    _rows_times_bank(
-        x_UD,
-        source_rows,
-        bank.w_up_EDW,
-        routes.starts_E1,
-        z,
-        Epilogue(mode=_RELU if fused else _PLAIN),
-    )
-    if bank.b_up_EW is not None:
-        z += _of_rows(bank.b_up_EW, routes)
-    hidden = z if fused else hidden_in_place(z, bank.activation)
-    outputs = _outputs(hidden, None, bank.w_down_EFO, routes, gate)
-    if bank.b_down_EO is not None:
-        gate_N1 = gate[:, None].to(outputs.dtype)
-        outputs += _of_rows(bank.b_down_EO, routes) * gate_N1
-    return _sum_to_targets(outputs, routes), saved
+@dataclass(frozen=True)
+class Epilogue:
+    """How a product's rows become what is stored, as brgemm.cpp says."""
+
+    mode: int = _PLAIN
+    gate_N: Tensor | None = None
+    # of a gradient
+    hidden: Tensor | None = None
+    hidden_rows_N: Tensor | None = None
+    gated: Tensor | None = None
+    grad_gate_N: Tensor | None = None
 
 
-def mlp_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`.
+class Brgemm(Backend):
+    """Implements the operations on x86-64 CPUs, in float32 and bfloat16."""
 
-    The gate's gradient is taken in the hidden space: h · (dy·Wᵀ).
-    """
-    num_routes = routes.num_routes
-    source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
-    gate, saved = routes.gates(torch.float32), saved[:num_routes]
-    hidden, pullback = hidden_and_pullback(saved, bank.activation)
-    d_hidden, gated = (workspace(name, hidden.shape, x_UD) for name in ("d_hidden", "gated"))
-    grad_gate = torch.empty_like(gate)
-    mode = _RELU_GRADIENT if bank.activation == "relu" else _GRADIENT
-    epilogue = _gradient_epilogue(mode, gate, hidden, None, gated, grad_gate)
-    _rows_times_bank(
-        grad_TO, target_rows, bank.w_down_EFO, routes.starts_E1, d_hidden, epilogue, transposed=True
-    )
-    d_z = d_hidden if bank.activation == "relu" else pullback(d_hidden)
-    grad_b_up = grad_b_down = None
-    if bank.b_down_EO is not None:
-        dy = grad_TO.index_select(0, target_rows)
-        grad_gate += (dy * _of_rows(bank.b_down_EO, routes)).sum(-1)
-        grad_b_down = _sum_of_experts(dy * gate[:, None].to(dy.dtype), bank.b_down_EO, routes)
-    if bank.b_up_EW is not None:
-        grad_b_up = _sum_of_experts(d_z, bank.b_up_EW, routes)
-    add = not into.are_new
-    _bank_gradient(gated, None, grad_TO, target_rows, routes.starts_E1, into.w_down_EFO, add=add)
-    _bank_gradient(x_UD, source_rows, d_z, None, routes.starts_E1, into.w_up_EDW, add=add)
-    grad_rows = _outputs(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
-    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
-    return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
+    writes = True
 
+    def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
+        num_routes = call.num_routes
+        saved = call.x_UD.new_empty(num_routes + ROW_SLACK, call.w_up_EDW.shape[2])
+        z, source_rows = saved[:num_routes], _int32(call.source_rows())
+        gate = call.gates(torch.float32)
+        fused = call.activation == "relu" and call.b_up_EW is None
+        epilogue = Epilogue(_RELU if fused else _PLAIN)
+        _rows_times_bank(call.x_UD, source_rows, call.w_up_EDW, call.starts_E1, z, epilogue)
+        if call.b_up_EW is not None:
+            z += _of_rows(call.b_up_EW, call)
+        hidden = z if fused else hidden_in_place(z, call.activation)
+        outputs = _outputs(hidden, None, call.w_down_EFO, call, gate)
+        if call.b_down_EO is not None:
+            outputs += _of_rows(call.b_down_EO, call) * gate[:, None].to(outputs.dtype)
+        return _sum_to_targets(outputs, call), saved
 
-def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    num_routes, width = routes.num_routes, w_EDO.shape[2]
-    source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
-    if width <= w_EDO.shape[1]:
-        saved = x_UD.new_empty(num_routes + ROW_SLACK, width)
+    def mlp_backward(
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+    ) -> RowGradients:
+        """Implements `Backend.mlp_backward`.
+
+        The gate's gradient is taken in the hidden space: h · (dy·Wᵀ).
+        """
+        source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
+        gate, saved = call.gates(torch.float32), saved[: call.num_routes]
+        is_relu = call.activation == "relu"
+        hidden, pullback = hidden_and_pullback(saved, call.activation)
+        d_hidden, gated = (workspace(name, hidden.shape, saved) for name in ("d_hidden", "gated"))
+        grad_gate, mode = torch.empty_like(gate), _RELU_GRADIENT if is_relu else _GRADIENT
+        epilogue = Epilogue(mode, gate, hidden, None, gated, grad_gate)
         _rows_times_bank(
-            x_UD, source_rows, w_EDO, routes.starts_E1, saved[:num_routes], Epilogue(mode=_PLAIN)
+            grad_TO,
+            target_rows,
+            call.w_down_EFO,
+            call.starts_E1,
+            d_hidden,
+            epilogue,
+            transposed=True,
         )
-        outputs = saved[:num_routes] * gate[:, None].to(x_UD.dtype)
-    else:
-        saved = x_UD.new_empty(0)
-        outputs = _outputs(x_UD, source_rows, w_EDO, routes, gate)
-    return _sum_to_targets(outputs, routes), saved
+        d_z = d_hidden if is_relu else pullback(d_hidden)
+        grad_b_up = grad_b_down = None
+        if call.b_down_EO is not None:
+            dy = grad_TO.index_select(0, target_rows)
+            grad_gate += (dy * _of_rows(call.b_down_EO, call)).sum(-1)
+            grad_b_down = _sum_of_experts(dy * gate[:, None].to(dy.dtype), call)
+        if call.b_up_EW is not None:
+            grad_b_up = _sum_of_experts(d_z, call)
+        add = not into.are_new
+        _bank_gradient(gated, None, grad_TO, target_rows, call.starts_E1, into.w_down_EFO, add=add)
+        _bank_gradient(call.x_UD, source_rows, d_z, None, call.starts_E1, into.w_up_EDW, add=add)
+        grad_rows = _outputs(d_z, None, call.w_up_EDW, call, None, transposed=True)
+        grad_x = _sum_to_sources(grad_rows, call, call.x_UD.shape[0])
+        return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
 
+    def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
+        num_routes, (_, width_in, width_out) = call.num_routes, call.w_EDO.shape
+        source_rows, gate = _int32(call.source_rows()), call.gates(torch.float32)
+        if width_out > width_in:
+            outputs = _outputs(call.x_UD, source_rows, call.w_EDO, call, gate)
+            return _sum_to_targets(outputs, call), call.x_UD.new_empty(0)
+        saved = call.x_UD.new_empty(num_routes + ROW_SLACK, width_out)
+        ungated = saved[:num_routes]
+        _rows_times_bank(call.x_UD, source_rows, call.w_EDO, call.starts_E1, ungated, Epilogue())
+        return _sum_to_targets(ungated * gate[:, None].to(ungated.dtype), call), saved
 
-def linear_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`.
+    def linear_backward(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+    ) -> RowGradients:
+        """Implements `Backend.linear_backward`.
 
-    The gate's gradient is taken on whichever side is narrow.
-    """
-    num_routes, width = routes.num_routes, x_UD.shape[1]
-    source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
-    gate = routes.gates(torch.float32)
-    if w_EDO.shape[2] <= w_EDO.shape[1]:
-        dy = torch.index_select(
-            grad_TO, 0, target_rows, out=workspace("dy", (num_routes, grad_TO.shape[1]), grad_TO)
-        )
-        grad_gate = (saved[:num_routes] * dy).sum(-1, dtype=torch.float32)
-        dy.mul_(gate[:, None].to(dy.dtype))
-        grad_rows = _outputs(dy, None, w_EDO, routes, None, transposed=True)
-        _bank_gradient(x_UD, source_rows, dy, None, routes.starts_E1, into_EDO)
-    else:
-        gated, grad_gate = workspace("gated", (num_routes, width), x_UD), torch.empty_like(gate)
-        grad_rows = x_UD.new_empty(num_routes, width)
-        epilogue = _gradient_epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
-        _rows_times_bank(
-            grad_TO, target_rows, w_EDO, routes.starts_E1, grad_rows, epilogue, transposed=True
-        )
-        _bank_gradient(gated, None, grad_TO, target_rows, routes.starts_E1, into_EDO)
-    grad_x = _sum_to_sources(grad_rows, routes, x_UD.shape[0])
-    return grad_x, _grad_gate(grad_gate, routes)
+        The gate's gradient is taken on whichever side is narrow.
+        """
+        x_UD, num_routes, (_, width_in, width_out) = call.x_UD, call.num_routes, call.w_EDO.shape
+        source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
+        gate, starts_E1 = call.gates(torch.float32), call.starts_E1
+        if width_out <= width_in:
+            dy = workspace("dy", (num_routes, width_out), grad_TO)
+            torch.index_select(grad_TO, 0, target_rows, out=dy)
+            grad_gate = (saved[:num_routes] * dy).sum(-1, dtype=torch.float32)
+            dy.mul_(gate[:, None].to(dy.dtype))
+            grad_rows = _outputs(dy, None, call.w_EDO, call, None, transposed=True)
+            _bank_gradient(x_UD, source_rows, dy, None, starts_E1, into_EDO)
+        else:
+            gated = workspace("gated", (num_routes, width_in), x_UD)
+            grad_gate, grad_rows = torch.empty_like(gate), x_UD.new_empty(num_routes, width_in)
+            epilogue = Epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
+            _rows_times_bank(
+                grad_TO, target_rows, call.w_EDO, starts_E1, grad_rows, epilogue, transposed=True
+            )
+            _bank_gradient(gated, None, grad_TO, target_rows, starts_E1, into_EDO)
+        grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
+        return RowGradients(grad_x, _grad_gate(grad_gate, call))
 
 
 def product(rows_NK: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
     """Returns rows · matrix, or rows · matrixᵀ, (N, C): a row's result depends on no other row."""
     rows_NK, bank = rows_NK.contiguous(), matrix.contiguous()[None]
     out_NC = rows_NK.new_empty(len(rows_NK), bank.shape[1 if transposed else 2])
-    starts, plain = _one_expert(rows_NK), Epilogue(mode=_PLAIN)
-    _rows_times_bank(rows_NK, None, bank, starts, out_NC, plain, transposed=transposed)
+    starts = _one_expert(rows_NK)
+    _rows_times_bank(rows_NK, None, bank, starts, out_NC, Epilogue(), transposed=transposed)
     return out_NC
 
 
@@ -180,20 +185,13 @@ def _rows_times_bank(
     """
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
+    e, hidden = epilogue, epilogue.hidden
     _call(
         "rows_times_bank",
         rows,
-        rows.data_ptr(),
-        rows.stride(0),
-        _pointer(index_N),
-        bank_EKC.data_ptr(),
-        k,
-        columns,
-        transposed,
-        starts_E1.data_ptr(),
-        num_experts,
-        ctypes.byref(epilogue),
-        out_NC.data_ptr(),
+        *(rows, rows.stride(0), index_N, bank_EKC, k, columns, transposed, starts_E1, num_experts),
+        *(e.mode, e.gate_N, hidden, e.hidden_rows_N, 0 if hidden is None else hidden.stride(0)),
+        *(e.gated, e.grad_gate_N, out_NC),
     )
 
 
@@ -209,10 +207,9 @@ def _outputs(
     """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace."""
     columns = bank_EKC.shape[1 if transposed else 2]
     outputs = workspace("outputs", (routes.num_routes, columns), rows)
-    epilogue = Epilogue(mode=_PLAIN, gate=_pointer(gate_N))
-    _rows_times_bank(
-        rows, index_N, bank_EKC, routes.starts_E1, outputs, epilogue, transposed=transposed
-    )
+    epilogue = Epilogue(_PLAIN, gate_N)
+    starts_E1 = routes.starts_E1
+    _rows_times_bank(rows, index_N, bank_EKC, starts_E1, outputs, epilogue, transposed=transposed)
     return outputs
 
 
@@ -233,55 +230,23 @@ def _bank_gradient(
     _call(
         "bank_gradient",
         a,
-        a.data_ptr(),
-        a.shape[1],
-        _pointer(a_index_N),
-        b.data_ptr(),
-        b.shape[1],
-        _pointer(b_index_N),
-        starts_E1.data_ptr(),
-        into.shape[0],
-        add,
-        into.data_ptr(),
+        *(a, a.shape[1], a_index_N, b, b.shape[1], b_index_N, starts_E1, into.shape[0], add, into),
     )
 
 
-def _call(name: str, like: Tensor, *arguments: object) -> None:
+def _call(name: str, like: Tensor, *arguments: Tensor | int | None) -> None:
     """Calls a function of the library.
 
     Raises:
         RuntimeError: torch gave no micro-kernel.
     """
+    prepare()
     dtype = str(like.dtype).removeprefix("torch.")
-    function = getattr(load_library(), f"moebius_{name}_{dtype}")
-    if function(*arguments, torch.get_num_threads()):
+    if call_library(f"{name}_{dtype}", *arguments, torch.get_num_threads()):
         raise RuntimeError(
             f"torch has no micro-kernel for a product in {dtype} here; is oneDNN switched off "
             "(torch.backends.mkldnn)? Leave it on, or set kernels.backend=segments"
         )
-
-
-def _gradient_epilogue(
-    mode: int,
-    gate: Tensor,
-    hidden: Tensor,
-    hidden_rows: Tensor | None,
-    gated: Tensor,
-    grad_gate: Tensor,
-) -> Epilogue:
-    return Epilogue(
-        mode=mode,
-        gate=gate.data_ptr(),
-        hidden=hidden.data_ptr(),
-        hidden_rows=_pointer(hidden_rows),
-        hidden_stride=hidden.stride(0),
-        gated=gated.data_ptr(),
-        gate_gradient=grad_gate.data_ptr(),
-    )
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _int32(index_N: Tensor) -> Tensor:
@@ -293,9 +258,9 @@ def _of_rows(bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
     return bias_EW.repeat_interleave(routes.starts_E1.diff(), dim=0, output_size=routes.num_routes)
 
 
-def _sum_of_experts(rows_NW: Tensor, bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
+def _sum_of_experts(rows_NW: Tensor, routes: SortedRoutes) -> Tensor:
     """Adds up each expert's rows in order: (E, W)."""
-    sums = torch.zeros_like(bias_EW)
+    sums = rows_NW.new_zeros(routes.num_experts, rows_NW.shape[1])
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         torch.sum(rows_NW[start:end], 0, out=sums[expert])
     return sums

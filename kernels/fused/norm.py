@@ -64,8 +64,8 @@ def runs_fused(
 ) -> bool:
     """Tells whether `add_norm` has kernels for these rows: with Triton on a GPU, in its dtypes.
 
-    `backend`: the one of the expert layers, "auto" or a name, maybe with switches. Another than
-    Triton's keeps plain operations.
+    `backend`: the one of the expert layers, "auto" or a name. Another than Triton's keeps plain
+    operations.
     """
     return (
         runs_triton(backend, x.device, x.dtype)

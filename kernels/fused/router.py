@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..backend import implementation, resolve_backend
-from ..cpu import top_k as cpu_top_k
+from ..backend import resolve_backend
+from ..cpu import brgemm
 from ..triton.available import reason_against
+from .scores import top_k as greatest
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]
@@ -40,9 +41,9 @@ def can_route(backend: str, x_TD: Tensor, weight_ED: Tensor, *, heads: int = 1) 
         return False
     if backend in ("auto", "brgemm") and device == "cpu":
         return _has_brgemm()
-    named = backend.partition("+")[0] == "triton" or (backend == "auto" and device == "cuda")
+    is_tritons = backend == "triton" or (backend == "auto" and device == "cuda")
     return (
-        named
+        is_tritons
         and weight_ED.shape[0] <= heads * MOST_EXPERTS
         and torch.version.hip is None  # its warps read what others wrote: to be tried there first
         and reason_against(device, torch.float32) is None
@@ -105,7 +106,7 @@ def _route_top_k(
     logits_THA = logits_TE.unflatten(1, (heads, -1))
     first_H1 = torch.arange(heads, device=x_TD.device)[:, None] * logits_THA.shape[2]
     if given_THK is None:
-        place_THK = _places(logits_THA, top_k)
+        place_THK = greatest(logits_THA, top_k)
         chosen_THK, experts_THK = logits_THA.gather(-1, place_THK), place_THK + first_H1
     else:
         experts_THK = given_THK.clone()
@@ -121,14 +122,8 @@ def _route_top_k(
 
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     if x_TD.device.type == "cpu" and _has_brgemm():
-        return _brgemm().product(x_TD, weight_ED, transposed=True)
+        return brgemm.product(x_TD, weight_ED, transposed=True)
     return x_TD @ weight_ED.T
-
-
-def _places(logits_THA: Tensor, top_k: int) -> Tensor:
-    if cpu_top_k.can_find(logits_THA):
-        return cpu_top_k.top_k(logits_THA, top_k)
-    return logits_THA.topk(top_k, dim=-1).indices
 
 
 @_route_top_k.register_fake
@@ -198,7 +193,7 @@ def _route_top_k_backward(
 def _backward_products(grad_TE: Tensor) -> tuple[Product, Product]:
     """Returns what computes a · b and aᵀ · b."""
     if grad_TE.device.type == "cpu" and _has_brgemm():
-        return _brgemm().product, _brgemm().product_gradient
+        return brgemm.product, brgemm.product_gradient
     return torch.matmul, lambda a, b: a.T @ b
 
 
@@ -253,10 +248,6 @@ _route_top_k.register_autograd(_gradients, setup_context=_context)
 
 def _has_brgemm() -> bool:
     return resolve_backend("auto", torch.device("cpu"), torch.float32) == "brgemm"
-
-
-def _brgemm() -> Any:
-    return implementation("brgemm")
 
 
 @register_flop_formula(torch.ops.moebius.route_top_k)

@@ -22,52 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..calls import MLPBank, MLPGradients, SortedRoutes
+from ..calls import ROW_SLACK, SortedRoutes
 from ..cpu.workspace import workspace
-from ..interface import ROW_SLACK
 from ..permute import add_rows
-from . import grouped_products
+from .grouped_products import GroupedProducts, Operators
 
 _ALIGNMENT_BYTES = 16
 _MAX_GROUPS_ON_CUDA = 1023
 
 
-def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`."""
-    return grouped_products.mlp_forward(_GroupedMM(routes), x_UD, bank, routes)
+class GroupedMM(GroupedProducts):
+    """Implements the operations on torch's operator."""
 
-
-def mlp_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`."""
-    return grouped_products.mlp_backward(
-        _GroupedMM(routes), grad_TO, x_UD, bank, routes, saved, into
-    )
-
-
-def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    return grouped_products.linear_forward(_GroupedMM(routes), x_UD, w_EDO, routes)
-
-
-def linear_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`."""
-    return grouped_products.linear_backward(
-        _GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
-    )
+    def operators(self, routes: SortedRoutes) -> Operators:
+        return _GroupedMM(routes)
 
 
 class _GroupedMM:

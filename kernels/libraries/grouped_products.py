@@ -16,13 +16,14 @@ Legend: U source rows, T targets, N routes, E experts, D input width, F hidden w
 before the activation (F or 2F), O output width.
 """
 
+from abc import abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..activations import hidden_and_pullback, hidden_in_place
-from ..calls import MLPBank, MLPGradients, SortedRoutes
+from ..calls import Backend, LinearCall, MLPCall, MLPGradients, RowGradients, SortedRoutes
 
 
 class Operators(Protocol):
@@ -67,97 +68,88 @@ class Operators(Protocol):
         ...
 
 
-def mlp_forward(
-    ops: Operators, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`."""
-    num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    saved = ops.product(ops.gather_sources(x_UD), bank.w_up_EDW).contiguous()
-    z = saved[:num_routes]
-    if bank.b_up_EW is not None:
-        z += bank.b_up_EW.index_select(0, _experts(routes))
-    outputs = ops.product(hidden_in_place(z, bank.activation) * gate, bank.w_down_EFO)
-    if bank.b_down_EO is not None:
-        outputs[:num_routes].addcmul_(gate, bank.b_down_EO.index_select(0, _experts(routes)))
-    return ops.add_to_targets(outputs), saved
+class GroupedProducts(Backend):
+    """Implements the operations on a library's operators."""
 
+    @abstractmethod
+    def operators(self, routes: SortedRoutes) -> Operators:
+        """Returns the library's operators for one list of routes."""
 
-def mlp_backward(
-    ops: Operators,
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`.
+    def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
+        ops, gate = self.operators(call), call.gates(call.x_UD.dtype)[:, None]
+        saved = ops.product(ops.gather_sources(call.x_UD), call.w_up_EDW).contiguous()
+        z = saved[: call.num_routes]
+        if call.b_up_EW is not None:
+            z += call.b_up_EW.index_select(0, _experts(call))
+        outputs = ops.product(hidden_in_place(z, call.activation) * gate, call.w_down_EFO)
+        if call.b_down_EO is not None:
+            bias = call.b_down_EO.index_select(0, _experts(call))
+            outputs[: call.num_routes].addcmul_(gate, bias)
+        return ops.add_to_targets(outputs), saved
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
-    row is saved for it. Sums over an expert's rows (the biases' gradients) are grouped products as
-    well, with one column: no atomics, so no run differs.
-    """
-    num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    grad_b_up, grad_b_down = (
-        None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
-    )
-    dy = ops.gather_targets(grad_TO)
-    h, pullback = hidden_and_pullback(saved[:num_routes], bank.activation)
-    d_gated = ops.product_transposed(dy, bank.w_down_EFO)[:num_routes]
-    grad_gate = (h * d_gated).sum(-1, dtype=routes.weight_N.dtype)
-    if bank.b_down_EO is not None and grad_b_down is not None:
-        grad_gate += ops.product(dy, bank.b_down_EO[:, :, None])[:num_routes, 0]
-        ops.add_weight_gradient(grad_b_down[:, None], gate, dy)
-    ops.add_weight_gradient(into.w_down_EFO, h * gate, dy)
-    d_z = pullback(d_gated * gate)
-    if grad_b_up is not None:
-        ops.add_weight_gradient(grad_b_up[:, None], torch.ones_like(gate), d_z)
-    ops.add_weight_gradient(into.w_up_EDW, ops.gather_sources(x_UD), d_z)
-    grad_x = ops.add_to_sources(ops.product_transposed(d_z, bank.w_up_EDW), x_UD.shape[0])
-    return grad_x, routes.unsorted(grad_gate), grad_b_up, grad_b_down
+    def mlp_backward(
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+    ) -> RowGradients:
+        """Implements `Backend.mlp_backward`.
 
-
-def linear_forward(
-    ops: Operators, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    x = ops.gather_sources(x_UD)
-    if w_EDO.shape[2] > w_EDO.shape[1]:
-        return ops.add_to_targets(ops.product(x[:num_routes] * gate, w_EDO)), x_UD.new_empty(0)
-    saved = ops.product(x, w_EDO).contiguous()
-    return ops.add_to_targets(saved[:num_routes] * gate), saved
-
-
-def linear_backward(
-    ops: Operators,
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`.
-
-    The gate's gradient is taken on whichever side is narrow.
-    """
-    num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    wide_output = w_EDO.shape[2] > w_EDO.shape[1]
-    x = ops.gather_sources(x_UD)[:num_routes]
-    dy = ops.gather_targets(grad_TO)[:num_routes]
-    if wide_output:
-        d_x = ops.product_transposed(dy, w_EDO)[:num_routes]
-        grad_gate = (x[:, : d_x.shape[1]] * d_x).sum(-1, dtype=routes.weight_N.dtype)
-        d_x, x = d_x * gate, x * gate
-    else:
-        grad_gate = (saved[:num_routes] * dy[:, : saved.shape[1]]).sum(
-            -1, dtype=routes.weight_N.dtype
+        The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no
+        output row is saved for it. Sums over an expert's rows (the biases' gradients) are grouped
+        products as well, with one column: no atomics, so no run differs.
+        """
+        ops, num_routes = self.operators(call), call.num_routes
+        gate = call.gates(call.x_UD.dtype)[:, None]
+        grad_b_up, grad_b_down = (
+            None if b is None else torch.zeros_like(b) for b in (call.b_up_EW, call.b_down_EO)
         )
-        dy = dy * gate
-        d_x = ops.product_transposed(dy, w_EDO)
-    ops.add_weight_gradient(into_EDO, x, dy)
-    return ops.add_to_sources(d_x, x_UD.shape[0]), routes.unsorted(grad_gate)
+        dy = ops.gather_targets(grad_TO)
+        h, pullback = hidden_and_pullback(saved[:num_routes], call.activation)
+        d_gated = ops.product_transposed(dy, call.w_down_EFO)[:num_routes]
+        grad_gate = (h * d_gated).sum(-1, dtype=call.weight_N.dtype)
+        if call.b_down_EO is not None and grad_b_down is not None:
+            grad_gate += ops.product(dy, call.b_down_EO[:, :, None])[:num_routes, 0]
+            ops.add_weight_gradient(grad_b_down[:, None], gate, dy)
+        ops.add_weight_gradient(into.w_down_EFO, h * gate, dy)
+        d_z = pullback(d_gated * gate)
+        if grad_b_up is not None:
+            ops.add_weight_gradient(grad_b_up[:, None], torch.ones_like(gate), d_z)
+        ops.add_weight_gradient(into.w_up_EDW, ops.gather_sources(call.x_UD), d_z)
+        grad_rows = ops.product_transposed(d_z, call.w_up_EDW)
+        grad_x = ops.add_to_sources(grad_rows, call.x_UD.shape[0])
+        return RowGradients(grad_x, call.unsorted(grad_gate), grad_b_up, grad_b_down)
+
+    def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
+        ops, num_routes = self.operators(call), call.num_routes
+        gate, x = call.gates(call.x_UD.dtype)[:, None], ops.gather_sources(call.x_UD)
+        _, width_in, width_out = call.w_EDO.shape
+        if width_out > width_in:
+            outputs = ops.product(x[:num_routes] * gate, call.w_EDO)
+            return ops.add_to_targets(outputs), x.new_empty(0)
+        saved = ops.product(x, call.w_EDO).contiguous()
+        return ops.add_to_targets(saved[:num_routes] * gate), saved
+
+    def linear_backward(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+    ) -> RowGradients:
+        """Implements `Backend.linear_backward`.
+
+        The gate's gradient is taken on whichever side is narrow.
+        """
+        ops, num_routes = self.operators(call), call.num_routes
+        gate, dtype = call.gates(call.x_UD.dtype)[:, None], call.weight_N.dtype
+        _, width_in, width_out = call.w_EDO.shape
+        x = ops.gather_sources(call.x_UD)[:num_routes]
+        dy = ops.gather_targets(grad_TO)[:num_routes]
+        if width_out > width_in:
+            d_x = ops.product_transposed(dy, call.w_EDO)[:num_routes]
+            grad_gate = (x[:, : d_x.shape[1]] * d_x).sum(-1, dtype=dtype)
+            d_x, x = d_x * gate, x * gate
+        else:
+            grad_gate = (saved[:num_routes] * dy[:, : saved.shape[1]]).sum(-1, dtype=dtype)
+            dy = dy * gate
+            d_x = ops.product_transposed(dy, call.w_EDO)
+        ops.add_weight_gradient(into_EDO, x, dy)
+        grad_x = ops.add_to_sources(d_x, call.x_UD.shape[0])
+        return RowGradients(grad_x, call.unsorted(grad_gate))
 
 
 def _experts(routes: SortedRoutes) -> Tensor:

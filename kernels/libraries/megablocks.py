@@ -17,52 +17,71 @@ product. bfloat16 only.
 Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
-from ..calls import MLPBank, MLPGradients, SortedRoutes
-from ..interface import ROW_SLACK
+from ..calls import ROW_SLACK, SortedRoutes
 from ..permute import add_rows
-from . import grouped_products
-from .megablocks_available import load_library
+from .grouped_products import GroupedProducts, Operators
+
+# Without pip's cache: it would give a wheel that was compiled against one torch to an environment
+# with another.
+INSTALL_LINE = (
+    "pip install --no-cache-dir --no-deps --no-build-isolation "
+    "stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0"
+)
 
 
-def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`."""
-    return grouped_products.mlp_forward(_MegaBlocks(routes), x_UD, bank, routes)
+@dataclass(frozen=True)
+class Library:
+    """Holds the operators that are used, by their names in MegaBlocks."""
+
+    gather: Callable[..., Tensor]
+    scatter: Callable[..., Tensor]
+    gmm: Callable[..., Tensor]
 
 
-def mlp_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`."""
-    return grouped_products.mlp_backward(
-        _MegaBlocks(routes), grad_TO, x_UD, bank, routes, saved, into
-    )
+@functools.cache
+def load_library() -> Library:
+    """Imports MegaBlocks' operators.
+
+    Raises:
+        ImportError: a part of it is missing, or was compiled against another torch.
+    """
+    ops, products = import_module("megablocks.ops"), import_module("grouped_gemm.backend")
+    return Library(ops.gather, ops.scatter, products.gmm)
 
 
-def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    return grouped_products.linear_forward(_MegaBlocks(routes), x_UD, w_EDO, routes)
+def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
+    """Says why MegaBlocks cannot run on such a device in such a dtype; None where it can."""
+    if device_type == "meta":
+        return None
+    if device_type != "cuda" or dtype is not torch.bfloat16:
+        return (
+            f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: "
+            "choose segments"
+        )
+    try:
+        load_library()
+    except ImportError as error:
+        return (
+            f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is "
+            f"there: `{INSTALL_LINE}`; "
+            "docs/kernels.md says what that needs"
+        )
+    return None
 
 
-def linear_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`."""
-    return grouped_products.linear_backward(
-        _MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
-    )
+class MegaBlocks(GroupedProducts):
+    """Implements the operations on MegaBlocks' operators."""
+
+    def operators(self, routes: SortedRoutes) -> Operators:
+        return _MegaBlocks(routes)
 
 
 class _MegaBlocks:

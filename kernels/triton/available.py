@@ -8,7 +8,6 @@ import torch
 from ..toolchain import lacking
 
 _AMD = ("gfx942", "gfx950")  # with tiles of their own (tiles.py)
-_AMD_WITHOUT_TF32 = ("gfx950",)
 INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
 
 
@@ -42,13 +41,6 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
         return reason
     if lack := lacking(device_type):  # it would be found out in the middle of the first pass
         return f"Triton needs {lack.need}, and {lack.advice}"
-    return None
-
-
-def reason_against_tf32() -> str | None:
-    """Says why float32 products cannot be in TensorFloat-32 on this process's GPU."""
-    if (name := _amd_name()) in _AMD_WITHOUT_TF32:
-        return f"{name} has no TensorFloat-32"
     return None
 
 

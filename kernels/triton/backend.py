@@ -7,24 +7,31 @@
 
 Nothing is read from the device: grids follow from the number of routes alone, so a call may be
 captured in a CUDA graph. What lives longer than a call is `saved`. In between there is one N × D
-tensor of outputs; `Options.scatter_add` avoids it.
+tensor of outputs.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
 before the activation (F or 2F), O output width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..activations import GATES
-from ..calls import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
-from ..interface import ROW_SLACK
+from ..calls import (
+    ROW_SLACK,
+    DeferredLinear,
+    DeferredMLP,
+    DeferringBackend,
+    LinearCall,
+    MLPCall,
+    MLPGradients,
+    RowGradients,
+    SortedRoutes,
+)
 from .grouped_gemm import (
-    fused_mlp,
     gathered_activation,
     gathered_gate,
     gathered_hidden_gradient,
@@ -32,9 +39,8 @@ from .grouped_gemm import (
     rows_product,
 )
 from .guard import check_tensor, launch, triton
-from .routing import SortedRows, plan_of
-from .rows import sum_rows
-from .tiles import WIDEST_HIDDEN, Tile, choose
+from .routing import SortedRows, plan_of, sum_rows
+from .tiles import Tile, choose
 from .weight_gradients import (
     Operands,
     Work,
@@ -45,40 +51,162 @@ from .weight_gradients import (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """Asks the kernels for more than their defaults, which are deterministic and exact in float32.
+class TritonKernels(DeferringBackend):
+    """Implements the operations with Triton's kernels, in float32 (exact) and bfloat16."""
 
-    tf32: float32 products in TensorFloat-32.
-    scatter_add: outputs are added to their targets by float32 atomics, not stored and summed: no
-        N × O tensor, but another order of the sum each time.
-    fused: the perceptron's forward is one kernel (K12), where its hidden rows are narrow enough.
-    """
+    def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
+        """Implements `Backend.mlp_forward`.
 
-    tf32: bool = False
-    scatter_add: bool = False
-    fused: bool = False
+        Of the saved rows (N + slack, W), those of relu are the hidden rows, those of others the
+        rows before the activation.
+        """
+        products, x_UD = _Products(call, call.x_UD), call.x_UD
+        _, width_in, columns = call.w_up_EDW.shape
+        _, hidden_width, width_out = call.w_down_EFO.shape
+        saved = x_UD.new_empty(call.num_routes + ROW_SLACK, columns)
+        hidden = None
+        if call.activation != "relu":
+            hidden = x_UD.new_empty(call.num_routes, hidden_width)
+        kind = "gather_two" if call.activation in GATES else "gather"
+        tile = products.tile(kind, columns=hidden_width, depth=width_in)
+        products.launch(
+            gathered_activation,
+            tile,
+            triton.cdiv(hidden_width, tile.columns),
+            *(x_UD, products.rows.source_N, call.w_up_EDW, call.b_up_EW, saved, hidden),
+            D=width_in,
+            F=hidden_width,
+            ACT=call.activation,
+        )
+        out_NO = x_UD.new_empty(call.num_routes, width_out)
+        rows = saved if hidden is None else hidden
+        products.narrow_to_wide(rows, None, call.w_down_EFO, out_NO, bias=call.b_down_EO)
+        return _sum_to_targets(out_NO, call), saved
+
+    def mlp_backward(
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+    ) -> RowGradients:
+        found = self.mlp_backward_rows(call, grad_TO, saved)
+        assert found.z_NW is not None, "rows alone have it"
+        _mlp_weight_gradients([DeferredMLP(call, grad_TO, saved, found.z_NW)], into)
+        return found
+
+    def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
+        products = _Products(call, grad_TO)
+        width_in, (_, hidden_width, width_out) = call.w_up_EDW.shape[1], call.w_down_EFO.shape
+        d_z = torch.empty_like(saved)
+        kind = "gather_back" if call.activation == "relu" else "gather_back_smooth"
+        tile = products.tile(kind, columns=hidden_width, depth=width_out)
+        grad_gate = products.new_gate_gradient(triton.cdiv(hidden_width, tile.columns))
+        target_N, gate_N = products.rows.target_N, products.rows.gate_N
+        products.launch(
+            gathered_hidden_gradient,
+            tile,
+            len(grad_gate),
+            *(grad_TO, target_N, call.w_down_EFO, call.b_down_EO, saved, gate_N, d_z, grad_gate),
+            call.order_N,
+            numbers=(call.num_routes,),
+            OUT=width_out,
+            F=hidden_width,
+            ACT=call.activation,
+        )
+        out_ND = grad_TO.new_empty(call.num_routes, width_in)
+        products.narrow_to_wide(d_z, None, call.w_up_EDW, out_ND, transposed=True, gated=False)
+        b_up = None if call.b_up_EW is None else segment_sums(d_z, None, None, call.starts_E1)
+        b_down = None
+        if call.b_down_EO is not None:
+            b_down = segment_sums(grad_TO, target_N, gate_N, call.starts_E1)
+        grad_x = _sum_to_sources(out_ND, call, call.x_UD.shape[0])
+        return RowGradients(grad_x, _sum_parts(grad_gate, call), b_up, b_down, d_z)
+
+    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+        return _mlp_weight_gradients(calls, None)
+
+    def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
+        products, x_UD = _Products(call, call.x_UD), call.x_UD
+        _, width_in, width_out = call.w_EDO.shape
+        out_NO = x_UD.new_empty(call.num_routes, width_out)
+        if width_out > width_in:
+            products.narrow_to_wide(x_UD, products.rows.source_N, call.w_EDO, out_NO)
+            return _sum_to_targets(out_NO, call), x_UD.new_empty(0)
+        saved = x_UD.new_empty(call.num_routes + ROW_SLACK, width_out)
+        tile = products.tile("gather", columns=width_out, depth=width_in)
+        products.launch(
+            gathered_gate,
+            tile,
+            triton.cdiv(width_out, tile.columns),
+            *(x_UD, products.rows.source_N, call.w_EDO, products.rows.gate_N, saved, out_NO),
+            call.order_N,
+            D=width_in,
+            OUT=width_out,
+        )
+        return _sum_to_targets(out_NO, call), saved
+
+    def linear_backward(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+    ) -> RowGradients:
+        found = self.linear_backward_rows(call, grad_TO, saved)
+        _linear_weight_gradient([DeferredLinear(call, grad_TO)], into_EDO)
+        return found
+
+    def linear_backward_rows(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor
+    ) -> RowGradients:
+        """Implements `DeferringBackend.linear_backward_rows`.
+
+        The gate's gradient is taken on whichever side is narrow.
+        """
+        products = _Products(call, grad_TO)
+        x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
+        source_N, target_N = products.rows.source_N, products.rows.target_N
+        out_ND = grad_TO.new_empty(call.num_routes, width_in)
+        if width_out <= width_in:
+            grad_gate = products.new_gate_gradient(1)
+            products.narrow_to_wide(
+                *(grad_TO, target_N, call.w_EDO, out_ND),
+                transposed=True,
+                saved=saved,
+                grad_gate=grad_gate,
+            )
+        else:
+            tile = products.tile("gather_back", columns=width_in, depth=width_out)
+            grad_gate = products.new_gate_gradient(triton.cdiv(width_in, tile.columns))
+            products.launch(
+                gathered_input_gradient,
+                tile,
+                len(grad_gate),
+                *(grad_TO, target_N, call.w_EDO, x_UD, source_N, products.rows.gate_N, out_ND),
+                *(grad_gate, call.order_N),
+                numbers=(call.num_routes,),
+                OUT=width_out,
+                D=width_in,
+            )
+        grad_x = _sum_to_sources(out_ND, call, x_UD.shape[0])
+        return RowGradients(grad_x, _sum_parts(grad_gate, call))
+
+    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+        return (_linear_weight_gradient(calls, None),)
 
 
-DEFAULT = Options()
+class _Products:
+    """Launches the products over the rows of one call, which share sorted rows and tile tables."""
 
-
-class _Pass:
-    """Holds what the launches of one call share: sorted rows, tile tables, tiles."""
-
-    def __init__(self, routes: SortedRoutes, rows: Tensor, options: Options) -> None:
+    def __init__(self, call: SortedRoutes, rows: Tensor) -> None:
         check_tensor(rows)
-        self.routes, self.options, self.dtype = routes, options, rows.dtype
-        self.num_experts = routes.starts_E1.shape[0] - 1
-        self.precision = "tf32" if options.tf32 else "ieee"
-        self._plan = plan_of(routes)
+        self._routes, self._dtype, self._plan = call, rows.dtype, plan_of(call)
 
     @property
     def rows(self) -> SortedRows:
-        return self._plan.rows(self.routes)
+        return self._plan.rows(self._routes)
 
     def tile(self, kernel: str, **widths: int) -> Tile:
-        return choose(kernel, self.dtype, self.routes.num_routes, self.num_experts).fit(**widths)
+        routes = self._routes
+        return choose(kernel, self._dtype, routes.num_routes, routes.num_experts).fit(**widths)
+
+    def new_gate_gradient(self, parts: int) -> Tensor:
+        """Allocates a partial sum of every gate's gradient for each column tile, (parts, N)."""
+        device = self._routes.weight_N.device
+        return torch.empty(parts, self._routes.num_routes, dtype=torch.float32, device=device)
 
     def launch(
         self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any
@@ -87,424 +215,99 @@ class _Pass:
 
         The row tiles' table goes last among the arguments.
         """
-        table = self._plan.table(self.routes, tile.rows)
-        index = (table.expert_L, table.first_L, self.routes.starts_E1)
-        numbers = constants.pop("numbers", ())
+        table = self._plan.table(self._routes, tile.rows)
+        index = (table.expert_L, table.first_L, self._routes.starts_E1)
         launch(
             kernel,
-            table.length * column_tiles if self.routes.num_routes else 0,
-            *args,
-            *index,
-            *numbers,
+            table.length * column_tiles if self._routes.num_routes else 0,
+            *(*args, *index, *constants.pop("numbers", ())),
             **constants,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
-            PRECISION=self.precision,
             **tile.options(),
         )
 
-
-@dataclass(frozen=True)
-class _Destination:
-    """Says where a product's outputs go: to rows in route order, or added to targets' rows."""
-
-    out: Tensor
-    out_rows: Tensor | None
-    index_N: Tensor | None
-    num_rows: int
-    per_row: int
-    add: bool
-    dtype: torch.dtype
-
-    def result(self) -> Tensor:
-        """Returns the sums, (num_rows, O)."""
-        return (
-            self.out.to(self.dtype)
-            if self.add
-            else sum_rows(self.out, self.index_N, self.num_rows, self.per_row)
-        )
-
-
-def _towards(
-    p: _Pass, like: Tensor, width: int, *, targets: bool, num_rows: int, stored: bool = False
-) -> _Destination:
-    """Allocates what a product's outputs are written to.
-
-    `stored`: rows in route order whatever the options say; K1 has no other way to write, and its
-    outputs are narrow.
-    """
-    routes = p.routes
-    index_N, per_row = (
-        (routes.target_N, routes.per_target) if targets else (routes.source_N, routes.per_source)
-    )
-    if p.options.scatter_add and not stored:
-        out = torch.zeros(num_rows, width, dtype=torch.float32, device=like.device)
-        out_rows = p.rows.target_N if targets else p.rows.source_N
-        return _Destination(out, out_rows, index_N, num_rows, per_row, True, like.dtype)
-    out = like.new_empty(routes.num_routes, width)
-    return _Destination(out, routes.order_N, index_N, num_rows, per_row, False, like.dtype)
-
-
-def mlp_forward(
-    x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, *, options: Options = DEFAULT
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.mlp_forward`.
-
-    Returns y (T, O), and the saved rows (N + slack, W) in sorted order: relu's hidden rows, of
-    others the rows before the activation.
-    """
-    p, x_UD, bank = _Pass(routes, x_UD, options), x_UD.contiguous(), _contiguous(bank)
-    w_up, w_down = bank.w_up_EDW, bank.w_down_EFO
-    (_, width_in, columns), (_, hidden_width, width_out) = w_up.shape, w_down.shape
-    saved = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
-    to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
-    if options.fused and hidden_width <= WIDEST_HIDDEN:
-        tile = p.tile(
-            "fused_two" if bank.activation in GATES else "fused", columns=width_out, depth=width_in
-        )
-        p.launch(
-            fused_mlp,
-            tile,
+    def narrow_to_wide(
+        self,
+        rows: Tensor,
+        row_index: Tensor | None,
+        w: Tensor,
+        out: Tensor,
+        *,
+        transposed: bool = False,
+        gated: bool = True,
+        bias: Tensor | None = None,
+        saved: Tensor | None = None,
+        grad_gate: Tensor | None = None,
+    ) -> None:
+        """Launches K2: outputs in route order, so that each target's stand together."""
+        inner, wide = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
+        order_N = self._routes.order_N
+        self.launch(
+            rows_product,
+            self.tile("rows", columns=wide, depth=inner),
             1,
-            x_UD,
-            p.rows.source_N,
-            w_up,
-            bank.b_up_EW,
-            saved,
-            w_down,
-            bank.b_down_EO,
-            p.rows.gate_N,
-            to.out,
-            to.out_rows,
-            D=width_in,
-            F=hidden_width,
-            OUT=width_out,
-            ACT=bank.activation,
-            ADD=to.add,
-            HIDDEN=max(16, triton.next_power_of_2(hidden_width)),
+            *(rows, row_index, w, bias, self.rows.gate_N if gated else None, out, order_N),
+            *(saved, grad_gate, None if saved is None else order_N),
+            K=inner,
+            OUT=wide,
+            TRANSPOSED=transposed,
         )
-        return to.result(), saved
-    hidden = None if bank.activation == "relu" else x_UD.new_empty(routes.num_routes, hidden_width)
-    kind = "gather_two" if bank.activation in GATES else "gather"
-    tile = p.tile(kind, columns=hidden_width, depth=width_in)
-    p.launch(
-        gathered_activation,
-        tile,
-        triton.cdiv(hidden_width, tile.columns),
-        x_UD,
-        p.rows.source_N,
-        w_up,
-        bank.b_up_EW,
-        saved,
-        hidden,
-        D=width_in,
-        F=hidden_width,
-        ACT=bank.activation,
-    )
-    rows = saved if hidden is None else hidden
-    _rows_product(p, rows, None, w_down, to, transposed=False, gated=True, bias=bank.b_down_EO)
-    return to.result(), saved
 
 
-def mlp_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into: MLPGradients,
-    *,
-    options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Implements `Backend.mlp_backward`."""
-    p = _Pass(routes, grad_TO, options)
-    grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, saved)
-    _mlp_weights([MLPCall(grad_TO, x_UD, routes, saved, d_z, bank)], [p], into)
-    return grad_x, grad_weight_N, b_up, b_down
+def _sum_to_targets(out_NO: Tensor, call: SortedRoutes) -> Tensor:
+    return sum_rows(out_NO, call.target_N, call.num_targets, call.per_target)
 
 
-def mlp_backward_rows(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    bank: MLPBank,
-    routes: SortedRoutes,
-    saved: Tensor,
-    *,
-    options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Implements `DefersWeightGradients.mlp_backward_rows`.
-
-    Its last result is d_z (N + slack, W), the gradient of the rows before the activation.
-    """
-    return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, saved)
+def _sum_to_sources(out_ND: Tensor, call: SortedRoutes, num_sources: int) -> Tensor:
+    return sum_rows(out_ND, call.source_N, num_sources, call.per_source)
 
 
-def _mlp_rows(
-    p: _Pass, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, saved: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    routes, grad_TO, bank = p.routes, grad_TO.contiguous(), _contiguous(bank)
-    width_in, (_, hidden_width, width_out) = bank.w_up_EDW.shape[1], bank.w_down_EFO.shape
-    d_z = torch.empty_like(saved)
-    tile = p.tile(
-        "gather_back" if bank.activation == "relu" else "gather_back_smooth",
-        columns=hidden_width,
-        depth=width_out,
-    )
-    parts = triton.cdiv(hidden_width, tile.columns)
-    grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=saved.device)
-    p.launch(
-        gathered_hidden_gradient,
-        tile,
-        parts,
-        grad_TO,
-        p.rows.target_N,
-        bank.w_down_EFO,
-        bank.b_down_EO,
-        saved,
-        p.rows.gate_N,
-        d_z,
-        grad_gate,
-        routes.order_N,
-        numbers=(routes.num_routes,),
-        OUT=width_out,
-        F=hidden_width,
-        ACT=bank.activation,
-    )
-    to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0])
-    _rows_product(p, d_z, None, bank.w_up_EDW, to, transposed=True, gated=False)
-    b_up = None if bank.b_up_EW is None else segment_sums(d_z, None, None, routes.starts_E1)
-    b_down = None
-    if bank.b_down_EO is not None:
-        b_down = segment_sums(grad_TO, p.rows.target_N, p.rows.gate_N, routes.starts_E1)
-    return to.result(), _sum_parts(p, grad_gate), b_up, b_down, d_z
+def _sum_parts(parts: Tensor, call: SortedRoutes) -> Tensor:
+    """Adds up (column tiles, N) to (N,), in order, in the gate weights' dtype."""
+    return (parts[0] if len(parts) == 1 else parts.sum(0)).to(call.weight_N.dtype)
 
 
-def mlp_weight_gradients(
-    calls: Sequence[MLPCall], *, options: Options = DEFAULT
+# K3 -----------------------------------------------------------------------------------------------
+
+
+def _mlp_weight_gradients(
+    calls: Sequence[DeferredMLP], into: MLPGradients | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes the gradients of w_up and w_down: one product each, added up in float32."""
-    return _mlp_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None)
-
-
-def _mlp_weights(
-    calls: Sequence[MLPCall], passes: Sequence[_Pass], into: MLPGradients | None
-) -> tuple[Tensor, Tensor]:
-    bank, up, down = calls[0].bank, [], []
-    for call, p in zip(calls, passes, strict=True):
-        starts_E1, rows = call.routes.starts_E1, p.rows
-        up.append(Operands(_aligned(call.x_UD), call.d_z, rows.source_N, None, None, starts_E1))
-        down.append(
-            Operands(
-                call.saved, _aligned(call.grad_TO), None, rows.target_N, rows.gate_N, starts_E1
-            )
-        )
-    activation = None if bank.activation == "relu" else bank.activation
+    """Computes both gradients over all calls, added up in float32, and to `into` where given."""
+    first, up, down = calls[0].call, list[Operands](), list[Operands]()
+    for each in calls:
+        call, rows = each.call, plan_of(each.call).rows(each.call)
+        x_UD, grad_TO, starts_E1 = _aligned(call.x_UD), _aligned(each.grad_TO), call.starts_E1
+        up.append(Operands(x_UD, each.z_NW, rows.source_N, None, None, starts_E1))
+        down.append(Operands(each.saved, grad_TO, None, rows.target_N, rows.gate_N, starts_E1))
+    activation = None if first.activation == "relu" else first.activation
     into_up, into_down = (None, None) if into is None else (into.w_up_EDW, into.w_down_EFO)
-    common = _ragged(passes, bank.w_up_EDW)
-    w_up = ragged_gradient(up, *common, bank.w_up_EDW, into=into_up)
-    w_down = ragged_gradient(down, *common, bank.w_down_EFO, into=into_down, activation=activation)
+    work = _work([each.call for each in calls], first.w_up_EDW)
+    w_up = ragged_gradient(up, work, first.w_up_EDW, into=into_up)
+    w_down = ragged_gradient(down, work, first.w_down_EFO, into=into_down, activation=activation)
     return w_up, w_down
 
 
-def linear_forward(
-    x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, *, options: Options = DEFAULT
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_forward`."""
-    p, x_UD, w_EDO = _Pass(routes, x_UD, options), x_UD.contiguous(), w_EDO.contiguous()
-    _, width_in, width_out = w_EDO.shape
-    if width_out > width_in:
-        to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
-        _rows_product(p, x_UD, p.rows.source_N, w_EDO, to, transposed=False, gated=True)
-        return to.result(), x_UD.new_empty(0)
-    saved = x_UD.new_empty(routes.num_routes + ROW_SLACK, width_out)
-    to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets, stored=True)
-    tile = p.tile("gather", columns=width_out, depth=width_in)
-    p.launch(
-        gathered_gate,
-        tile,
-        triton.cdiv(width_out, tile.columns),
-        x_UD,
-        p.rows.source_N,
-        w_EDO,
-        p.rows.gate_N,
-        saved,
-        to.out,
-        to.out_rows,
-        D=width_in,
-        OUT=width_out,
-    )
-    return to.result(), saved
+def _linear_weight_gradient(calls: Sequence[DeferredLinear], into: Tensor | None) -> Tensor:
+    operands, w_EDO = list[Operands](), calls[0].call.w_EDO
+    for each in calls:
+        call, rows = each.call, plan_of(each.call).rows(each.call)
+        x_UD, grad_TO = _aligned(call.x_UD), _aligned(each.grad_TO)
+        index = rows.source_N, rows.target_N, rows.gate_N
+        operands.append(Operands(x_UD, grad_TO, *index, call.starts_E1))
+    return ragged_gradient(operands, _work([each.call for each in calls], w_EDO), w_EDO, into=into)
 
 
-def linear_backward(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    into_EDO: Tensor,
-    *,
-    options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor]:
-    """Implements `Backend.linear_backward`."""
-    p = _Pass(routes, grad_TO, options)
-    rows = _linear_rows(p, grad_TO, x_UD, w_EDO, saved)
-    _linear_weights([LinearCall(grad_TO, x_UD, routes, w_EDO)], [p], into_EDO)
-    return rows
-
-
-def linear_backward_rows(
-    grad_TO: Tensor,
-    x_UD: Tensor,
-    w_EDO: Tensor,
-    routes: SortedRoutes,
-    saved: Tensor,
-    *,
-    options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor]:
-    """Implements `DefersWeightGradients.linear_backward_rows`.
-
-    The gate's gradient is taken on whichever side is narrow.
-    """
-    return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, saved)
-
-
-def _linear_rows(
-    p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, saved: Tensor
-) -> tuple[Tensor, Tensor]:
-    routes, grad_TO, w_EDO = p.routes, grad_TO.contiguous(), w_EDO.contiguous()
-    _, width_in, width_out = w_EDO.shape
-    device = grad_TO.device
-    if width_out <= width_in:
-        to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0])
-        grad_gate = torch.empty(1, routes.num_routes, dtype=torch.float32, device=device)
-        _rows_product(
-            p,
-            grad_TO,
-            p.rows.target_N,
-            w_EDO,
-            to,
-            transposed=True,
-            gated=True,
-            saved=saved,
-            grad_gate=grad_gate,
-        )
-        return to.result(), _sum_parts(p, grad_gate)
-    to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0], stored=True)
-    tile = p.tile("gather_back", columns=width_in, depth=width_out)
-    parts = triton.cdiv(width_in, tile.columns)
-    grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=device)
-    p.launch(
-        gathered_input_gradient,
-        tile,
-        parts,
-        grad_TO,
-        p.rows.target_N,
-        w_EDO,
-        x_UD.contiguous(),
-        p.rows.source_N,
-        p.rows.gate_N,
-        to.out,
-        grad_gate,
-        to.out_rows,
-        numbers=(routes.num_routes,),
-        OUT=width_out,
-        D=width_in,
-    )
-    return to.result(), _sum_parts(p, grad_gate)
-
-
-def linear_weight_gradients(
-    calls: Sequence[LinearCall], *, options: Options = DEFAULT
-) -> tuple[Tensor]:
-    """Computes the gradient of w over all calls: one product, added up in float32."""
-    return (
-        _linear_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None),
-    )
-
-
-def _linear_weights(
-    calls: Sequence[LinearCall], passes: Sequence[_Pass], into: Tensor | None
-) -> Tensor:
-    w_EDO = calls[0].w_EDO
-    operands = [
-        Operands(
-            _aligned(call.x_UD),
-            _aligned(call.grad_TO),
-            p.rows.source_N,
-            p.rows.target_N,
-            p.rows.gate_N,
-            call.routes.starts_E1,
-        )
-        for call, p in zip(calls, passes, strict=True)
-    ]
-    return ragged_gradient(operands, *_ragged(passes, w_EDO), w_EDO, into=into)
-
-
-def _ragged(passes: Sequence[_Pass], weights: Tensor) -> tuple[Work, str]:
-    """What K3 shares between the matrices of a bank: how the rows are cut, and the precision.
-
-    `weights`: one of them.
-    """
-    num_rows = sum(p.routes.num_routes for p in passes)
+def _work(calls: Sequence[SortedRoutes], weights: Tensor) -> Work:
+    """Cuts the rows of all calls, for all matrices of a bank, of which `weights` is one."""
+    num_rows = sum(call.num_routes for call in calls)
     _, tiles = tile_of(weights, num_rows, None)
-    work = cut_work([p.routes.starts_E1 for p in passes], num_rows, tiles=tiles)
-    return work, passes[0].precision
-
-
-def _rows_product(
-    p: _Pass,
-    rows: Tensor,
-    row_index: Tensor | None,
-    w: Tensor,
-    to: _Destination,
-    *,
-    transposed: bool,
-    gated: bool,
-    bias: Tensor | None = None,
-    saved: Tensor | None = None,
-    grad_gate: Tensor | None = None,
-) -> None:
-    """K2, towards `to`."""
-    inner, out = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
-    tile = p.tile("rows", columns=out, depth=inner)
-    p.launch(
-        rows_product,
-        tile,
-        1,
-        rows,
-        row_index,
-        w,
-        bias,
-        p.rows.gate_N if gated else None,
-        to.out,
-        to.out_rows,
-        saved,
-        grad_gate,
-        None if saved is None else p.routes.order_N,
-        K=inner,
-        OUT=out,
-        TRANSPOSED=transposed,
-        ADD=to.add,
-    )
-
-
-def _sum_parts(p: _Pass, parts: Tensor) -> Tensor:
-    """(column tiles, N) to (N,), in order, in the gate weights' dtype."""
-    return (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(p.routes.weight_N.dtype)
-
-
-def _contiguous(bank: MLPBank) -> MLPBank:
-    b_up, b_down = (
-        None if bias is None else bias.contiguous() for bias in (bank.b_up_EW, bank.b_down_EO)
-    )
-    return MLPBank(
-        bank.w_up_EDW.contiguous(), bank.w_down_EFO.contiguous(), b_up, b_down, bank.activation
-    )
+    return cut_work([call.starts_E1 for call in calls], num_rows, tiles=tiles)
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Contiguous, from a multiple of 16 bytes on."""
+    """Returns the rows contiguous, from a multiple of 16 bytes on."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows

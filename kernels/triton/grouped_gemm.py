@@ -5,10 +5,8 @@ K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One c
     epilogue from registers, without atomics; of wider rows each column tile leaves a partial sum.
     Four epilogues: activation, gate, and the two backward ones.
 K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays
-    while the program walks over the column tiles. Two write modes: stored, in route order, so that
-    `sum_rows` (rows.py) reads each target's outputs one after another (deterministic); or added to
-    the targets' rows by float32 atomics.
-K12 `fused_mlp`: both, the hidden tile handed on in registers.
+    while the program walks over the column tiles. Outputs are stored in route order, so that
+    `sum_rows` (routing.py) reads each target's one after another: deterministic, without atomics.
 
 With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is
 the bytes that count. Rows are read through pointers (cp.async on the GPU). All widths are
@@ -58,7 +56,6 @@ def _product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32.
 
@@ -72,7 +69,7 @@ def _product(
         left = depth < K - k
         a_tile = tl.load(a_at + k, mask=left[None, :], other=0.0)
         w_tile = tl.load(w_at + k * W_K, mask=left[:, None] & (cols < N)[None, :], other=0.0)
-        total = tl.dot(a_tile, w_tile, total, input_precision=PRECISION)
+        total = tl.dot(a_tile, w_tile, total, input_precision="ieee")
     return total
 
 
@@ -88,7 +85,6 @@ def _two_products(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes the same with the columns `cols` and `cols` + N of w (K, 2N).
 
@@ -107,13 +103,13 @@ def _two_products(
             a_tile,
             tl.load(w_at + k * W_K, mask=w_mask, other=0.0),
             first,
-            input_precision=PRECISION,
+            input_precision="ieee",
         )
         second = tl.dot(
             a_tile,
             tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0),
             second,
-            input_precision=PRECISION,
+            input_precision="ieee",
         )
     return first, second
 
@@ -135,7 +131,6 @@ def _activated(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes a tile of hidden rows in float32.
 
@@ -148,7 +143,7 @@ def _activated(
     saved_at = saved + rows.to(tl.int64)[:, None] * W + cols[None, :]
     w += expert.to(tl.int64) * D * W
     if GATED:
-        z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH, PRECISION)
+        z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH)
         if bias is not None:
             content += tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0).to(
                 tl.float32
@@ -157,7 +152,7 @@ def _activated(
         tl.store(saved_at + F, content, mask=mask)
     else:
         content = None
-        z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH, PRECISION)
+        z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH)
     if bias is not None:
         z += tl.load(bias + expert * W + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
     if ACT == "relu":
@@ -189,7 +184,6 @@ def gathered_activation(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes hidden = a(x[source] · w[e] + bias[e]), (N, F).
 
@@ -217,7 +211,6 @@ def gathered_activation(
         ROWS,
         COLUMNS,
         DEPTH,
-        PRECISION,
     )
     if hidden is not None:
         at = hidden + rows.to(tl.int64)[:, None] * F + cols[None, :]
@@ -241,7 +234,6 @@ def gathered_gate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes saved = x[source] · w[e], (N, O) in sorted order, and gate · saved.
 
@@ -254,7 +246,7 @@ def gathered_gate(
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     w += expert.to(tl.int64) * D * OUT
-    output = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH, PRECISION)
+    output = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH)
     mask = live[:, None] & (cols < OUT)[None, :]
     tl.store(
         saved + rows.to(tl.int64)[:, None] * OUT + cols[None, :],
@@ -309,7 +301,6 @@ def gathered_hidden_gradient(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes a perceptron's d_h = grad[target] · w_down[e]ᵀ, and d_z and the gate's gradient.
 
@@ -339,7 +330,6 @@ def gathered_hidden_gradient(
         ROWS,
         COLUMNS,
         DEPTH,
-        PRECISION,
     )
     mask = live[:, None] & (cols < F)[None, :]
     at = rows.to(tl.int64)[:, None] * W + cols[None, :]
@@ -386,7 +376,6 @@ def gathered_input_gradient(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes d_x = grad[target] · w[e]ᵀ of a matrix whose input is narrow.
 
@@ -412,7 +401,6 @@ def gathered_input_gradient(
         ROWS,
         COLUMNS,
         DEPTH,
-        PRECISION,
     )
     mask = live[:, None] & (cols < D)[None, :]
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
@@ -430,20 +418,16 @@ def gathered_input_gradient(
 
 
 @triton.jit
-def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr, ADD: tl.constexpr):
-    """Writes gate · (output + bias): stored in rows of their own, or added to the targets' rows."""
+def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr):
+    """Writes gate · (output + bias) to rows of their own."""
     mask = live[:, None] & (cols < OUT)[None, :]
     if bias is not None:
-        output += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        values = tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0)
+        output += values.to(tl.float32)[None, :]
     if gate is not None:
         output *= gate[:, None]
     at = out + places[:, None] * OUT + cols[None, :]
-    if ADD:
-        tl.atomic_add(at, output, mask=mask, sem="relaxed")
-    else:
-        tl.store(at, output.to(out.dtype.element_ty), mask=mask)
+    tl.store(at, output.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -464,13 +448,11 @@ def rows_product(
     K: tl.constexpr,
     OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Computes out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O).
+    """Computes out[out_rows] = gate · (a[a_rows] · w[e] + bias[e]), (…, O).
 
     Rows of None are the sorted rows themselves. `w` (E, K, O), or (E, O, K) if TRANSPOSED. With
     `saved` (N, K) in sorted order, grad_gate[gate_places] = Σ saved · a[a_rows].
@@ -512,79 +494,10 @@ def rows_product(
             cols = n + tl.arange(0, COLUMNS)
             w_mask = (depth < K)[:, None] & (cols < OUT)[None, :]
             w_tile = tl.load(w + depth[:, None] * W_K + cols[None, :] * W_N, mask=w_mask, other=0.0)
-            output = tl.dot(a_tile, w_tile, input_precision=PRECISION)
-            _put(output, bias, gate, out, places, live, cols, expert, OUT, ADD)
+            output = tl.dot(a_tile, w_tile, input_precision="ieee")
+            _put(output, bias, gate, out, places, live, cols, expert, OUT)
     else:
         for n in range(0, OUT, COLUMNS):
             cols = n + tl.arange(0, COLUMNS)
-            output = _product(
-                a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH, PRECISION
-            )
-            _put(output, bias, gate, out, places, live, cols, expert, OUT, ADD)
-
-
-@triton.jit
-def fused_mlp(
-    x,
-    source_rows,
-    w_up,
-    b_up,
-    saved,
-    w_down,
-    b_down,
-    gate_rows,
-    out,
-    out_rows,
-    tile_expert,
-    tile_first,
-    starts,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    OUT: tl.constexpr,
-    ACT: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Computes `saved` and a whole perceptron's outputs.
-
-    out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]), where
-    F ≤ HIDDEN.
-    """
-    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
-    if expert < 0:
-        return
-    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
-    inner = tl.arange(0, HIDDEN)
-    hidden = _activated(
-        x,
-        sources,
-        w_up,
-        b_up,
-        saved,
-        expert,
-        rows,
-        live,
-        inner,
-        D,
-        F,
-        ACT,
-        ROWS,
-        HIDDEN,
-        DEPTH,
-        PRECISION,
-    ).to(w_down.dtype.element_ty)
-    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
-    places = rows
-    if out_rows is not None:
-        places = tl.load(out_rows + rows, mask=live, other=0)
-    w_down += expert.to(tl.int64) * F * OUT
-    for n in range(0, OUT, COLUMNS):
-        cols = n + tl.arange(0, COLUMNS)
-        w_mask = (inner < F)[:, None] & (cols < OUT)[None, :]
-        w_tile = tl.load(w_down + inner[:, None] * OUT + cols[None, :], mask=w_mask, other=0.0)
-        output = tl.dot(hidden, w_tile, input_precision=PRECISION)
-        _put(output, b_down, gate, out, places.to(tl.int64), live, cols, expert, OUT, ADD)
+            output = _product(a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH)
+            _put(output, bias, gate, out, places, live, cols, expert, OUT)

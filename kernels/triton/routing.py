@@ -8,13 +8,16 @@ host.
      programs left over find expert −1 and end.
   3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product
      reads one index per row.
+  4. `sum_rows` (Rd): every target's outputs summed in route order and float32, rounded once. It is
+     bound by memory, and reads every output once: they stand in route order, so where each target
+     has equally many they are one stream and no index is read.
 
 What follows from a sorting is made once (`plan_of`), however many products there are over its
 routes, in the forward pass and in the backward pass.
 
 Integers all through, and integer atomics alone: two runs agree bit for bit.
 
-Legend: N routes, E experts, B blocks of routes, L entries of a table.
+Legend: N routes, E experts, B blocks of routes, L entries of a table, U target rows, O columns.
 """
 
 from dataclasses import dataclass
@@ -31,6 +34,8 @@ _BLOCK = 256
 _COMPARED = 32
 _SCAN = 1024
 _LEAST_BINS = 128
+_COLUMNS = 1024  # of a program that sums rows
+_ELEMENTS = 4096  # of its tile
 _COMPARISONS = 8192  # of a program of the tile table: more would not stay in registers
 
 
@@ -374,3 +379,84 @@ def plan_of(routes: SortedRoutes) -> RoutePlan:
 
 def _lists(routes: SortedRoutes) -> tuple[Tensor | None, ...]:
     return routes.weight_N, routes.order_N, routes.source_N, routes.target_N
+
+
+# Rd -----------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_equal(
+    outputs,
+    out,
+    num_rows,
+    PER: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums a tile of rows that have `PER` routes each, one after another."""
+    TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    row = ((tl.program_id(0) // TILES) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (cols < OUT)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(PER):
+        total += tl.load(
+            outputs + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
+    tl.store(out + row[:, None] * OUT + cols[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums one row's routes, which `routes` lists from starts[row] on."""
+    TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0) // TILES
+    cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for at in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        route = tl.load(routes + at).to(tl.int64)
+        total += tl.load(outputs + route * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * OUT + cols, total.to(out.dtype.element_ty), mask=cols < OUT)
+
+
+def sum_rows(outputs_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
+    """Sums the outputs of every row's routes: (num_rows, O).
+
+    Those are the routes with index u or, by the rule, n // per_row = u. A row without a route is
+    zero. With one route for each row the result is the outputs themselves.
+    """
+    if per_row == 1:
+        return outputs_NO
+    out_UO = outputs_NO.new_empty(num_rows, outputs_NO.shape[1])
+    width = outputs_NO.shape[1]
+    columns = min(_COLUMNS, max(16, triton.next_power_of_2(width)))
+    tiles = triton.cdiv(width, columns)
+    if per_row:
+        rows = max(1, _ELEMENTS // columns)
+        launch(
+            _sum_equal,
+            triton.cdiv(num_rows, rows) * tiles,
+            outputs_NO,
+            out_UO,
+            num_rows,
+            PER=per_row,
+            OUT=width,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+        return out_UO
+    assert index_N is not None
+    index_N, routes_N = torch.sort(index_N, stable=True)
+    starts_U1 = torch.searchsorted(index_N, torch.arange(num_rows + 1, device=index_N.device))
+    launch(
+        _sum_listed,
+        num_rows * tiles,
+        outputs_NO,
+        routes_N,
+        starts_U1,
+        out_UO,
+        OUT=width,
+        COLUMNS=columns,
+    )
+    return out_UO

@@ -51,7 +51,7 @@ class Tile:
 Table = dict[tuple[str, str, str], Tile]  # by kernel, precision, load
 FEW = 300  # rows per expert
 ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
-# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12;
+# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2;
 # ragged: K3 (_small: with an activation, or widths of no multiple of 16 bytes).
 TILES: dict[tuple[str, str, str], Tile] = {
     ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 3),
@@ -64,10 +64,6 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("gather_back_smooth", "bf16", "few"): Tile(64, 64, 64, 4, 4),
     ("rows", "bf16", "many"): Tile(128, 64, 128, 8, 3),
     ("rows", "bf16", "few"): Tile(64, 64, 128, 4, 3),
-    ("fused", "bf16", "many"): Tile(128, 128, 64, 8, 3),
-    ("fused", "bf16", "few"): Tile(64, 128, 64, 8, 3),
-    ("fused_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
-    ("fused_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
     ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 5),
     ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 5),
     ("ragged_small", "bf16", "many"): Tile(128, 128, 64, 8, 5),
@@ -82,10 +78,6 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("gather_back_smooth", "fp32", "few"): Tile(64, 64, 32, 8, 3),
     ("rows", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("rows", "fp32", "few"): Tile(64, 64, 32, 4, 3),
-    ("fused", "fp32", "many"): Tile(64, 64, 32, 8, 2),
-    ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
-    ("fused_two", "fp32", "many"): Tile(64, 64, 32, 8, 2),
-    ("fused_two", "fp32", "few"): Tile(64, 64, 32, 8, 2),
     ("ragged_small", "fp32", "many"): Tile(64, 64, 32, 8, 3),
     ("ragged_small", "fp32", "few"): Tile(64, 64, 32, 8, 3),
     ("ragged", "fp32", "many"): Tile(64, 64, 32, 8, 3),
@@ -98,7 +90,6 @@ _WITHOUT_WGMMA: Table = {
     ("gather", "bf16", "many"): Tile(128, 64, 64, 8, 3),
     ("gather", "bf16", "few"): Tile(64, 64, 64, 4, 3),
     ("gather_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
-    ("fused", "bf16", "many"): Tile(64, 128, 64, 8, 3),
     ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 4),
     ("ragged_small", "bf16", "many"): Tile(128, 128, 64, 8, 4),
@@ -114,16 +105,10 @@ OTHERS: dict[str, Table] = {
     "sm_100": {
         ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 4),
         ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 4),
-        ("fused", "fp32", "many"): Tile(64, 64, 32, 4, 2),
-        ("fused", "fp32", "few"): Tile(64, 64, 32, 4, 2),
     },
     "sm_120": _WITHOUT_WGMMA,
     "gfx942": {
         **{key: replace(tile, stages=2) for key, tile in TILES.items() if key[1] == "bf16"},
-        ("fused", "bf16", "many"): Tile(64, 64, 64, 8, 2),
-        ("fused", "bf16", "few"): Tile(64, 64, 64, 8, 2),
-        ("fused_two", "bf16", "many"): Tile(64, 64, 32, 8, 2),
-        ("fused_two", "bf16", "few"): Tile(64, 64, 32, 8, 2),
         ("ragged", "bf16", "many"): Tile(128, 128, 64, 8, 2),
         ("ragged", "bf16", "few"): Tile(128, 128, 64, 8, 2),
         **_AMD_SMALL,
@@ -135,13 +120,11 @@ OTHERS: dict[str, Table] = {
     },
 }
 TARGETS = ("sm_90", *OTHERS)
-WITHOUT_TF32 = ("gfx950",)
 _WAVE = 128 * 128  # rows from which on routers have 128 for a program on every multiprocessor
 # Of a router's gradients: enough programs for every multiprocessor, and the fewest rows that one of
 # them adds up.
 _PROGRAMS, _LEAST_ROWS = 128, 256
 _FEW_REGISTERS = ("sm_80", "sm_89", "sm_120")  # both operands of a product are in registers
-WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
 INTERPRETED = interpreted()
 # The interpreter pays for programs and elements alike; small tiles give small cases several.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)

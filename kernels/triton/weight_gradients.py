@@ -164,7 +164,6 @@ def ragged_product(
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
     DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Computes one tile of dW[e] over one chunk of an expert's listed rows."""
     TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
@@ -190,7 +189,7 @@ def ragged_product(
         v_gate = None if M <= K else gate
         u_tile = _operand(u_at, place, live, tall, u_gate, M, U_ALIGNED, DTYPE, ACT)
         v_tile = _operand(v_at, place, live, wide, v_gate, K, V_ALIGNED, DTYPE, None)
-        total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision="ieee")
     out += expert.to(tl.int64) * M * K
     at = tall[:, None] * K + wide[None, :]
     mask = (tall < M)[:, None] & (wide < K)[None, :]
@@ -277,7 +276,6 @@ def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Til
 def ragged_gradient(
     calls: Sequence[Operands],
     work: Work,
-    precision: str,
     weights: Tensor,
     *,
     into: Tensor | None = None,
@@ -288,7 +286,7 @@ def ragged_gradient(
     It is added to `into` where given. `activation`: of u; None: rows as they are.
     """
     if into is not None and not into.is_contiguous():
-        return into.add_(ragged_gradient(calls, work, precision, weights, activation=activation))
+        return into.add_(ragged_gradient(calls, work, weights, activation=activation))
     (num_experts, tall, wide), sample, table = weights.shape, calls[0], work.table
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
@@ -318,7 +316,6 @@ def ragged_gradient(
         TALL=tile.rows,
         WIDE=tile.columns,
         DEPTH=tile.depth,
-        PRECISION=precision,
         **tile.options(),
     )
     if work.most_slots:

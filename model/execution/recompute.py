@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels.cpu import top_k as cpu_top_k
+from ...kernels.fused.scores import finds_first, top_k
 
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
@@ -74,16 +74,10 @@ def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     In float32 on a CPU with a C++ compiler the first of equal scores is taken; else any.
     """
-    in_cpp = cpu_top_k.can_find(scores)
-    if _saved.get() is None and not in_cpp:
+    if _saved.get() is None and not finds_first(scores):
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
-
-    def places() -> Tensor:
-        known = scores.detach()
-        return cpu_top_k.top_k(known, count) if in_cpp else known.topk(count, dim=-1).indices
-
-    index = save_decision(places)
+    index = save_decision(lambda: top_k(scores.detach(), count))
     return gather_unique(scores, index), index
 
 

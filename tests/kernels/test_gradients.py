@@ -10,10 +10,18 @@ import torch
 from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
 
-from moebius.kernels import backend, segments
-from moebius.kernels.calls import LinearCall, MLPCall, MLPGradients
+from moebius.kernels.calls import (
+    DeferredLinear,
+    DeferredMLP,
+    DeferringBackend,
+    LinearCall,
+    MLPCall,
+    MLPGradients,
+    RowGradients,
+)
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients
+from moebius.kernels.segments import Segments
 
 REPEATS = 3
 
@@ -28,34 +36,21 @@ class Bank:
 
     def __post_init__(self) -> None:
         generator, case = torch.Generator().manual_seed(0), CASES["odd widths"]
-        operation = Perceptrons("swiglu", ("b_up_EF",))
-        w_up, w_down, b_up = operation.weights(case, generator)
-        shapes = (
-            w_up / 6,
-            w_down[..., :-1] / 4,
-            b_up,
-            torch.randn(case.experts, 41, 41, generator=generator) / 6,
-        )
+        w_up, w_down, b_up = Perceptrons("swiglu", ("b_up_EF",)).weights(case, generator)
+        w = torch.randn(case.experts, 41, 41, generator=generator) / 6
         x = torch.randn(case.tokens, 41, generator=generator)
-        self.leaves = [leaf.double().clone().requires_grad_() for leaf in (x, *shapes)]
+        leaves = (x, w_up / 6, w_down[..., :-1] / 4, b_up, w)
+        self.leaves = [leaf.double().clone().requires_grad_() for leaf in leaves]
         self.routes = [make_routes(case, generator) for _ in range(REPEATS)]
 
     def forward(self, *, defer: bool = False) -> Tensor:
         x, w_up, w_down, b_up, w = self.leaves
+        named = {"backend": "segments", "defer": defer}
         self.between = []
         for routes in self.routes:
             routes = routes.with_weights(routes.weight_N.double())
-            x = x + routed_mlp(
-                x,
-                w_up,
-                w_down,
-                routes,
-                activation="swiglu",
-                b_up_EF=b_up,
-                backend="segments",
-                defer=defer,
-            )
-            x = x + routed_linear(x, w, routes, backend="segments", defer=defer)
+            x = x + routed_mlp(x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, **named)
+            x = x + routed_linear(x, w, routes, **named)
             self.between.append(x)
         return x.square().sum()
 
@@ -87,22 +82,18 @@ def test_the_sum_is_that_of_separate_calls(bank: Bank, expected: list[Tensor]) -
 
 def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = set()
-    backward = segments.mlp_backward
+    backward = Segments.mlp_backward
 
-    def watched(grad: Tensor, x: Tensor, bank, routes, saved: Tensor, into: MLPGradients):
+    def watched(self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients):
         buffers.add((into.w_up_EDW.data_ptr(), into.w_down_EFO.data_ptr()))
-        return backward(grad, x, bank, routes, saved, into)
+        return backward(self, call, grad_TO, saved, into)
 
-    monkeypatch.setattr(segments, "mlp_backward", watched)
+    monkeypatch.setattr(Segments, "mlp_backward", watched)
     with accumulate_weight_gradients():
         loss = bank.forward()
     loss.backward()
-    [(up, down)] = buffers
-    weights = bank.leaves[1:3]
-    assert [w.grad.data_ptr() for w in weights if w.grad is not None] == [
-        up,
-        down,
-    ]  # and it is the weights' gradient
+    [both] = buffers  # and they are the weights' gradients
+    assert [w.grad.data_ptr() for w in bank.leaves[1:3] if w.grad is not None] == list(both)
 
 
 def test_a_graph_can_be_walked_twice(bank: Bank, expected: list[Tensor]) -> None:
@@ -132,10 +123,8 @@ def test_a_backward_pass_that_did_not_ask_for_the_weights_leaves_nothing(
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_backward_pass_that_broke_off_leaves_nothing(
-    bank: Bank, expected: list[Tensor], defer: bool, monkeypatch: pytest.MonkeyPatch
+    bank: Bank, expected: list[Tensor], defer: bool, deferring: list[int]
 ) -> None:
-    if defer:
-        let_segments_defer(monkeypatch)
     with accumulate_weight_gradients():
         loss = bank.forward(defer=defer)
 
@@ -157,69 +146,65 @@ def test_weights_that_want_no_gradient_get_none(bank: Bank, expected: list[Tenso
     same(torch.autograd.grad(loss, bank.leaves[:1]), expected[:1])
 
 
-def let_segments_defer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As a backend that defers would: how many calls each product was of."""
-    computed: list[int] = []
+class Deferring(Segments, DeferringBackend):
+    """Segments as a backend that defers; `computed` says how many calls each product was of."""
 
-    def mlp_backward_rows(grad, x, bank, routes, saved):
-        into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-        return *segments.mlp_backward(grad, x, bank, routes, saved, into), torch.zeros_like(saved)
+    def __init__(self) -> None:
+        self.computed: list[int] = []
 
-    def mlp_weight_gradients(calls: Sequence[MLPCall]) -> tuple[Tensor, Tensor]:
-        computed.append(len(calls))
-        bank = calls[0].bank
-        into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-        for call in calls:
-            segments.mlp_backward(call.grad_TO, call.x_UD, call.bank, call.routes, call.saved, into)
+    def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
+        found = self.mlp_backward(call, grad_TO, saved, self._zeros(call))
+        return RowGradients(
+            found.x_UD, found.weight_N, found.b_up_EW, found.b_down_EO, torch.zeros_like(saved)
+        )
+
+    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+        self.computed.append(len(calls))
+        into = self._zeros(calls[0].call)
+        for each in calls:
+            self.mlp_backward(each.call, each.grad_TO, each.saved, into)
         return into.w_up_EDW, into.w_down_EFO
 
-    def linear_backward_rows(grad, x, w, routes, saved):
-        return segments.linear_backward(grad, x, w, routes, saved, torch.zeros_like(w))
+    def linear_backward_rows(
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor
+    ) -> RowGradients:
+        return self.linear_backward(call, grad_TO, saved, torch.zeros_like(call.w_EDO))
 
-    def linear_weight_gradients(calls: Sequence[LinearCall]) -> tuple[Tensor]:
-        computed.append(len(calls))
-        into = torch.zeros_like(calls[0].w_EDO)
-        for call in calls:
-            saved = segments.linear_forward(call.x_UD, call.w_EDO, call.routes)[1]
-            segments.linear_backward(call.grad_TO, call.x_UD, call.w_EDO, call.routes, saved, into)
+    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+        self.computed.append(len(calls))
+        into = torch.zeros_like(calls[0].call.w_EDO)
+        for each in calls:
+            saved = self.linear_forward(each.call)[1]
+            self.linear_backward(each.call, each.grad_TO, saved, into)
         return (into,)
 
-    monkeypatch.setattr(backend, "DEFERRING_BACKENDS", ("segments",))
-    for function in (
-        mlp_backward_rows,
-        mlp_weight_gradients,
-        linear_backward_rows,
-        linear_weight_gradients,
-    ):
-        monkeypatch.setattr(segments, function.__name__, function, raising=False)
-    return computed
+    def _zeros(self, call: MLPCall) -> MLPGradients:
+        return MLPGradients(torch.zeros_like(call.w_up_EDW), torch.zeros_like(call.w_down_EFO))
 
 
-def test_deferred_gradients_are_made_once_for_all_calls(
-    bank: Bank, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def deferring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets the backend defer; of how many calls each product was."""
+    found = Deferring()
+    monkeypatch.setattr("moebius.kernels.ops.implementation", lambda name: found)
+    return found.computed
+
+
+@pytest.mark.parametrize(("defer", "products"), [(True, [REPEATS, REPEATS]), (False, [])])
+def test_deferred_gradients_are_made_once_for_all_calls_and_only_where_the_caller_lets_it(
+    bank: Bank, expected: list[Tensor], deferring: list[int], defer: bool, products: list[int]
 ) -> None:
-    computed = let_segments_defer(monkeypatch)
     with accumulate_weight_gradients():
-        loss = bank.forward(defer=True)
+        loss = bank.forward(defer=defer)
     same(bank.gradients(loss), expected)
-    assert computed == [REPEATS, REPEATS]
-
-
-def test_nothing_is_deferred_where_the_caller_does_not_let_it(
-    bank: Bank, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed = let_segments_defer(monkeypatch)
-    with accumulate_weight_gradients():
-        loss = bank.forward()
-    same(bank.gradients(loss), expected)
-    assert computed == []
+    assert deferring == products
 
 
 def test_calls_that_were_deferred_are_added_to_those_that_were_not() -> None:
     sums = GradientSum([torch.zeros(2)], defer=True)
     sums.buffers()[0].add_(1)
-    sums.defer_call(torch.tensor([2.0, 3.0]), lambda calls: (torch.stack(calls).sum(0),))
-    sums.defer_call(torch.tensor([4.0, 5.0]), lambda calls: (torch.stack(calls).sum(0),))
+    for operands in ([2.0, 3.0], [4.0, 5.0]):
+        sums.defer_call(torch.tensor(operands), lambda calls: (torch.stack(calls).sum(0),))
     [total] = sums.pop()
     assert total is not None
     assert total.tolist() == [7, 9]

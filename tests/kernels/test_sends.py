@@ -9,17 +9,16 @@ from send_cases import CASES, addresses, check_received, check_sends, weights, w
 from torch._subclasses import FakeTensorMode
 
 from moebius.kernels import sends
-from moebius.kernels.cpu import sends as cpu_sends
-from moebius.kernels.cpu.sends import LIBRARY
+from moebius.kernels.cpu import library
 
 
 @pytest.fixture(params=["C++", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Chooses who does it."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_sends, "_library", lambda: None)
-    elif reason := LIBRARY.reason_against():
-        pytest.skip(reason)
+        monkeypatch.setattr(library, "loaded", lambda: None)
+    elif library.loaded() is None:
+        pytest.skip("there is no compiler")
     return request.param
 
 
@@ -83,14 +82,14 @@ def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
 def test_torch_and_cpp_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     to = addresses("into heads", shuffled=True)
     weight_N, counts = weights(to), sends.count_sends(to)
-    monkeypatch.setattr(cpu_sends, "_library", lambda: None)
+    monkeypatch.setattr(library, "loaded", lambda: None)
     check_sends(to, counts, sends.pack_sends(to, counts, weight_N), weight_N)
 
 
 @pytest.mark.parametrize("what", ["source_N", "target_N", "expert_N"])
 def test_a_route_out_of_range_is_refused(what: str) -> None:
-    if reason := LIBRARY.reason_against():
-        pytest.skip(reason)
+    if library.loaded() is None:
+        pytest.skip("there is no compiler")
     with pytest.raises(IndexError, match=r"route 4 reads row"):
         sends.count_sends(with_wrong(addresses("tokens"), what))
 
@@ -98,8 +97,8 @@ def test_a_route_out_of_range_is_refused(what: str) -> None:
 @pytest.mark.parametrize("column", [0, 1, 2])
 @pytest.mark.parametrize("number", [-1, 1000])
 def test_routes_that_came_and_name_what_did_not_are_refused(column: int, number: int) -> None:
-    if reason := LIBRARY.reason_against():
-        pytest.skip(reason)
+    if library.loaded() is None:
+        pytest.skip("there is no compiler")
     to = addresses("tokens")
     counts = sends.count_sends(to)
     metadata_N4 = sends.pack_sends(to, counts, weights(to)).metadata_N4.clone()

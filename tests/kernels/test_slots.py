@@ -1,19 +1,21 @@
-"""What an expert computes does not depend on its slot: on which experts stand beside it, and how many
-rows they have.
+"""The bits that an expert computes do not depend on where its rows and its weights stand.
 
 Expert parallelism gives a rank some of the experts, in slots that begin elsewhere in memory, and
-their rows. If all that a rank computes has the bits that one rank has, so has the whole layer. In
-memory every row of an odd width begins somewhere else, as every matrix of an odd size does.
+their rows, among other neighbours. If all that a rank computes has the bits that one rank has, so has
+the whole layer. In memory every row of an odd width begins somewhere else, as every matrix of an odd
+size does.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_cases import BIASES, Case, Perceptrons, values_and_gradients
+from kernel_cases import BIASES, Case, Operation, Perceptrons, values_and_gradients
+from pairwise import parametrize_pairs
 from torch import Tensor
 
+from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.backend import reason_against
 from moebius.kernels.functional import routed_linear
 from moebius.model.routing import token_routes
@@ -22,51 +24,50 @@ TOKENS, EXPERTS = 90, 5
 WIDTHS = (3, 7, 8, 10, 41)
 RANKS = ((0, 1), (1, 3), (3, 5))  # first and last slot + 1 of each
 KINDS = [
-    ("segments", torch.float64),
-    ("segments", torch.float32),
-    ("segments", torch.bfloat16),
-    ("brgemm", torch.float32),
-    ("brgemm", torch.bfloat16),
+    pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
+    for backend, dtype in (
+        ("segments", torch.float64),
+        ("segments", torch.float32),
+        ("segments", torch.bfloat16),
+        ("brgemm", torch.float32),
+        ("brgemm", torch.bfloat16),
+    )
 ]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As many threads as the test asks for, or one."""
+    parameters = request.node.callspec.params
+    if reason := reason_against(parameters["backend"], "cpu", parameters["dtype"]):
+        pytest.skip(f"{parameters['backend']}: {reason}")
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(parameters.get("num_threads", 1))
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("backend", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), KINDS)
 def test_an_experts_bits_do_not_depend_on_its_slot(backend: str, dtype: torch.dtype) -> None:
     """Values and all gradients, for odd widths and small ones, three ranks against one."""
-    if (reason := reason_against(backend, "cpu", dtype)) is not None:
-        pytest.skip(f"{backend}: {reason}")
     for place, (d_in, d_hidden) in enumerate(itertools.product(WIDTHS, WIDTHS)):
         generator = torch.Generator().manual_seed(place)
         operation, weights = an_operation(place, d_in, d_hidden, generator)
         weights = [w.to(dtype) for w in weights]
-        width = weights[min(1, len(weights) - 1)].shape[2]
-        x, grad = (
-            torch.randn(TOKENS, columns, generator=generator).to(dtype) for columns in (d_in, width)
-        )
+        widths = d_in, weights[min(1, len(weights) - 1)].shape[2]
+        x, grad = (torch.randn(TOKENS, w, generator=generator).to(dtype) for w in widths)
         expert_of = torch.randint(0, EXPERTS, (TOKENS,), generator=generator)
         whole = on_a_rank(operation, x, weights, grad, expert_of, (0, EXPERTS), backend)
         for slots in RANKS:
             some = on_a_rank(operation, x, weights, grad, expert_of, slots, backend)
-            unlike = [
-                number
-                for number, (mine, theirs) in enumerate(zip(some, whole, strict=True))
-                if not torch.equal(mine, of_a_rank(theirs, expert_of, slots))
-            ]
-            assert unlike == [], (d_in, d_hidden, operation, slots)
+            for mine, theirs in zip(some, whole, strict=True):
+                same = torch.equal(mine, of_a_rank(theirs, expert_of, slots))
+                assert same, (d_in, d_hidden, operation, slots)
 
 
 def an_operation(
     place: int, d_in: int, d_hidden: int, generator: torch.Generator
-) -> tuple[Callable[..., Tensor], list[Tensor]]:
+) -> tuple[Operation, list[Tensor]]:
     """Perceptrons and matrices in turn."""
     kinds = ("relu", "geglu", "linear")
     kind = kinds[place % len(kinds)]
@@ -77,7 +78,7 @@ def an_operation(
 
 
 def on_a_rank(
-    operation: Callable[..., Tensor],
+    operation: Operation,
     x: Tensor,
     weights: list[Tensor],
     grad: Tensor,
@@ -95,8 +96,37 @@ def on_a_rank(
 
 
 def of_a_rank(values: Tensor, expert_of: Tensor, slots: tuple[int, int]) -> Tensor:
-    """A rank's part of rows of tokens or of gradients of a bank, which tell themselves by their length."""
+    """A rank's part of rows of tokens or of gradients of a bank, which differ in their length."""
     first, end = slots
     if len(values) == TOKENS:
         return values[(expert_of >= first) & (expert_of < end)]
     return values[first:end]
+
+
+@parametrize_pairs(
+    {"activation": ACTIVATIONS, ("backend", "dtype"): KINDS, "num_threads": [1, 2]},
+)
+def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
+    activation: str, backend: str, dtype: torch.dtype, num_threads: int
+) -> None:
+    """A row computed among 1, 2, 3, … or 600 others is the same, as its gradients are.
+
+    Widths of 40, and of 13: no multiple of any vector's width.
+    """
+    operation = Perceptrons(activation, BIASES["both biases"])
+    for hidden in (40, 13):
+        generator = torch.Generator().manual_seed(4)
+        x, grad = (torch.randn(600, width, generator=generator).to(dtype) for width in (47, 48))
+        weights = [w.to(dtype) for w in operation.weights(Case(600, 47, hidden, 1, 1), generator)]
+
+        def run(count: int, x=x, grad=grad, weights=weights) -> list[Tensor]:
+            gates = torch.full((count, 1), 0.7)
+            routes = token_routes(torch.zeros_like(gates).long(), gates, num_experts=1)
+            given = operation, x[:count], weights, routes, grad[:count], backend
+            y, grad_x, *_, grad_gate = values_and_gradients(*given)
+            return [y, grad_x, grad_gate]
+
+        whole = run(600)
+        for count in (*range(1, 20), 63, 64, 65, 300):
+            for mine, theirs in zip(run(count), whole, strict=True):
+                assert torch.equal(mine, theirs[:count]), (hidden, count)

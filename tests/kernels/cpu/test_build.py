@@ -26,10 +26,9 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CppLibrary:
     source.write_text('extern "C" int sum(int a, int b) { return a + b; }')
     return CppLibrary(
         name="moebius_sum",
-        source=source,
+        sources=[source],
         flags=["-O1"],
         functions=[("sum", c_int, [c_int, c_int])],
-        takes="no time",
         otherwise="add by hand",
     )
 
@@ -39,7 +38,7 @@ def test_it_is_compiled_once_and_nothing_else_is_left(
     library: CppLibrary, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert library.load().sum(2, 3) == 5
-    assert capsys.readouterr().err == "compiling sum.cpp, once on this machine: no time\n"
+    assert capsys.readouterr().err == "compiling moebius_sum, once on this machine\n"
     folder = library.file.parent
     assert set(folder.iterdir()) == {library.file, folder / "lock"}
     monkeypatch.setattr(cpp_library.subprocess, "run", pytest.fail)
@@ -84,13 +83,13 @@ def test_another_source_and_other_flags_are_another_library(
 ) -> None:
     changed = tmp_path / "changed.cpp"
     changed.write_text("// nothing")
-    files = {each.file for each in (library, replace(library, source=changed))}
+    files = {each.file for each in (library, replace(library, sources=[changed]))}
     assert len(files | {replace(library, flags=["-O2"]).file}) == 3
 
 
 @needs_a_compiler
 def test_a_source_that_does_not_compile_says_what_the_compiler_says(library: CppLibrary) -> None:
-    library.source.write_text("int answer = forty_two;")
+    library.sources[0].write_text("int answer = forty_two;")
     with pytest.raises(ValueError, match=r"could not be compiled; add by hand(.|\n)*forty_two"):
         library.load()
     assert [file.name for file in library.file.parent.iterdir()] == ["lock"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_cases import CASES, Perceptrons, check, make_routes
+from kernel_cases import CASES, check, make_call
 from torch import Tensor
 
 from moebius.kernels.cpu import onednn
@@ -49,9 +49,4 @@ def test_the_experts_are_as_exact_with_it(name: str) -> None:
     if (error := onednn.relative_error()) >= onednn.EXACT:
         pytest.skip(f"this CPU rounds: {error}")
     onednn.allow_if_exact()
-    operation, case, generator = Perceptrons("relu"), CASES[name], torch.Generator().manual_seed(1)
-    routes, x = (
-        make_routes(case, generator),
-        torch.randn(case.tokens, case.d_in, generator=generator),
-    )
-    check(operation, x, operation.weights(case, generator), routes, 1e-5, "segments")
+    check(*make_call(name, "relu", "no bias"), "segments")

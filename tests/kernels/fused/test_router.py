@@ -130,7 +130,7 @@ def test_which_rows_and_backends_have_a_kernel(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel, "reason_against", lambda device, dtype: None)
     gpu, cpu = (torch.zeros(2, 4, device=name) for name in ("meta", "cpu"))
     assert can_route("triton", cpu, cpu)
-    assert can_route("triton+fused", cpu.bfloat16(), cpu)
+    assert can_route("triton", cpu.bfloat16(), cpu)
     assert not can_route("segments", cpu, cpu)
     for has_brgemm in (False, True):
         monkeypatch.setattr(kernel, "_has_brgemm", lambda has=has_brgemm: has)

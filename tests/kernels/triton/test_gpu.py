@@ -1,8 +1,11 @@
-"""The Triton backend on a GPU: values and gradients in both precisions, CUDA graphs, no word to the
-host, equal bits.
+"""What wants a GPU: every backend against the reference in both precisions, the kernels of routers,
+norms and sends, CUDA graphs, no word to the host, equal bits.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,74 +15,133 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
 
-from kernel_cases import Case, make_routes
-from router_cases import GATES
-from triton_cases import (
+import send_cases
+from family import tiny_model
+from kernel_cases import (
     CASES,
-    Values,
-    as_sorted,
+    Case,
+    all_equal,
     check,
-    expected_linear,
-    expected_mlp,
     head_routes,
-    make_bank,
-    our_linear,
-    our_mlp,
+    irregular,
+    make_call,
+    on_device,
+    values_and_gradients,
 )
+from router_cases import GATES, ROUTERS, gates_of
 
-from moebius.kernels.calls import MLPBank, MLPCall
-from moebius.kernels.fused.router import MOST_EXPERTS, Gate, route_top_k
+from moebius.kernels import sends
+from moebius.kernels.activations import ACTIVATIONS
+from moebius.kernels.backend import reason_against
+from moebius.kernels.functional import routed_linear, routed_mlp
+from moebius.kernels.fused.norm import WIDEST, Copied, NormedRows, add_norm, add_norm_reference
+from moebius.kernels.fused.router import Gate, route_top_k
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.permute import sort_by_expert
-from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton.router import BOUND
 from moebius.kernels.triton.routing import sort_routes
-from moebius.model.routing import Routes
+from moebius.model.execution.precision import forward_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOLERANCES = {FP32: 1e-5, BF16: 2e-2}
+KINDS = [("triton", BF16), ("triton", FP32), ("grouped_mm", BF16), ("megablocks", BF16)]
 LARGE = {
     "few rows per expert": Case(512, 1024, 128, 32, 4),
     "many rows per expert": Case(2048, 412, 128, 8, 2),
+    "a hot expert": Case(9000, 64, 128, 16, 1, choice="first"),
 }
-# tokens, width, heads, experts of a head, top_k
-ROUTERS = [
-    (20_000, 1024, 1, 387, 16),
-    (3000, 412, 1, 155, 12),
-    (17_000, 412, 10, 5, 2),
-    (100, 64, 1, MOST_EXPERTS, 24),
-    (1, 8, 1, 4, 1),
-    (0, 8, 1, 4, 1),
-]
-OPTIONS = {
-    "default": ours.DEFAULT,
-    "fused": ours.Options(fused=True),
-    "scattered": ours.Options(scatter_add=True),
-    "fused and scattered": ours.Options(fused=True, scatter_add=True),
-}
+every_kind = pytest.mark.parametrize(("backend", "dtype"), KINDS)
 
 
-def on_gpu(routes: Routes) -> Routes:
-    names = ("source_N", "expert_N", "weight_N", "target_N")
-    return replace(routes, **{name: getattr(routes, name).cuda() for name in names})
+@pytest.fixture(autouse=True)
+def can_run(request: pytest.FixtureRequest) -> None:
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if "backend" in parameters:
+        reason = reason_against(parameters["backend"], "cuda", parameters["dtype"])
+        if reason is not None and parameters["backend"] != "triton":
+            pytest.skip(reason)
+        assert reason is None
 
 
-def make_problem(case: Case, activation: str, dtype: torch.dtype, *, biased: bool = False):
-    """grad, x, bank, routes. relu's inputs are away from its kink, where rounding would change more
-    than a rounding.
-    """
-    generator = torch.Generator().manual_seed(1)
-    routes, bank = make_routes(case, generator), make_bank(case, activation, biased, generator)
-    x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
-    w_up, w_down = bank.w_up_EDW / case.d_in**0.5, bank.w_down_EFO / case.d_hidden**0.5
-    if activation == "relu" and (dtype is BF16 or case.tokens > 100):
-        signs = torch.ones(w_up.shape[2])
-        signs[::3] = -1
-        x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs
-    b_up, b_down = (
-        None if bias is None else bias.cuda().to(dtype) for bias in (bank.b_up_EW, bank.b_down_EO)
-    )
-    bank = MLPBank(w_up.cuda().to(dtype), w_down.cuda().to(dtype), b_up, b_down, activation)
-    return grad.cuda().to(dtype), x.cuda().to(dtype), bank, on_gpu(routes)
+# The experts --------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_mlp_equals_the_reference(name: str, backend: str, dtype: torch.dtype) -> None:
+    case = (CASES | LARGE)[name]
+    operation, x, weights, routes = make_call(case, "relu", "no bias", kink=False)
+    weights = [w.to(dtype) for w in weights]
+    for kind in (routes, irregular(routes)):
+        check(operation, x.to(dtype), weights, kind, backend, device="cuda")
+
+
+@every_kind
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, backend: str, dtype: torch.dtype) -> None:
+    case = Case(300, 82, 100, 5, 2)
+    operation, x, weights, routes = make_call(case, activation, "both biases", kink=False)
+    x, weights = x.to(dtype), [w.to(dtype) for w in weights]
+    check(operation, x, weights, routes, backend, device="cuda")
+
+
+@every_kind
+@pytest.mark.parametrize("widths", [(1024, 128), (128, 1024), (412, 82), (82, 412)])
+@pytest.mark.parametrize("direction", ["token to head", "head to token"])
+def test_linear_equals_the_reference(
+    direction: str, widths: tuple[int, int], backend: str, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    routes, rows = head_routes(direction, generator, tokens=100)
+    x = torch.randn(rows, widths[0], generator=generator).to(dtype)
+    w = torch.randn(routes.num_experts, *widths, generator=generator).to(dtype)
+    for kind in (routes, irregular(routes)):
+        check(routed_linear, x, [w], kind, backend, device="cuda")
+
+
+def large_call(dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    """A forward and backward pass on the GPU."""
+    operation, x, weights, routes = make_call(LARGE["few rows per expert"], "relu", "no bias")
+    x, weights = x.to(dtype).cuda(), [w.to(dtype).cuda() for w in weights]
+    grad, routes = torch.randn(len(x), weights[1].shape[2]).cuda(), on_device(routes, "cuda")
+    return lambda: values_and_gradients(operation, x, weights, routes, grad, "triton")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_two_runs_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
+    run = large_call(dtype)
+    assert all_equal(run(), run())
+
+
+def test_deferred_weight_gradients_are_the_sum_of_all_calls() -> None:
+    _, x, weights, routes = make_call(LARGE["many rows per expert"], "relu", "no bias", kink=False)
+    x, weights = x.cuda(), [w.cuda().requires_grad_() for w in weights]
+    call = partial(routed_mlp, x, routes=on_device(routes, "cuda"), backend="triton")
+    once = torch.autograd.grad(call(*weights).sum(), weights)
+    with accumulate_weight_gradients():
+        loss = torch.stack([call(*weights, defer=True).sum() for _ in range(3)]).sum()
+    for mine, theirs in zip(torch.autograd.grad(loss, weights), once, strict=True):
+        assert (mine - 3 * theirs).norm() <= 1e-5 * mine.norm()
+
+
+def test_a_call_is_captured_in_a_cuda_graph_and_asks_the_gpu_nothing() -> None:
+    run = large_call(BF16)
+    expected = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for value in found:
+        value.fill_(torch.nan)
+    graph.replay()
+    assert all_equal(found, expected)
+
+
+# Routes and routers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5000])
@@ -93,163 +155,133 @@ def test_routes_are_sorted_stably(num_experts: int, tokens: int) -> None:
     assert torch.equal(starts_E1.diff().long(), torch.bincount(expert_N, minlength=num_experts))
 
 
-def gates_of(logits_THA: Tensor, chosen_THK: Tensor, gate: Gate) -> Tensor:
-    """The gates of chosen logits, by torch."""
-    if gate == "sigmoid":
-        return chosen_THK.sigmoid()
-    if gate == "softmax":
-        return (chosen_THK - logits_THA.logsumexp(-1, keepdim=True)).exp()
-    return chosen_THK.softmax(-1)
-
-
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("tokens", "width", "heads", "per_head", "top_k"), ROUTERS)
 def test_router(tokens: int, width: int, heads: int, per_head: int, top_k: int, gate: Gate) -> None:
-    x = torch.randn(tokens, width, device="cuda")
-    weight = torch.randn(heads * per_head, width, device="cuda") / width**0.5
-    logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
-    exact = (x.double() @ weight.double().T).view_as(logits)
-    sizes = (x.abs() @ weight.abs().T).view_as(logits).double()
-    assert ((logits.double() - exact).abs() <= BOUND * sizes).all()
-    # what it chose is torch's choice of its own logits
-    chosen, places = logits.topk(top_k, dim=-1)
+    """Logits within the bound; torch's choice of them; and gradients of logits, of gates, of both."""
+    x = torch.randn(tokens, width, device="cuda").requires_grad_()
+    weight = (torch.randn(heads * per_head, width, device="cuda") / width**0.5).requires_grad_()
+    found = logits, experts, gates = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
     first_H1 = torch.arange(heads, device="cuda")[:, None] * per_head
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    exact_logits = (exact[0] @ exact[1].T).view_as(logits)
+    sizes = (x.abs() @ weight.abs().T).view_as(logits).double()
+    assert ((logits.double() - exact_logits).abs() <= BOUND * sizes).all()
+    chosen, places = logits.topk(top_k, dim=-1)
     assert torch.equal(logits.gather(-1, experts - first_H1), chosen)
     assert (experts == places + first_H1).float().mean().nan_to_num(1) > 0.999  # but for ties
     torch.testing.assert_close(gates, gates_of(logits, chosen, gate), rtol=1e-5, atol=1e-6)
     again = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads, given_THK=experts)
-    for first, second in zip((logits, experts, gates), again, strict=True):
-        assert torch.equal(first, second)
+    assert all_equal(found, again)
+    exact_chosen = exact_logits.gather(-1, experts - first_H1)
+    results = exact_logits, experts, gates_of(exact_logits, exact_chosen, gate)
+    for parts in ((0,), (2,), (0, 2)):
+        grads = [torch.randn_like(found[part]) for part in parts]
+        outputs, wanted = [found[part] for part in parts], [results[part] for part in parts]
+        back = partial(torch.autograd.grad, retain_graph=True)
+        ours, same = (back(outputs, [x, weight], grads) for _ in range(2))
+        assert all_equal(ours, same)
+        for one, other in zip(ours, back(wanted, exact, [g.double() for g in grads]), strict=True):
+            assert (one.double() - other).norm() <= 2e-4 * other.norm()
 
 
-@pytest.mark.parametrize("parts", [(0,), (2,), (0, 2)])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("tokens", "width", "heads", "per_head", "top_k"), ROUTERS)
-def test_gradients_of_a_router(
-    tokens: int,
-    width: int,
-    heads: int,
-    per_head: int,
-    top_k: int,
-    gate: Gate,
-    parts: tuple[int, ...],
-) -> None:
-    """`parts`: which results have a gradient, the logits, the gates or both."""
-    x = torch.randn(tokens, width, device="cuda").requires_grad_()
-    weight = (torch.randn(heads * per_head, width, device="cuda") / width**0.5).requires_grad_()
-    found = route_top_k(x, weight, top_k=top_k, gate=gate, heads=heads)
-    outputs = [found[part] for part in parts]
-    grads = [torch.randn_like(output) for output in outputs]
-    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
-    logits = (exact[0] @ exact[1].T).unflatten(1, (heads, per_head))
-    chosen = logits.gather(-1, found[1] - torch.arange(heads, device="cuda")[:, None] * per_head)
-    results = logits, found[1], gates_of(logits, chosen, gate)
-    expected = torch.autograd.grad(
-        [results[part] for part in parts], exact, [grad.double() for grad in grads]
-    )
-    ours, again = (
-        torch.autograd.grad(outputs, [x, weight], grads, retain_graph=True) for _ in range(2)
-    )
-    for one, same, other in zip(ours, again, expected, strict=True):
-        assert torch.equal(one, same)
-        assert (one.double() - other).norm() <= 2e-4 * other.norm()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", [*CASES, *LARGE])
-def test_mlp_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    problem = make_problem((CASES | LARGE)[name], "relu", dtype)
-    check(our_mlp(*problem), expected_mlp(*problem), TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu", "geglu"])
-def test_every_activation_and_option(activation: str, dtype: torch.dtype, options: str) -> None:
-    problem = make_problem(Case(300, 82, 100, 5, 2), activation, dtype, biased=activation != "relu")
-    check(our_mlp(*problem, OPTIONS[options]), expected_mlp(*problem), TOLERANCES[dtype])
-
-
-def test_tensorfloat32_is_near() -> None:
-    problem = make_problem(LARGE["few rows per expert"], "gelu", FP32)
-    check(our_mlp(*problem, ours.Options(tf32=True)), expected_mlp(*problem), 5e-3)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("widths", [(1024, 128), (128, 1024), (412, 82), (82, 412)])
-@pytest.mark.parametrize("direction", ["token to head", "head to token"])
-def test_linear_equals_the_reference(
-    direction: str, widths: tuple[int, int], dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    routes, tokens = (
-        on_gpu(head_routes(direction, 100, generator)),
-        100 if direction == "token to head" else 300,
-    )
-    x, w, grad = (
-        torch.randn(*shape, generator=generator).cuda().to(dtype)
-        for shape in (
-            (tokens, widths[0]),
-            (routes.num_experts, *widths),
-            (routes.num_targets, widths[1]),
-        )
-    )
-    check(our_linear(grad, x, w, routes), expected_linear(grad, x, w, routes), TOLERANCES[dtype])
-    irregular = replace(routes, per_source=0, per_target=0)
-    check(our_linear(grad, x, w, irregular), expected_linear(grad, x, w, routes), TOLERANCES[dtype])
-
-
-def test_a_hot_expert_is_done_in_chunks() -> None:
-    problem = make_problem(Case(9000, 64, 128, 16, 1, choice="first"), "relu", BF16)
-    check(our_mlp(*problem), expected_mlp(*problem), TOLERANCES[BF16])
-
-
-def test_deferred_weight_gradients_are_the_sum_of_all_calls() -> None:
-    grad, x, bank, routes = make_problem(LARGE["many rows per expert"], "relu", BF16)
-    places = as_sorted(routes)
-    _, saved = ours.mlp_forward(x, bank, places)
-    *_, d_z = ours.mlp_backward_rows(grad, x, bank, places, saved)
-    found = ours.mlp_weight_gradients([MLPCall(grad, x, places, saved, d_z, bank)] * 3)
-    expected = expected_mlp(grad, x, bank, routes)
-    names = ("w_up", "w_down")
-    check(
-        dict(zip(names, found, strict=True)),
-        {name: 3 * times(expected, name) for name in names},
-        TOLERANCES[BF16],
-    )
-
-
-def times(values: Values, name: str) -> Tensor:
-    value = values[name]
-    assert value is not None
+def moved(value: Any, device: str) -> Any:
+    """A tensor, or everything of a record, on that device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
+        return replace(value, **own)
     return value
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_two_runs_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
-    problem = make_problem(LARGE["few rows per expert"], "relu", dtype)
-    first, second = our_mlp(*problem), our_mlp(*problem)
-    assert all(
-        value is None or torch.equal(value, times(second, name)) for name, value in first.items()
-    )
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("name", send_cases.CASES)
+def test_sends_are_written_down_as_by_loops(name: str, shuffled: bool) -> None:
+    to = send_cases.addresses(name, shuffled=shuffled)
+    for dtype in (torch.float32, torch.float64):
+        weight_N = send_cases.weights(to, dtype)
+        counts = sends.count_sends(moved(to, "cuda"))
+        packed = sends.pack_sends(moved(to, "cuda"), counts, weight_N.cuda())
+        send_cases.check_sends(to, moved(counts, "cpu"), moved(packed, "cpu"), weight_N)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        received_V3 = counts.counts_V3.cpu()
+        send_cases.check_received(moved(came, "cpu"), packed.metadata_N4.cpu(), received_V3)
 
 
-def test_a_call_is_captured_in_a_cuda_graph_and_asks_the_gpu_nothing() -> None:
-    problem = make_problem(LARGE["few rows per expert"], "relu", BF16)
-    expected = our_mlp(*problem)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        our_mlp(*problem)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+# Residual and norm --------------------------------------------------------------------------------
+
+
+def normed(
+    function: Callable[..., NormedRows], given: list[Tensor | None], **options: Any
+) -> list[Tensor]:
+    """Its outputs that are wanted, and the gradients of what was given."""
+    rows = function(*given, 1e-5, **options)
+    found = [out for out in (rows.total, rows.normed, *rows.copies) if out is not None]
+    grads = [
+        (torch.arange(out.numel(), device="cuda") % 7 - 3).view(out.shape).to(out.dtype)
+        for out in found
+    ]
+    leaves = [value for value in given if value is not None]
+    return [*(out.detach() for out in found), *torch.autograd.grad(found, leaves, grads)]
+
+
+def norm_operands(
+    rows: int, width: int, stream: torch.dtype, added: torch.dtype | None
+) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    x = torch.randn(rows, width, device="cuda").to(stream)
+    y = None if added is None else torch.randn(rows, width, device="cuda").to(added)
+    weight, bias = (torch.randn(width, device="cuda").to(stream) for _ in range(2))
+    return [None if value is None else value.requires_grad_() for value in (x, y, weight, bias)]
+
+
+@pytest.mark.parametrize("copies", [("normed", "total"), ("normed", "normed"), ("total",)])
+@pytest.mark.parametrize("width", [5, 412, 1024, 4096, WIDEST])
+@pytest.mark.parametrize(
+    ("stream", "added"), [(FP32, FP32), (FP32, BF16), (FP32, None), (BF16, BF16)]
+)
+def test_norms_and_their_gradients(
+    stream: torch.dtype, added: torch.dtype | None, width: int, copies: tuple[Copied, ...]
+) -> None:
+    for rows in (0, 1, 3000):
+        given = norm_operands(rows, width, stream, added)
+        exact = [None if v is None else v.detach().double().requires_grad_() for v in given]
+        found = normed(add_norm, given, low=BF16, copies=copies)
+        expected = normed(add_norm_reference, exact, low=torch.float64, copies=copies)
+        for one, other in zip(found, expected, strict=True):
+            tolerance = 1e-5 if stream is FP32 and one.dtype is FP32 else 1e-2
+            assert (one.double() - other).norm() <= tolerance * other.norm()
+
+
+def test_norms_have_equal_bits_in_every_run_and_in_a_graph() -> None:
+    given = norm_operands(5000, 412, FP32, BF16)
+    call = partial(normed, add_norm, given, low=BF16, copies=("normed", "total"))
+    first, second = call(), call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = our_mlp(*problem)
-    for value in found.values():
-        if value is not None:
-            value.fill_(torch.nan)
+        captured = call()
     graph.replay()
-    assert all(
-        value is None or torch.equal(value, times(expected, name)) for name, value in found.items()
-    )
+    assert all_equal(first, second)
+    assert all_equal(first, captured)
+
+
+@pytest.mark.parametrize("name", ["moeut", "moeut_pre", "moeut_post", "dense"])
+def test_norms_of_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where nothing else of the pass differs."""
+    tokens = torch.randint(61, (8, 16), device="cuda")
+
+    def gradients() -> list[Tensor]:
+        model = tiny_model(name).cuda()
+        forward_in(model, FP32, tokens, targets_BS=tokens).read_out.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    fused = gradients()
+    monkeypatch.setattr("moebius.model.residual.runs_fused", lambda *given: False)
+    for mine, theirs in zip(fused, gradients(), strict=True):
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm() + 1e-6

@@ -5,8 +5,7 @@ import torch
 from pairwise import slow_but
 
 from moebius.kernels.calls import SortedRoutes
-from moebius.kernels.triton.routing import sort_routes, sorted_rows, tile_table
-from moebius.kernels.triton.rows import sum_rows
+from moebius.kernels.triton.routing import sort_routes, sorted_rows, sum_rows, tile_table
 
 EXPERTS = {
     "no route": (torch.zeros(0, dtype=torch.int64), 4),

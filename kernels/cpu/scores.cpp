@@ -1,7 +1,9 @@
-// Sums of softmaxes of float32 rows on CPUs, and their gradient. Heads of a few experts are too narrow for vectors by
-// themselves, so exponentials are taken of a row's heads together, and no probability is written to memory.
+// A router's float32 scores on CPUs: the K greatest of every row, and sums of rows' softmaxes with their gradient.
 //
-// A row's softmax depends on no other row, and rows are added in their order, so the number of threads changes no bit.
+// torch.topk sorts pairs of a number and a place, which it compares with branches; here both are one integer, and most
+// of a row is passed over sixteen at a time. Heads of a few experts are too narrow for vectors by themselves, so
+// exponentials are taken of a row's heads together, and no probability is written to memory. A row's softmax depends on
+// no other row, and rows are added in their order, so the number of threads changes no bit.
 
 #include <omp.h>
 
@@ -9,12 +11,59 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace {
 
+constexpr int64_t SERIAL = 16 * 1024;  // scores for which no other thread is woken
+constexpr int64_t BLOCK = 16;          // scores that are passed over together where none of them is great enough
+
+// An integer of the same order as the float32 with these bits. NaN is the greatest of all, and −0 is 0.
+inline int32_t key_of(int32_t bits) {
+  const int32_t size = bits & 0x7fffffff, sign = bits >> 31;
+  const int32_t ordered = (size ^ sign) - sign;             // minus the size of a negative number
+  const int32_t is_nan = (0x7f800000 - size) >> 31;         // −1 or 0
+  return (ordered & ~is_nan) | (is_nan & 0x7fffffff);
+}
+
+// One number that sorts by key and, of equal keys, puts the first place first.
+inline int64_t pair_of(int32_t key, int32_t place) {
+  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(key)) << 32) | static_cast<uint32_t>(~place);
+}
+
+// `best` are sorted, the greatest first; the last goes. No branch: nobody could foretell where a pair belongs.
+inline void insert(int64_t pair, int64_t count, int64_t* best) {
+  for (int64_t at = count - 1; at > 0; at--) best[at] = std::max(best[at], std::min(pair, best[at - 1]));
+  best[0] = std::max(best[0], pair);
+}
+
+inline int32_t greatest_of(const int32_t* keys) {
+  int32_t most = keys[0];
+  for (int64_t i = 1; i < BLOCK; i++) most = std::max(most, keys[i]);
+  return most;
+}
+
+// `keys`: of whole blocks; those past the row's end are the least integer, which no score has.
+void row_top_k(const int32_t* row, int64_t width, int64_t count, std::vector<int32_t>& keys, int64_t* best,
+               int64_t* places) {
+  int32_t found[BLOCK];
+  for (int64_t i = 0; i < width; i++) keys[i] = key_of(row[i]);
+  std::fill_n(best, count, std::numeric_limits<int64_t>::min());
+  for (int64_t first = 0; first < width; first += BLOCK) {
+    const int32_t least = static_cast<int32_t>(best[count - 1] >> 32);
+    if (greatest_of(&keys[first]) <= least) continue;
+    int64_t number = 0;
+    for (int64_t i = first; i < first + BLOCK; i++) {
+      found[number] = static_cast<int32_t>(i);
+      number += keys[i] > least;
+    }
+    for (int64_t n = 0; n < number; n++) insert(pair_of(keys[found[n]], found[n]), count, best);
+  }
+  for (int64_t i = 0; i < count; i++) places[i] = static_cast<uint32_t>(~static_cast<uint32_t>(best[i]));
+}
+
 constexpr int64_t LANES = 8;            // partial results of a row, so that they need not wait for each other
-constexpr int64_t SERIAL = 16 * 1024;  // logits for which no other thread is woken
 
 // e to the x, for x <= 0 or NaN, within two units of the last place; 0 where the result had fewer digits.
 inline float exponential(float x) {
@@ -70,9 +119,22 @@ void softmax(const float* logits, int64_t heads, int64_t width, float* out) {
 
 }  // namespace
 
+// places[r]: where the `count` greatest of the `width` scores of row r stand, the greatest first. 0 < count ≤ width < 2³¹.
+extern "C" void moebius_top_k(const int32_t* scores, int64_t rows, int64_t width, int64_t count, int64_t* places,
+                              int64_t threads) {
+#pragma omp parallel num_threads(threads) if (rows * width > SERIAL)
+  {
+    std::vector<int32_t> keys((width + BLOCK - 1) / BLOCK * BLOCK, std::numeric_limits<int32_t>::min());
+    std::vector<int64_t> best(count);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+      row_top_k(scores + r * width, width, count, keys, best.data(), places + r * count);
+  }
+}
+
 // sums[b] = the sum over the `rows` rows of sequence b of their softmaxes, each of `heads` heads of `width` logits.
 extern "C" void moebius_softmax_sums(const float* logits, int64_t sequences, int64_t rows, int64_t heads, int64_t width,
-                                     float* sums, int threads) {
+                                     float* sums, int64_t threads) {
   const int64_t size = heads * width;
 #pragma omp parallel num_threads(threads) if (sequences * rows * size > SERIAL)
   {
@@ -92,7 +154,7 @@ extern "C" void moebius_softmax_sums(const float* logits, int64_t sequences, int
 
 // The gradient of the logits, given that of the sums.
 extern "C" void moebius_softmax_sums_gradient(const float* gradient, const float* logits, int64_t sequences, int64_t rows,
-                                              int64_t heads, int64_t width, float* out, int threads) {
+                                              int64_t heads, int64_t width, float* out, int64_t threads) {
   const int64_t size = heads * width;
 #pragma omp parallel for schedule(static) num_threads(threads) if (sequences * rows * size > SERIAL)
   for (int64_t r = 0; r < sequences * rows; r++) {

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moebius.kernels.cpu import routes as cpu_routes
-from moebius.kernels.cpu.routes import LIBRARY, add_by_index, can_add, can_sort
+from moebius.kernels import permute
+from moebius.kernels.cpu import library
+from moebius.kernels.cpu.library import handles
+from moebius.kernels.cpu.lists import add_by_index, can_add
 from moebius.kernels.permute import add_rows, sort_routes
 
-needs_a_compiler = pytest.mark.skipif(
-    LIBRARY.reason_against() is not None, reason=f"{LIBRARY.reason_against()}"
-)
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiler")
 
 
 def by_torch(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int) -> Tensor:
@@ -19,7 +19,6 @@ def by_torch(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: in
     return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, taken)
 
 
-@needs_a_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 7, 64])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
@@ -32,36 +31,33 @@ def test_it_adds_as_torch_does_bit_for_bit(
     place_N = torch.randint(0, 50, (200,), generator=generator).int()
     index_N = torch.randint(0, 13, (200,), generator=generator).to(index_dtype)
     for place, index in ((place_N, index_N), (None, index_N[:50]), (None, index_N[:0])):
-        ours = add_rows(rows, place, index, 13, 0)
-        theirs = by_torch(rows, place, index.long(), 13)
+        ours, theirs = add_rows(rows, place, index, 13, 0), by_torch(rows, place, index.long(), 13)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     wide = torch.cat([rows + 1, rows], 1)[:, width:]  # rows that do not lie side by side
     first, second = (add_by_index(each, place_N, index_N, 13) for each in (rows, wide))
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_a_compiler
 @pytest.mark.parametrize(("place", "index"), [(50, 0), (-1, 0), (0, 13), (0, -1)])
 def test_a_row_or_a_sum_that_does_not_exist_is_refused(place: int, index: int) -> None:
     with pytest.raises(IndexError, match="added to none of the 13 sums, or is none of 50"):
         add_by_index(torch.ones(50, 4), torch.tensor([place]), torch.tensor([index]), 13)
 
 
-@needs_a_compiler
 @pytest.mark.parametrize(("routes", "experts"), [(300, 7), (300, 70_000), (0, 3), (1, 1)])
 def test_it_sorts_as_torch_does(routes: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(4)
     expert_N = torch.randint(0, experts, (2 * routes,), generator=generator)[::2]
-    assert can_sort(expert_N)
+    assert handles(expert_N, torch.int64)
     ours = sort_routes(expert_N, experts)
-    monkeypatch.setattr(cpu_routes, "_library", lambda: None)
-    theirs = sort_routes(expert_N, experts)
-    for mine, other in zip(vars(ours).values(), vars(theirs).values(), strict=True):
+    monkeypatch.setattr(permute, "handles", lambda *_: False)
+    for mine, other in zip(
+        vars(ours).values(), vars(sort_routes(expert_N, experts)).values(), strict=True
+    ):
         assert mine.dtype == other.dtype == torch.int32
         assert mine.equal(other)
 
 
-@needs_a_compiler
 @pytest.mark.parametrize("expert", [-1, 4])
 def test_an_expert_that_does_not_exist_is_refused(expert: int) -> None:
     with pytest.raises(IndexError, match="goes to none of the 4 experts"):
@@ -72,18 +68,6 @@ def test_what_it_cannot_add_torch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_add(torch.ones(2, 2, dtype=torch.float16))
     with FakeTensorMode():
         assert not can_add(torch.ones(2, 2))
-    monkeypatch.setattr(cpu_routes, "_library", lambda: None)
+    monkeypatch.setattr(library, "loaded", lambda: None)
     rows, index_N = torch.randn(6, 3), torch.tensor([1, 1, 0, 3, 3, 3])
     assert add_rows(rows, None, index_N, 4, 0).equal(by_torch(rows, None, index_N, 4))
-
-
-def test_a_compiler_that_does_not_work_is_said_and_torch_adds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(_self: object) -> None:
-        raise ValueError("routes.cpp could not be compiled")
-
-    monkeypatch.setattr(cpu_routes.CppLibrary, "load", load)
-    monkeypatch.setattr(cpu_routes.CppLibrary, "reason_against", lambda _self: None)
-    with pytest.warns(UserWarning, match="routes.cpp could not be compiled"):
-        assert cpu_routes._library.__wrapped__() is None

@@ -1,0 +1,145 @@
+"""Lists of routes on a CPU, each in one pass of lists.cpp: rows added up by index, routes sorted by
+expert, and what an exchange sends.
+
+Routes that came from other ranks follow no rule (so many per row), and they outnumber one's own
+rows: a copy of all rows and `index_add_` took longer than sending them. torch needs eight operations
+to sort routes and some thirty to write down what is sent. Callers ask `handles` first; torch's
+operations do the same elsewhere (permute.py, sends.py).
+"""
+
+import torch
+from torch import Tensor
+
+from ..addresses import Addresses, PackedSends, RowPairs, SendCounts
+from .library import call, handles
+
+_SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+def can_add(rows: Tensor) -> bool:
+    """Tells whether `add_by_index` takes such rows."""
+    return handles(rows, *_SUMMED)
+
+
+def add_by_index(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int) -> Tensor:
+    """Returns out[index_N[n]] += rows[place_N[n]] in the order of n: (≥ N, D) to (num_rows, D).
+
+    Args:
+        rows: neighbouring along its last axis.
+        place_N: int32; None: row n.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    index_N = index_N.to(torch.int64).contiguous()
+    place_N = None if place_N is None else place_N.to(torch.int32).contiguous()
+    rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    sums = rows.new_zeros(num_rows, rows.shape[1])
+    is_wrong = call(
+        "add_rows",
+        *(rows, len(rows), rows.stride(0) * rows.element_size(), place_N),
+        *(index_N, len(index_N), num_rows, rows.shape[1], _SUMMED[rows.dtype], sums),
+    )
+    if is_wrong:
+        raise IndexError(
+            f"a row is added to none of the {num_rows} sums, or is none of {len(rows)}"
+        )
+    return sums
+
+
+def sort_by_expert(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts routes by expert, stably.
+
+    Returns:
+        int32: the route at every place, the place of every route, and where every expert begins and
+        the last ends, (E + 1,).
+
+    Raises:
+        IndexError: an expert is out of range.
+    """
+    order_N = torch.empty(expert_N.shape, dtype=torch.int32)
+    place_N, starts_E1 = torch.empty_like(order_N), order_N.new_empty(num_experts + 1)
+    expert_N = expert_N.contiguous()
+    if call("sort_routes", expert_N, len(expert_N), num_experts, order_N, place_N, starts_E1):
+        raise IndexError(f"a route goes to none of the {num_experts} experts")
+    return order_N, place_N, starts_E1
+
+
+def count_sends(to: Addresses) -> SendCounts:
+    """Says where every route goes, and counts what does.
+
+    Raises:
+        IndexError: a route is out of range.
+    """
+    counts_V3 = torch.empty((to.num_destinations, 3), dtype=torch.int64)
+    destination_N = torch.empty(len(to.expert_N), dtype=torch.int32)
+    number_VU = torch.empty((to.num_destinations, to.num_sources), dtype=torch.int32)
+    number_VT = None
+    if not to.into_sources:
+        number_VT = torch.empty((to.num_destinations, to.num_targets), dtype=torch.int32)
+    wrong = call(
+        "count_sends",
+        *(*_lists(to), len(to.expert_N), to.rank_E, len(to.rank_E)),
+        *(to.num_sources, to.num_targets, to.num_ranks, to.num_chunks, to.rows_per_token),
+        *(counts_V3, destination_N, number_VU, number_VT),
+    )
+    if wrong >= 0:
+        raise IndexError(
+            f"route {wrong} reads row {to.source_N[wrong]} of {to.num_sources}, goes to expert "
+            f"{to.expert_N[wrong]} of {len(to.rank_E)} and to target row {to.target_N[wrong]} of "
+            f"{to.num_targets}"
+        )
+    return SendCounts(counts_V3, destination_N, number_VU, number_VT)
+
+
+def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
+    """Writes down the routes as they travel, and the distinct rows."""
+    num_routes, weight_N = len(to.expert_N), weight_N.contiguous()
+    metadata_N4 = weight_N.new_empty(num_routes, 4)
+    place_N = torch.empty(num_routes, dtype=torch.int32)
+    rows, targets = _empty_pairs(num_routes, to.num_sources), None
+    if counts.number_VT is not None:
+        targets = _empty_pairs(num_routes, to.num_targets)
+    call(
+        "pack_sends",
+        *(*_lists(to), num_routes, to.slot_E, weight_N, weight_N.element_size()),
+        *(to.num_sources, to.num_targets, to.num_destinations),
+        *(counts.counts_V3, counts.destination_N, counts.number_VU, counts.number_VT),
+        *(metadata_N4, place_N, rows.row_N, rows.by_row_N, rows.first_U),
+        *((None,) * 3 if targets is None else (targets.row_N, targets.by_row_N, targets.first_U)),
+    )
+    return PackedSends(metadata_N4, place_N, rows, targets)
+
+
+def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Reads routes that came: source row, slot and target row (3, R), and weights (R,).
+
+    Raises:
+        IndexError: the counts are not theirs, or a route names what did not come.
+    """
+    num_routes, num_sources = len(metadata_R4), len(received_V3)
+    metadata_R4, received_V3 = metadata_R4.contiguous(), received_V3.contiguous()
+    places_3R = torch.empty((3, num_routes), dtype=torch.int64)
+    weight_R = metadata_R4.new_empty(num_routes)
+    is_wrong = call(
+        "unpack_sends",
+        *(metadata_R4, received_V3, num_sources, num_routes, metadata_R4.element_size()),
+        *(num_slots, *places_3R, weight_R),
+    )
+    if is_wrong:
+        raise IndexError(
+            f"{num_routes} routes came of which not all name rows and experts that are there: "
+            f"rows, routes and targets of every source are {received_V3.tolist()}, and there are "
+            f"{num_slots} slots"
+        )
+    return places_3R, weight_R
+
+
+def _lists(to: Addresses) -> list[Tensor]:
+    """Returns source, target and expert of every route, as C++ reads them."""
+    return [each.to(torch.int64).contiguous() for each in (to.source_N, to.target_N, to.expert_N)]
+
+
+def _empty_pairs(num_routes: int, num_rows: int) -> RowPairs:
+    lengths = (num_routes, num_routes, num_rows)
+    return RowPairs(*(torch.empty(length, dtype=torch.int32) for length in lengths))

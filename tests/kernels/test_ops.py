@@ -1,0 +1,163 @@
+"""The expert operations as torch's operators: schemas, shapes without data, graphs, FLOPs; and what the
+functions refuse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BIASES, Case, Operation, all_equal, make_call, make_routes, on_device
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from moebius.kernels import ops
+from moebius.kernels.activations import ACTIVATIONS
+from moebius.kernels.functional import routed_linear, routed_mlp, sorted_fields
+from moebius.model.routing import Routes
+
+CASE = Case(9, 6, 4, 3, 2)
+COUNTS = pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
+
+
+def leaves_of(
+    activation: str, biases: str, *, static: bool = False
+) -> tuple[Operation, list[Tensor], Routes]:
+    """An operation, its leaves (x and weights) and routes: 9 tokens twice through 3 experts."""
+    operation, x, weights, routes = make_call(CASE, activation, biases, seed=7)
+    if static:
+        routes = replace(routes, expert_N=torch.arange(18) // 6, per_expert=6)
+    return operation, [leaf.requires_grad_() for leaf in (x, *weights)], routes
+
+
+def arguments(operator: Any, given: dict[str, Any]) -> tuple:
+    """The arguments of an operator in the order of its schema."""
+    return tuple(given[each.name] for each in operator._opoverload._schema.arguments)
+
+
+def mlp_fields(leaves: Sequence[Tensor], routes: Routes, activation: str) -> dict[str, Any]:
+    x, w_up, w_down, *biases = leaves
+    b_up, b_down = biases or (None, None)
+    given = sorted_fields(routes) | {"x_UD": x, "w_up_EDW": w_up, "w_down_EFO": w_down}
+    given |= {"b_up_EW": b_up, "b_down_EO": b_down, "activation": activation}
+    return given | {"backend": "segments", "number": 0}
+
+
+@COUNTS
+@pytest.mark.parametrize("biases", ["no bias", "both biases"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_ops_are_well_behaved_custom_operators(
+    activation: str, biases: str, static: bool
+) -> None:
+    """Schema, fake tensors and autograd registration, as torch's own checker sees them."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    _, leaves, routes = leaves_of(activation, biases, static=static)
+    routes = routes.with_weights(routes.weight_N.detach().requires_grad_())
+    given = mlp_fields(leaves, routes, activation)
+    calls = [(ops.routed_mlp, given)]
+    calls += [(ops.routed_linear, given | {"w_EDO": leaves[1]})]
+    grad_TO, saved = (value.detach() for value in ops.routed_mlp(*arguments(*calls[0])))
+    given = given | {"grad_TO": grad_TO, "saved": saved, "are_new": False}
+    zeros = [torch.zeros_like(w) for w in leaves[1:3]]
+    calls += [(ops._mlp_backward, given | {"into_up": zeros[0], "into_down": zeros[1]})]
+    for operator, values in calls:
+        torch.library.opcheck(operator, arguments(operator, values), test_utils=checks)
+
+
+def test_gradients_of_rows_alone_have_their_shapes_without_data() -> None:
+    """Those of a perceptron's rows before the activation are laid out as the saved rows are."""
+    _, leaves, routes = leaves_of("relu", "no bias")
+    leaves = [leaf.detach().to("meta") for leaf in leaves]
+    given = mlp_fields(leaves, on_device(routes, "meta"), "relu")
+    y, saved = ops.routed_mlp(**given)
+    grad_x, gate, *_, d_z = ops._mlp_backward_rows(grad_TO=y, saved=saved.bfloat16(), **given)
+    assert (grad_x.shape, gate.shape) == (leaves[0].shape, routes.weight_N.shape)
+    assert (d_z.shape, d_z.dtype, d_z.device) == (saved.shape, torch.bfloat16, saved.device)
+
+
+@COUNTS
+@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_operations_run_without_data_forward_and_backward(
+    activation: str, biases: str, static: bool
+) -> None:
+    operation, leaves, routes = leaves_of(activation, biases, static=static)
+    leaves, routes = (
+        [leaf.detach().to("meta").requires_grad_() for leaf in leaves],
+        on_device(routes, "meta"),
+    )
+    y = operation(*leaves, routes, backend="auto")
+    assert y.shape == (9, 7)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert (grad.shape, grad.device.type) == (leaf.shape, "meta")
+    y = routed_linear(leaves[0], leaves[1], routes)
+    grads = torch.autograd.grad(y.sum(), leaves[:2])
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves[:2]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm"])
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_the_operations_compile_into_one_graph_forward_and_backward(
+    activation: str, backend: str
+) -> None:
+    torch.compiler.reset()
+    operation, leaves, routes = leaves_of(activation, "both biases")
+    for call, given in ((operation, leaves), (routed_linear, leaves[:2])):
+
+        def run(*leaves: Tensor, call: Operation = call) -> Tensor:
+            return call(*leaves, routes, backend=backend) + 1
+
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        outputs = compiled(*given), run(*given)
+        assert torch.equal(*outputs)
+        assert all_equal(*(torch.autograd.grad(y.square().sum(), given) for y in outputs))
+
+
+def flops_of(operation: Operation, leaves: list[Tensor], routes: Routes, backend: str) -> int:
+    """Of forward and backward together."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        operation(*leaves, routes, backend=backend).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> None:
+    operation, leaves, routes = leaves_of(activation, "both biases")
+    on_meta = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
+    for call, count in ((operation, len(leaves)), (routed_linear, 2)):
+        expected = flops_of(call, leaves[:count], routes, "reference")
+        assert expected > 0
+        for backend in ("segments", "grouped_mm"):
+            assert flops_of(call, leaves[:count], routes, backend) == expected
+        assert flops_of(call, on_meta[:count], on_device(routes, "meta"), "segments") == expected
+    columns = leaves[1].shape[2]
+    assert flops_of(operation, leaves, routes, "segments") == 3 * 2 * 18 * (6 * columns + 4 * 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"activation": "tanh"}, "activation='tanh' is unknown: choose relu, gelu, silu, swiglu"),
+        ({"activation": "swiglu"}, r"w_up has shape \(2, 4, 2\); .* wants \(2, 4, 4\)"),
+        ({"b_up_EF": torch.zeros(2, 3)}, r"b_up_EF has shape \(2, 3\); .* wants \(2, 2\)"),
+        ({"b_down_EO": torch.zeros(2, 3)}, r"b_down_EO has shape \(2, 3\); .* wants \(2, 4\)"),
+        ({"backend": "cuda9"}, "'cuda9' is unknown: choose auto, reference, segments"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
+    routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
+    call = partial(routed_mlp, torch.zeros(3, 4), torch.zeros(2, 4, 2), torch.zeros(2, 2, 4))
+    with pytest.raises(ValueError, match=told):
+        call(routes, **changes)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
+    w_up, w_down = torch.zeros(2, 4, 2), torch.zeros(2, 2, 4)
+    for call in (routed_mlp, routed_linear):
+        weights = [w_up, w_down] if call is routed_mlp else [w_up]
+        with pytest.raises(ValueError, match="per_expert=2 is not that of 3 routes over 2 experts"):
+            call(torch.zeros(3, 4), *weights, replace(routes, per_expert=2))
