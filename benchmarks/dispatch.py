@@ -65,7 +65,6 @@ class Point:
     width: int
     top_k: int
     dispatcher: str
-    overlap_chunks: int = 1
 
 
 def points(num_ranks: int) -> list[Point]:
@@ -77,11 +76,7 @@ def points(num_ranks: int) -> list[Point]:
     ]
     wide = [Point(num_ranks, 2048, 1024, k, name) for k in (1, 2, 4, 8) for name in names]
     narrow = [Point(num_ranks, 512, 128, 4, name) for name in names]
-    return [
-        *wide,
-        *narrow,
-        *(Point(num_ranks, 2048, 1024, 4, name, 2) for name in ("alltoall", "dedup")),
-    ]
+    return [*wide, *narrow]
 
 
 def main() -> None:
@@ -216,7 +211,6 @@ def build_dispatcher(point: Point, group: dist.ProcessGroup) -> Any:
         nodes=node_groups(group) if needs_nodes(point.dispatcher) else None,
         outbox=open_memory(point, group),
         ranks_per_node=PER_NODE,
-        overlap_chunks=point.overlap_chunks,
     )
 
 
@@ -268,9 +262,6 @@ def bare_plan(memory: Outbox, num_rows: int, routes: Routes, rank_E: Tensor) -> 
         num_rows,
         rank_E=rank_E.int(),
         slot_E=torch.zeros(len(rank_E), dtype=torch.int32),
-        num_slots=1,
-        num_chunks=1,
-        rows_per_token=1,
     )
 
 
@@ -332,18 +323,15 @@ def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
 def one_pass(dispatcher: Any, x: Tensor, routes: Routes, device: torch.device) -> Spent:
     """Dispatch and combine; the experts' stand-in works between them and is left out."""
 
-    def arrive() -> tuple[Dispatched, list[tuple[Tensor, Routes]]]:
+    def arrive() -> tuple[Dispatched, Tensor, Routes]:
         dispatched = dispatcher.dispatch(x, routes)
-        return dispatched, [(chunk.x_UD, chunk.routes) for chunk in dispatched.chunks]
+        return dispatched, dispatched.x_UD, dispatched.routes
 
     spent = Spent()
-    dispatched, received = spent.during(arrive, device)
-    outputs = [stand_in(x_UD, chunk_routes) for x_UD, chunk_routes in received]
+    dispatched, x_UD, came = spent.during(arrive, device)
+    y_TD = stand_in(x_UD, came)
     dist.barrier()  # nobody pays for another rank's experts
-    chunks = zip(dispatched.chunks, outputs, strict=True)
-    spent.during(
-        lambda: dispatched.combine([chunk.send_back(y_TD) for chunk, y_TD in chunks]), device
-    )
+    spent.during(lambda: dispatched.combine(y_TD), device)
     return spent
 
 
@@ -423,7 +411,6 @@ def print_report(figures: list[dict[str, Any]]) -> bool:
         "tokens × width",
         "K",
         "dispatcher",
-        "chunks",
         "ms",
         "floor ms",
         "ratio",
@@ -442,7 +429,6 @@ def print_report(figures: list[dict[str, Any]]) -> bool:
             f"{point['tokens']} × {point['width']}",
             str(point["top_k"]),
             point["dispatcher"],
-            str(point["overlap_chunks"]),
             f"{point['seconds'] * 1e3:.1f}",
             f"{point['floor_seconds'] * 1e3:.1f}",
             f"{point['ratio']:.2f}" if point["num_ranks"] > 1 else "",
@@ -462,7 +448,7 @@ def verdict_of(point: dict[str, Any]) -> str:
     if point["rows_sent"] != point["distinct_destinations"]:
         return "rows missed"
     is_wide = point["row_bytes"] >= 4096 and point["tokens"] >= 2048
-    if point["overlap_chunks"] > 1 or (point["dispatcher"] == "dedup" and not is_wide):
+    if point["dispatcher"] == "dedup" and not is_wide:
         return "rows met"
     if point["dispatcher"] == "dedup":
         return "met" if point["ratio"] <= GOAL else "time missed"

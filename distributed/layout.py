@@ -72,9 +72,6 @@ class MeshConfig(BaseModel):
     sharding: Literal["none", "fsdp"] = "none"
     # How rows reach their experts: "auto" is "local" where ep is 1 and "dedup" elsewhere.
     dispatcher: Annotated[str, AfterValidator(known_dispatcher)] = AUTO
-    overlap_chunks: int = Field(
-        default=1, ge=1, description="parts in which rows travel while others are computed"
-    )
     # In a checked pass all ranks compare the full matrix of counts, and every row that arrives is
     # verified by its source, its position and its bits; a difference ends the run on all ranks.
     # Otherwise the senders' counts are believed.

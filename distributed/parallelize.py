@@ -21,8 +21,7 @@ from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from .dispatch.base import build_node_groups
-from .dispatch.choose import make_dispatcher
-from .dispatch.measure import choose_dispatcher, memory_inside
+from .dispatch.choose import choose_dispatcher, make_dispatcher, memory_inside
 from .dispatch.table import needs_nodes
 from .layout import local_experts
 from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard
@@ -42,7 +41,6 @@ def build_model(
     sharding: Literal["none", "fsdp"] = "none",
     precision: torch.dtype = torch.float32,
     stored: torch.dtype = torch.float32,
-    overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -68,7 +66,6 @@ def build_model(
         mesh,
         dispatcher=dispatcher,
         device=device,
-        overlap_chunks=overlap_chunks,
         check_every=check_every,
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
@@ -81,7 +78,7 @@ def build_model(
                 f"sharded weights are kept in float32, and {stored} was asked for: use "
                 'mesh.sharding="none"'
             )
-        shard_model(model, mesh, precision, chunks=overlap_chunks)
+        shard_model(model, mesh, precision)
     store_in(model, stored)
     model.to_empty(device=device)
     _fill(model, specified, expert_shards, mesh, seed)
@@ -94,7 +91,6 @@ def _connect(
     *,
     dispatcher: str,
     device: torch.device,
-    overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -121,7 +117,6 @@ def _connect(
         layer.dispatcher = make_dispatcher(
             choice.name,
             mesh.ep_group,
-            overlap_chunks=overlap_chunks,
             check_every=check_every,
             ranks_per_node=ranks_per_node,
             nodes=nodes,

@@ -38,7 +38,7 @@ from .local_shard import LocalShard, narrowed_shard
 from .mesh import Mesh
 
 
-def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: int = 1) -> None:
+def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shards the weights of a model that has no values yet (it is on the meta device).
 
     Its parameters are DTensors from here on, except for those that stay whole.
@@ -47,7 +47,6 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
         model: is changed in place.
         mesh: gives the groups to shard over.
         dtype: of the products; weights are cast to it before they are gathered.
-        chunks: how often a bank is called per use.
     """
     whole = {parameter for name, parameter in model.named_parameters() if not is_sharded(name)}
     products = MixedPrecisionPolicy(
@@ -64,7 +63,7 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
     ]
     for member, banks in zip(model.group, banks_of, strict=True):
         for bank in banks:
-            _shard(bank, experts, products, whole, free=not repeated and chunks == 1)
+            _shard(bank, experts, products, whole, free=not repeated)
             bank.products_dtype = dtype
         _shard(member, dense, products, whole, free=not repeated)
     _shard(model.head, dense, products, whole, free=False)

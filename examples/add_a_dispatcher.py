@@ -8,7 +8,6 @@ compares it with one rank that has all experts: outputs and gradients.
 Legend: U source rows, T target rows, N routes, P ranks, D width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 from moebius.model.execution.recompute import save_combine, save_decision
-from moebius.model.moe import Dispatcher, LocalDispatcher, PendingRows
+from moebius.model.moe import Dispatcher, LocalDispatcher
 from moebius.model.routing import Routes, token_routes
 
 # The dispatcher -------------------------------------------------------------------------------------------------------
@@ -30,7 +29,7 @@ from moebius.model.routing import Routes, token_routes
 
 @dataclass(frozen=True)
 class SortedPass:
-    """A pass under way, and its only chunk: one route for every row that comes."""
+    """A pass under way: one route for every row that comes."""
 
     dispatcher: "SortedDispatcher"
     routes_sent: Routes  # in the order in which their rows were sent
@@ -40,11 +39,6 @@ class SortedPass:
     weights: AsyncCollective
     slots: AsyncCollective
     num_slots: int  # the experts of this rank
-
-    @property
-    def chunks(self) -> Sequence["SortedPass"]:
-        """Returns what this rank must serve: all of it at once."""
-        return (self,)
 
     @property
     def x_UD(self) -> Tensor:
@@ -58,14 +52,12 @@ class SortedPass:
         row_N = torch.arange(len(slot_N), device=slot_N.device)
         return Routes(row_N, slot_N, weight_N, row_N, self.num_slots, len(row_N), 1, 1)
 
-    def send_back(self, y_TD: Tensor) -> AsyncCollective:
-        """Starts to send the outputs back: to every rank as many rows as it sent."""
-        communicator = self.dispatcher.communicator
-        return communicator.all_to_all(y_TD, self.received_P, self.sent_P, is_combine=True)
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
-        """Adds up the outputs that come back, (num_targets, D). Collective."""
-        [pending] = outputs
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Sends the outputs back, to every rank as many rows as it sent, and adds up what comes
+        home, (num_targets, D). Collective.
+        """
+        all_to_all = self.dispatcher.communicator.all_to_all
+        pending = all_to_all(y_TD, self.received_P, self.sent_P, is_combine=True)
         rows_ND, routes = pending.wait(), self.routes_sent
         sums_TD = rows_ND.new_zeros(routes.num_targets, rows_ND.shape[1])
         return save_combine(sums_TD.index_add(0, routes.target_N, rows_ND))
@@ -76,7 +68,7 @@ class SortedDispatcher(ExpertParallelDispatcher):
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> SortedPass:
         """Starts to send every row to the rank of its expert. Collective."""
-        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
+        expert_map = self.begin(x_UD, routes)
         tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
         rank_N = tables.rank_S[slot_N]
         sent_P, received_P = save_decision(lambda: self._exchange_counts(rank_N))
@@ -125,14 +117,12 @@ def run_pass(
         The outputs, and the gradient of the rows where each output counts by its own square.
     """
     x_TD = x_TD.clone().requires_grad_()
-    dispatched, outputs = dispatcher.dispatch(x_TD, routes), []
-    for chunk in dispatched.chunks:
-        its = chunk.routes
-        products_ND = torch.einsum("nd,ndo->no", chunk.x_UD[its.source_N], weight_EDD[its.expert_N])
-        zeros_TD = x_TD.new_zeros(its.num_targets, WIDTH)
-        weighed_ND = products_ND * its.weight_N[:, None]
-        outputs.append(chunk.send_back(zeros_TD.index_add(0, its.target_N, weighed_ND)))
-    y_TD = dispatched.combine(outputs)
+    dispatched = dispatcher.dispatch(x_TD, routes)
+    x_UD, its = dispatched.x_UD, dispatched.routes
+    products_ND = torch.einsum("nd,ndo->no", x_UD[its.source_N], weight_EDD[its.expert_N])
+    weighed_ND = products_ND * its.weight_N[:, None]
+    zeros_TD = x_TD.new_zeros(its.num_targets, WIDTH)
+    y_TD = dispatched.combine(zeros_TD.index_add(0, its.target_N, weighed_ND))
     [grad_TD] = torch.autograd.grad(y_TD.square().sum(), x_TD)
     return y_TD.detach(), grad_TD
 

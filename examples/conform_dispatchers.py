@@ -40,11 +40,8 @@ class Dispatched(nn.Module):
         """Sends rows to their experts' ranks, computes, and adds up what comes back."""
         routes = token_routes(experts_TK, gates_TK, num_experts=EXPERTS)
         dispatched = self.dispatcher.dispatch(x_TD, routes)
-        outputs = [
-            chunk.send_back(routed_mlp(chunk.x_UD, self.w_up, self.w_down, chunk.routes))
-            for chunk in dispatched.chunks
-        ]
-        return dispatched.combine(outputs)
+        y_TD = routed_mlp(dispatched.x_UD, self.w_up, self.w_down, dispatched.routes)
+        return dispatched.combine(y_TD)
 
 
 def _what_it_wants(dispatcher: str, group: dist.ProcessGroup) -> dict[str, Any]:

@@ -22,18 +22,11 @@ from .cpu.library import handles
 from .triton.available import reason_against
 
 
-def sort_routes(
-    expert_N: Tensor, num_experts: int, *, per_expert: int = 0, has_unused: bool = False
-) -> Sorting:
+def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
     """Sorts N routes by expert, 0 … num_experts − 1, stably.
 
     With `per_expert` > 0 the routes stand so already, that many for each expert: nothing is sorted.
-    With `has_unused` places of a list may name expert `num_experts`: they come last, and no expert
-    has them.
     """
-    if has_unused:
-        order_N, place_N, starts = _sort_routes(expert_N, num_experts + 1)
-        return Sorting(order_N, place_N, starts[:-1])
     if per_expert:
         starts_E1 = (
             torch.arange(num_experts + 1, device=expert_N.device, dtype=torch.int32) * per_expert

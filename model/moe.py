@@ -8,7 +8,7 @@ On one rank `LocalDispatcher` returns what it was given: no copy, no sort. Acros
 dispatcher (distributed/) takes its place; the layer, its experts and their kernels stay the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,16 +26,8 @@ from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 
 
-class PendingRows(Protocol):
-    """Rows on their way to this rank."""
-
-    def wait(self) -> Tensor:
-        """Returns the rows, once they are here."""
-        ...
-
-
-class DispatchedChunk(Protocol):
-    """Rows that this rank must serve, and their routes with local expert numbers."""
+class Dispatched(Protocol):
+    """Rows of one pass that this rank's experts must serve, and the way home for their outputs."""
 
     @property
     def x_UD(self) -> Tensor:
@@ -44,35 +36,16 @@ class DispatchedChunk(Protocol):
 
     @property
     def routes(self) -> Routes:
-        """Waits for the routes that read these rows."""
+        """Waits for the routes that read these rows, with local expert numbers."""
         ...
 
-    def send_back(self, y_TD: Tensor) -> PendingRows:
-        """Starts to send the experts' outputs back, one row for each target row of the routes.
-
-        Returns:
-            What `combine` wants of this chunk: the outputs that come to this rank in exchange.
-        """
-        ...
-
-
-class Dispatched(Protocol):
-    """Rows of one pass after dispatch: one chunk, or several, each under way while the experts
-    compute the one before.
-    """
-
-    @property
-    def chunks(self) -> Sequence[DispatchedChunk]:
-        """Returns what this rank must serve, in the order in which it comes."""
-        ...
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
-        """Adds up the outputs of all experts where this rank's routes say, (num_targets, D).
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Sends the experts' outputs home and adds them up there, (num_targets, D).
 
         Collective over the dispatcher's ranks.
 
         Args:
-            outputs: what `send_back` returned for every chunk, in order.
+            y_TD: one row for each target row of `routes`.
         """
         ...
 
@@ -90,43 +63,22 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Rows that are here already."""
-
-    rows: Tensor
-
-    def wait(self) -> Tensor:
-        """Returns the rows."""
-        return self.rows
-
-
-@dataclass(frozen=True)
-class LocalRoutes:
-    """A pass of a rank that serves itself: its only chunk."""
+    """Rows of a rank that serves itself."""
 
     x_UD: Tensor
     routes: Routes
 
-    @property
-    def chunks(self) -> Sequence["LocalRoutes"]:
-        """Returns the rows and routes as they were given."""
-        return (self,)
-
-    def send_back(self, y_TD: Tensor) -> LocalRows:
-        """Keeps the outputs, which are where they belong."""
-        return LocalRows(y_TD)
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+    def combine(self, y_TD: Tensor) -> Tensor:
         """Returns the outputs, which the experts have added up already."""
-        [rows] = outputs
-        return rows.wait()
+        return y_TD
 
 
 class LocalDispatcher:
     """Leaves every row where it is, for this rank has all experts."""
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRoutes:
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRows:
         """Returns rows and routes as they are."""
-        return LocalRoutes(x_UD, routes)
+        return LocalRows(x_UD, routes)
 
 
 class SparseLayer(nn.Module):
@@ -149,10 +101,7 @@ class SparseLayer(nn.Module):
         dispatched = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
         if beside is not None:
             beside()
-        outputs = [
-            chunk.send_back(self.experts(chunk.x_UD, chunk.routes)) for chunk in dispatched.chunks
-        ]
-        return dispatched.combine(outputs)
+        return dispatched.combine(self.experts(dispatched.x_UD, dispatched.routes))
 
 
 class SubTokens(nn.Module):

@@ -44,8 +44,7 @@ class Routes:
     such rule. `equal_blocks` is positive where a token's routes go, equally many, to each of so many
     equal blocks of experts, in their order: heads with experts of their own. `per_expert` is
     positive where route n goes through expert n // per_expert, on every rank alike: counts are
-    known without asking, and nothing is sorted. `has_unused`: the list has room for more routes than
-    came; what is unused names expert E and rows past the end, and only kernels read such a list.
+    known without asking, and nothing is sorted.
     """
 
     source_N: Tensor  # int64
@@ -58,7 +57,6 @@ class Routes:
     per_target: int
     per_expert: int = 0
     equal_blocks: int = 0
-    has_unused: bool = False
 
     @property
     def sorting(self) -> Sorting:
@@ -67,12 +65,7 @@ class Routes:
             None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")
         )  # the compiler keeps its own
         if known is None:
-            known = sort_routes(
-                self.expert_N,
-                self.num_experts,
-                per_expert=self.per_expert,
-                has_unused=self.has_unused,
-            )
+            known = sort_routes(self.expert_N, self.num_experts, per_expert=self.per_expert)
             if not torch.compiler.is_compiling():
                 object.__setattr__(self, "_sorting", known)  # frozen, and still the same routes
         return known
@@ -106,10 +99,6 @@ class Routes:
         if keep_N.is_meta:
             return self
         return self._at(save_decision(lambda: keep_N.nonzero().squeeze(1)))
-
-    def used(self) -> "Routes":
-        """Returns the routes without places that are unused; their number is read from the device."""
-        return self.kept(self.expert_N < self.num_experts) if self.has_unused else self
 
     def without_padding(self, rows: DocumentRows) -> "Routes":
         """Returns the routes of tokens that are no padding, in the same order.

@@ -366,12 +366,10 @@ def _arrived(
     held = [expert_map.expert_S[slot] for slot in expert_map.own_slots(ep_rank)]
     numbers = [-1 if expert is None else expert for expert in held]
     expert_e = torch.tensor(numbers, dtype=torch.int64)
-    found = []
-    for chunk in dispatcher.dispatch(addresses_U2, call.routes).chunks:
-        received_U2, routes = chunk.x_UD, chunk.routes
-        source_N2 = received_U2[routes.source_N].long()
-        found.append(_address(source_N2[:, 0], source_N2[:, 1], expert_e[routes.expert_N]))
-    return torch.cat(found).numpy() if found else np.empty(0, np.int64)
+    dispatched = dispatcher.dispatch(addresses_U2, call.routes)
+    received_U2, routes = dispatched.x_UD, dispatched.routes
+    source_N2 = received_U2[routes.source_N].long()
+    return _address(source_N2[:, 0], source_N2[:, 1], expert_e[routes.expert_N]).numpy()
 
 
 def _address(rank_N: Tensor | int, row_N: Tensor, expert_N: Tensor) -> Tensor:

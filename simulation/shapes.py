@@ -40,7 +40,7 @@ from ..distributed.process.process import DEFAULT_TIMEOUT_S, Process
 from ..model.balance import RunningSum
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import enters_a_product, forward_in
-from ..model.moe import LocalRoutes, SparseLayer
+from ..model.moe import LocalRows, SparseLayer
 from ..model.routing import Routes
 from ..model.transformer import Transformer
 from ..planning.workload import describe, kept_by_bank
@@ -198,9 +198,9 @@ class _Mirror:
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRoutes:
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRows:
         """Returns the rows as they are, with routes through the experts of this rank."""
-        return LocalRoutes(x_UD, replace(routes, num_experts=self._num_local, per_expert=0))
+        return LocalRows(x_UD, replace(routes, num_experts=self._num_local, per_expert=0))
 
 
 def _check_forward(model: Transformer, request: ShapeRequest) -> None:

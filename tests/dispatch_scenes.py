@@ -116,10 +116,9 @@ def run_pass(
     routes: Routes,
     experts: Callable[[Tensor, Routes], Tensor],
 ) -> Tensor:
-    """Dispatches, lets experts compute every chunk, and combines, as a sparse layer does."""
+    """Dispatches, lets experts compute, and combines, as a sparse layer does."""
     dispatched = dispatcher.dispatch(x, routes)
-    outputs = [chunk.send_back(experts(chunk.x_UD, chunk.routes)) for chunk in dispatched.chunks]
-    return dispatched.combine(outputs)
+    return dispatched.combine(experts(dispatched.x_UD, dispatched.routes))
 
 
 def forward_backward(

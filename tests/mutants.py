@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "answers are not brought back into the order of the "
         "routes", "distributed/dispatch/alltoall.py",
-        "                rows,\n                self.order_N,\n", "                rows,\n                None,\n",
+        "            back.wait(),\n            self.order_N,\n", "            back.wait(),\n            None,\n",
         (ON_FOUR_RANKS,),
     ),
     Mutant(

@@ -134,7 +134,6 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         backend=backend,
         seed=config.train.seed,
         device=process.device,
-        overlap_chunks=config.mesh.overlap_chunks,
         check_every=config.mesh.check_every,
         ranks_per_node=process.ranks_per_node,
         timeout_s=process.timeout_s,

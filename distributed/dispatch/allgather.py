@@ -16,12 +16,11 @@ Cost per rank and direction: (P − 1) · U rows of the fullest rank, whatever t
 backward does 4 and 2 in reverse.
 
 Routes with `per_expert` go one row per route (alltoall.py): counts known to all, and no
-copies for those who want none. There are no chunks.
+copies for those who want none.
 
 Legend: U source rows, T target rows, N routes (of the fullest rank), P ranks, D width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model.execution.recompute import save_combine, save_decision
-from ...model.moe import Dispatched, PendingRows
+from ...model.moe import Dispatched
 from ...model.routing import Routes
-from .alltoall import AllToAllDispatcher
-from .base import ExpertParallelDispatcher, Setup
+from .alltoall import RowSharingDispatcher
 from .exchange import AllGather, AsyncCollective, Communicator
 from .expert_map import ExpertMap
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Dispatched:
     """All ranks' rows and routes under way."""
 
     communicator: Communicator
@@ -48,7 +46,8 @@ class _Chunk:
     addresses: AsyncCollective  # (P, N, 3): source row, slot, target row; slot −1: no route
     num_routes: int  # of those, how many are for this rank
     num_rows: int  # of the fullest rank
-    num_targets: int  # of the fullest rank
+    most_targets: int  # of the fullest rank
+    num_targets: int  # of this rank
 
     @property
     def x_UD(self) -> Tensor:
@@ -57,8 +56,9 @@ class _Chunk:
 
     @property
     def routes(self) -> Routes:
-        """Waits for the routes, and takes those of this rank's experts; row u of rank p is row
-        p · U + u, and so are targets.
+        """Waits for the routes, and takes those of this rank's experts.
+
+        Row u of rank p is row p · U + u, and so are targets.
         """
         addresses_PN3 = self.addresses.wait()
         source_N, slot_N, target_N = addresses_PN3.flatten(0, 1).unbind(1)
@@ -70,56 +70,27 @@ class _Chunk:
             source_N[chosen] + rank_N * self.num_rows,
             tables.local_S[slot_N[chosen]],
             self.weights.wait()[chosen],
-            target_N[chosen] + rank_N * self.num_targets,
+            target_N[chosen] + rank_N * self.most_targets,
             self.expert_map.slots_P[self.communicator.rank],
-            self.num_targets * self.communicator.num_ranks,
+            self.most_targets * self.communicator.num_ranks,
             per_source=0,
             per_target=0,
         )
 
-    def send_back(self, y_TD: Tensor) -> AsyncCollective:
-        """Starts to add up the outputs of all ranks, each rank's at itself."""
-        return self.communicator.reduce_scatter(y_TD)
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Adds up the outputs of all ranks, each rank's at itself, (num_targets, D). Collective."""
+        sums_TD = self.communicator.reduce_scatter(y_TD).wait()
+        return save_combine(sums_TD[: self.num_targets])
 
 
-@dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way."""
-
-    chunks: Sequence[_Chunk]
-    num_targets: int
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
-        """Waits for the sum over all ranks, (num_targets, D). Collective."""
-        [pending] = outputs
-        return save_combine(pending.wait()[: self.num_targets])
-
-
-class AllGatherDispatcher(ExpertParallelDispatcher):
+class AllGatherDispatcher(RowSharingDispatcher):
     """Sends every row to every rank; equal to `LocalDispatcher` up to the order of sums."""
 
-    def __init__(self, setup: Setup) -> None:
-        if setup.overlap_chunks > 1:
-            raise ValueError(
-                f"the allgather dispatcher has no chunks (overlap_chunks={setup.overlap_chunks}): "
-                "choose alltoall, dedup or hierarchical, or overlap_chunks=1"
-            )
-        super().__init__(setup)
-        self._one_per_route = AllToAllDispatcher(setup)
-
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send every row and every route to all ranks. Collective.
-
-        Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
-                experts.
-        """
-        if routes.per_expert:
-            return self._one_per_route.dispatch(x_UD, routes)
-        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
+    def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
+        """Starts to send every row and every route to all ranks. Collective."""
         tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
         sizes = save_decision(lambda: self._sizes(x_UD, routes, tables.rank_S[slot_N]))
-        num_rows, num_targets, num_routes = (max(row[i] for row in sizes) for i in range(3))
+        num_rows, most_targets, num_routes = (max(row[i] for row in sizes) for i in range(3))
         served = sum(row[3 + self.communicator.rank] for row in sizes)
         self.setup.counters.add(
             rows_sent=len(x_UD) * self.communicator.num_ranks, routes_served=served
@@ -127,7 +98,7 @@ class AllGatherDispatcher(ExpertParallelDispatcher):
         addresses_N3 = torch.stack((routes.source_N, slot_N, routes.target_N), 1)
         padding = (0, 0, 0, num_routes - len(addresses_N3))
         addresses_N3 = F.pad(addresses_N3, padding, value=-1)
-        chunk = _Chunk(
+        return _Dispatched(
             self.communicator,
             expert_map,
             rows=self.communicator.all_gather(_padded(x_UD, num_rows)),
@@ -135,9 +106,9 @@ class AllGatherDispatcher(ExpertParallelDispatcher):
             addresses=self.communicator.all_gather(addresses_N3[None], counted=False),
             num_routes=served,
             num_rows=num_rows,
-            num_targets=num_targets,
+            most_targets=most_targets,
+            num_targets=routes.num_targets,
         )
-        return _Dispatched([chunk], routes.num_targets)
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
         """Reads of every rank: rows, targets, routes, and the routes of every destination."""

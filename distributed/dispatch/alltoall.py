@@ -16,19 +16,16 @@ they are brought into canonical order by one transposed copy each way.
 
 In canonical order an expert sees the same rows in the same order on 1 or on P ranks, so outputs,
 input gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
-Chunks are ranges of experts: each expert still sees all its rows at once, so chunks change no bit
-either. A rank has as many chunks that are not empty as it has experts, at most.
 
 Cost per rank and direction: N·D elements and N gate weights, N the number of routes, minus what
 stays on its rank. The backward sends the same amount the other way. A rank without rows takes part
 in every exchange: its empty tensors come out of the exchange itself, so its backward does too.
 
-Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank, V = chunks · P.
+Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,133 +33,95 @@ from torch import Tensor
 from ...kernels.calls import check_counts
 from ...kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
 from ...model.execution.recompute import save_combine, save_decision
-from ...model.moe import Dispatched, DispatchedChunk, PendingRows
+from ...model.moe import Dispatched
 from ...model.routing import Routes, slot_routes
-from .base import ExpertParallelDispatcher
-from .dedup_hop import count_of, split_rows
+from .base import ExpertParallelDispatcher, Setup
 from .exchange import AllToAll, AsyncCollective, Communicator
 from .expert_map import ExpertMap
 
 
 @dataclass(frozen=True)
-class _Chunks:
-    """The order in which slots travel: by chunk, then by rank, then as they stand. A chunk is a
-    range of every rank's slots.
-    """
+class _Sent:
+    """Rows and gate weights under way, one per route, and how many pass between the ranks."""
 
-    key_S: Tensor  # place of every slot in the order of travel
-    slot_S: Tensor  # the slot in each place
-    destination_S: Tensor  # (chunk, rank) of every slot
-    own: tuple[range, ...]  # this rank's slots in every chunk
-
-
-@dataclass(frozen=True)
-class _Splits:
+    communicator: Communicator
     sent: list[int]
     received: list[int]
+    rows: AsyncCollective
+    weights: AsyncCollective
+    routes: Routes  # this rank's own
+    order_N: Tensor | None  # in which they were sent; None: as they stood
 
-
-@dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way, and the order in which its routes were sent; None: as they stood."""
-
-    chunks: Sequence[DispatchedChunk]
-    routes: Routes
-    order_N: Tensor | None
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
-        """Adds up the outputs in route order, (num_targets, D). Collective."""
-        received, routes = [pending.wait() for pending in outputs], self.routes
-        rows = received[0] if len(received) == 1 else torch.cat(received)
-        return save_combine(
-            sum_rows(
-                rows,
-                self.order_N,
-                routes.target_N,
-                num_rows=routes.num_targets,
-                per_row=routes.per_target,
-            )
+    def combine(self, y_ND: Tensor) -> Tensor:
+        """Sends one row of outputs back for every row that came, and adds them up in route order."""
+        back = self.communicator.all_to_all(y_ND, self.received, self.sent, is_combine=True)
+        routes = self.routes
+        sums = sum_rows(
+            back.wait(),
+            self.order_N,
+            routes.target_N,
+            num_rows=routes.num_targets,
+            per_row=routes.per_target,
         )
+        return save_combine(sums)
 
 
 @dataclass(frozen=True)
-class _CountedChunk:
-    """Rows under way as (source rank, slot, position), with the counts that say where each slot's
+class _CountedRows:
+    """Rows in the order (source rank, slot, position), with the counts that say where each slot's
     begin.
     """
 
-    communicator: Communicator
-    splits: _Splits
-    rows: AsyncCollective
-    weights: AsyncCollective
+    sending: _Sent
     counts_Pe: Tensor
-    first_slot: int
-    num_slots: int
 
     @property
     def x_UD(self) -> Tensor:
         """Waits for the rows."""
-        return self.rows.wait()
+        return self.sending.rows.wait()
 
     @property
     def routes(self) -> Routes:
         """Waits for the gate weights: one route per row."""
-        weights, counts_Pe = self.weights.wait(), self.counts_Pe
-        num_rows = len(weights)
-        slot_e = torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot
-        slots_Pe = slot_e.repeat(len(counts_Pe))
-        slot_U = slots_Pe.repeat_interleave(counts_Pe.reshape(-1), output_size=num_rows)
-        row_U = torch.arange(num_rows, device=counts_Pe.device)
-        return Routes(
-            row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1
-        )
+        weights, counts_Pe = self.sending.weights.wait(), self.counts_Pe
+        num_ranks, num_slots = counts_Pe.shape
+        slots_Pe = torch.arange(num_slots, device=counts_Pe.device).repeat(num_ranks)
+        slot_U = slots_Pe.repeat_interleave(counts_Pe.reshape(-1), output_size=len(weights))
+        return _one_per_row(slot_U, weights, num_slots)
 
-    def send_back(self, y_TD: Tensor) -> AsyncCollective:
-        """Starts to send one row of outputs back for every row that came."""
-        return self.communicator.all_to_all(
-            y_TD, self.splits.received, self.splits.sent, is_combine=True
-        )
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Sends the outputs back and adds them up. Collective."""
+        return self.sending.combine(y_TD)
 
 
 @dataclass(frozen=True)
-class _KnownChunk:
-    """Rows under way, equally many for every slot from every rank."""
+class _KnownRows:
+    """Rows of which every rank sends equally many to every slot."""
 
-    communicator: Communicator
-    splits: _Splits
-    rows: AsyncCollective
-    weights: AsyncCollective
-    own: range
-    num_slots: int
+    sending: _Sent
+    num_slots: int  # of this rank
 
     @property
     def x_UD(self) -> Tensor:
         """Waits for the rows, and brings them into canonical order."""
-        return _transpose(self.rows.wait(), self.communicator.num_ranks, len(self.own))
+        return self._by_slot(self.sending.rows.wait())
 
     @property
     def routes(self) -> Routes:
-        """Waits for the gate weights: one route per row, sorted.
+        """Waits for the gate weights: one route per row, sorted."""
+        weights = self._by_slot(self.sending.weights.wait())
+        if not self.num_slots:
+            return _one_per_row(torch.arange(0, device=weights.device), weights, 0)
+        sorted_routes = slot_routes(len(weights), num_experts=self.num_slots, device=weights.device)
+        return sorted_routes.with_weights(weights)
 
-        Their counts are known where the chunk has all slots.
-        """
-        weights = _transpose(self.weights.wait(), self.communicator.num_ranks, len(self.own))
-        if len(self.own) == self.num_slots > 0:
-            return slot_routes(
-                len(weights), num_experts=self.num_slots, device=weights.device
-            ).with_weights(weights)
-        row_U = torch.arange(len(weights), device=weights.device)
-        slot_U = row_U // max(1, len(weights) // max(1, len(self.own))) + self.own.start
-        return Routes(
-            row_U, slot_U, weights, row_U, self.num_slots, len(weights), per_source=1, per_target=1
-        )
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Sends the outputs back, in the order of ranks, and adds them up. Collective."""
+        num_ranks = self.sending.communicator.num_ranks
+        return self.sending.combine(_transpose(y_TD, self.num_slots, num_ranks))
 
-    def send_back(self, y_TD: Tensor) -> AsyncCollective:
-        """Starts to send one row of outputs back for every row that came, in the order of ranks."""
-        rows = _transpose(y_TD, len(self.own), self.communicator.num_ranks)
-        return self.communicator.all_to_all(
-            rows, self.splits.received, self.splits.sent, is_combine=True
-        )
+    def _by_slot(self, rows: Tensor) -> Tensor:
+        return _transpose(rows, self.sending.communicator.num_ranks, self.num_slots)
 
 
 class AllToAllDispatcher(ExpertParallelDispatcher):
@@ -176,141 +135,116 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
                 experts.
         """
         check_counts(routes, routes.num_experts)
-        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
+        expert_map = self.begin(x_UD, routes)
         if routes.per_expert and expert_map.filled_once:
             return self._dispatch_known(x_UD, routes, expert_map)
         return self._dispatch_counted(x_UD, routes, expert_map)
 
-    def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _Dispatched:
+    def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _KnownRows:
         """Every rank sends `per_expert` rows to every slot: all is known beforehand."""
-        chunks, communicator = self._chunks(expert_map, x_UD.device), self.communicator
-        order_N = None
-        if self.setup.overlap_chunks > 1 or expert_map.slot_E is not None:
-            order_N = _known_order(chunks, expert_map, routes.per_expert)
-        splits = []
-        for ranges, own in zip(_ranges(expert_map, len(chunks.own)), chunks.own, strict=True):
-            sent = [routes.per_expert * len(slots) for slots in ranges]
-            received = [routes.per_expert * len(own)] * communicator.num_ranks
-            splits.append(_Splits(sent, received))
+        own = expert_map.slots_P[self.communicator.rank]
+        order_N = _known_order(expert_map, routes.per_expert, x_UD.device)
         rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
-        collectives = self._start(rows_ND, in_order(routes.weight_N, order_N), splits)
-        num_slots = expert_map.slots_P[communicator.rank]
-        dispatched = [
-            _KnownChunk(communicator, split, rows, weights, own, num_slots)
-            for split, (rows, weights), own in zip(splits, collectives, chunks.own, strict=True)
-        ]
-        return _Dispatched(dispatched, routes, order_N)
+        sent = [routes.per_expert * count for count in expert_map.slots_P]
+        received = [routes.per_expert * own] * self.communicator.num_ranks
+        return _KnownRows(self._send(rows_ND, routes, order_N, sent, received), own)
 
-    def _dispatch_counted(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _Dispatched:
-        chunks, communicator, counters = (
-            self._chunks(expert_map, x_UD.device),
-            self.communicator,
-            self.setup.counters,
-        )
-        slot_N = expert_map.slots_of(routes.expert_N)
-        sent_S = count_of(slot_N, expert_map.num_slots)
+    def _dispatch_counted(
+        self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap
+    ) -> _CountedRows:
+        communicator, counters = self.communicator, self.setup.counters
         own = expert_map.slots_P[communicator.rank]
+        slot_N = expert_map.slots_of(routes.expert_N)
+        sent_S = _count_of(slot_N, expert_map.num_slots)
         counts = AllToAll(
             communicator.group, list(expert_map.slots_P), [own] * communicator.num_ranks
         )
         pending = save_decision(lambda: counts.start(sent_S))
-        key_N = slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N]
-        order_N = sort_by_expert(key_N, expert_map.num_slots)
+        order_N = sort_by_expert(slot_N, expert_map.num_slots)
         rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
         received_Pe = counters.wait(pending).view(communicator.num_ranks, own)
-        splits = save_decision(lambda: self._read(sent_S, received_Pe, chunks))
-        collectives = self._start(rows_ND, in_order(routes.weight_N, order_N), splits)
-        dispatched = []
-        for split, (rows, weights), slots in zip(splits, collectives, chunks.own, strict=True):
-            counts_Pe = received_Pe[:, slots.start : slots.stop]
-            dispatched.append(
-                _CountedChunk(communicator, split, rows, weights, counts_Pe, slots.start, own)
-            )
-        return _Dispatched(dispatched, routes, order_N)
+        rank_S = expert_map.tables(x_UD.device).rank_S
 
-    def _read(self, sent_S: Tensor, received_Pe: Tensor, chunks: _Chunks) -> list[_Splits]:
-        """Reads every chunk's splits on the host."""
-        num_ranks, num_chunks = self.communicator.num_ranks, len(chunks.own)
-        sent_V = sent_S.new_zeros(num_chunks * num_ranks).index_add_(
-            0, chunks.destination_S, sent_S
-        )
-        received_V = torch.cat([received_Pe[:, own.start : own.stop].sum(1) for own in chunks.own])
-        both = self.setup.counters.read(
-            torch.stack((sent_V, received_V)).view(2, num_chunks, num_ranks)
-        )
-        return [_Splits(sent, received) for sent, received in zip(*both, strict=True)]
+        def read() -> list[list[int]]:
+            sent_P = sent_S.new_zeros(communicator.num_ranks).index_add_(0, rank_S, sent_S)
+            return counters.read(torch.stack((sent_P, received_Pe.sum(1))))
 
-    def _start(
-        self, rows_ND: Tensor, weight_N: Tensor, splits: list[_Splits]
-    ) -> list[tuple[AsyncCollective, AsyncCollective]]:
-        """Starts every chunk's rows and gate weights, and counts them."""
-        self.setup.counters.add(
-            rows_sent=len(weight_N), routes_served=sum(sum(split.received) for split in splits)
-        )
-        sizes = [sum(split.sent) for split in splits]
-        rows, weights = split_rows(rows_ND, sizes), split_rows(weight_N, sizes)
-        return [
-            (
-                self.communicator.all_to_all(rows[i], split.sent, split.received),
-                self.communicator.all_to_all(weights[i], split.sent, split.received),
-            )
-            for i, split in enumerate(splits)
-        ]
+        sent, received = save_decision(read)
+        return _CountedRows(self._send(rows_ND, routes, order_N, sent, received), received_Pe)
 
-    def _chunks(self, expert_map: ExpertMap, device: torch.device) -> _Chunks:
-        return _chunks(expert_map, self.setup.overlap_chunks, self.communicator.rank, device)
+    def _send(
+        self,
+        rows_ND: Tensor,
+        routes: Routes,
+        order_N: Tensor | None,
+        sent: list[int],
+        received: list[int],
+    ) -> _Sent:
+        """Starts rows and gate weights, and counts them."""
+        communicator, weight_N = self.communicator, in_order(routes.weight_N, order_N)
+        self.setup.counters.add(rows_sent=len(weight_N), routes_served=sum(received))
+        rows = communicator.all_to_all(rows_ND, sent, received)
+        weights = communicator.all_to_all(weight_N, sent, received)
+        return _Sent(communicator, sent, received, rows, weights, routes, order_N)
+
+
+class RowSharingDispatcher(ExpertParallelDispatcher):
+    """Sends a row once for several routes.
+
+    Routes with `per_expert` share no row, or few, and have known counts: they go one by one.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._one_per_route = AllToAllDispatcher(setup)
+
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+        """Starts to send the rows, and the routes that read them. Collective.
+
+        Raises:
+            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
+                experts.
+        """
+        if routes.per_expert:
+            return self._one_per_route.dispatch(x_UD, routes)
+        return self.dispatch_shared(x_UD, routes, self.begin(x_UD, routes))
+
+    @abstractmethod
+    def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
+        """Starts to send the rows of a pass that was begun."""
+
+
+def _one_per_row(slot_U: Tensor, weights: Tensor, num_slots: int) -> Routes:
+    """Returns one route for every row that came, into a target row of its own."""
+    row_U = torch.arange(len(weights), device=weights.device)
+    return Routes(
+        row_U, slot_U, weights, row_U, num_slots, len(weights), per_source=1, per_target=1
+    )
 
 
 def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
-    """Rows in order (outer, inner, position) to (inner, outer, position). A view where there is one
-    of either.
+    """Brings rows in order (outer, inner, position) to (inner, outer, position).
+
+    It is a view where there is one of either.
     """
     if not len(rows):
         return rows
     return rows.reshape(num_outer, num_inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
-def _ranges(expert_map: ExpertMap, num_chunks: int) -> list[list[range]]:
-    """The local slots of every chunk and rank: nearly equal neighbouring ranges."""
-    return [
-        [
-            range(count * chunk // num_chunks, count * (chunk + 1) // num_chunks)
-            for count in expert_map.slots_P
-        ]
-        for chunk in range(num_chunks)
-    ]
-
-
-@lru_cache(maxsize=256)
-def _chunks(expert_map: ExpertMap, num_chunks: int, rank: int, device: torch.device) -> _Chunks:
-    first = [sum(expert_map.slots_P[:p]) for p in range(len(expert_map.slots_P))]
-    ranges = _ranges(expert_map, num_chunks)
-    slots, destinations = [], [0] * expert_map.num_slots
-    for chunk, own in enumerate(ranges):
-        for p, local in enumerate(own):
-            slots += [first[p] + slot for slot in local]
-            for slot in local:
-                destinations[first[p] + slot] = chunk * len(first) + p
-    slot_S = torch.tensor(slots, dtype=torch.int64, device=device)
-    key_S = torch.empty_like(slot_S)
-    key_S[slot_S] = torch.arange(len(slots), device=device)
-    return _Chunks(
-        key_S,
-        slot_S,
-        torch.tensor(destinations, dtype=torch.int64, device=device),
-        tuple(own[rank] for own in ranges),
+def _count_of(values_N: Tensor, num_values: int) -> Tensor:
+    """Counts how often each value occurs; unlike `bincount` it asks a GPU for nothing."""
+    return torch.zeros(num_values, dtype=torch.int64, device=values_N.device).scatter_add_(
+        0, values_N, torch.ones_like(values_N)
     )
 
 
-def _known_order(chunks: _Chunks, expert_map: ExpertMap, per_expert: int) -> Tensor:
-    """Routes stand by expert; they travel by slot in the order of `chunks`."""
-    expert_S = chunks.slot_S
-    slot_E = expert_map.tables(chunks.slot_S.device).slot_E
-    if slot_E is not None:
-        expert_S = torch.empty_like(slot_E).index_copy_(
-            0, slot_E, torch.arange(len(slot_E), device=slot_E.device)
-        )
-        expert_S = expert_S[chunks.slot_S]
-    return (
-        expert_S[:, None] * per_expert + torch.arange(per_expert, device=expert_S.device)
-    ).flatten()
+def _known_order(expert_map: ExpertMap, per_expert: int, device: torch.device) -> Tensor | None:
+    """Returns the routes, which stand by expert, in the order of slots; None: it is the same."""
+    slot_E = expert_map.tables(device).slot_E
+    if slot_E is None:
+        return None
+    expert_S = torch.empty_like(slot_E).index_copy_(
+        0, slot_E, torch.arange(len(slot_E), device=device)
+    )
+    return (expert_S[:, None] * per_expert + torch.arange(per_expert, device=device)).flatten()

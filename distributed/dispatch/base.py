@@ -1,8 +1,7 @@
-"""What every dispatcher is built from: its group, how it cuts and checks, where the experts live,
-and what it counts.
+"""What every dispatcher is built from: its group, where the experts live, how it checks, and what it
+counts.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,22 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...model.execution.recompute import recomputing
 from ...model.moe import Dispatched
 from ...model.routing import Routes
-from ..symmetric.interface import RowOutbox
+from ..symmetric.outbox import Outbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
-from .room import RouteRoom
 
 _equal_rows: ContextVar[bool] = ContextVar("equal_rows", default=False)
 
 
 @contextmanager
 def equal_rows() -> Iterator[None]:
-    """Promises that until it is left all ranks of an EP group give every sparse layer equally many
-    rows, none of them padding: so what follows from that needs no exchange.
+    """Promises that all ranks of an EP group give every sparse layer equally many rows, none of them padding.
+
+    A dispatcher then knows sizes that it would otherwise exchange.
     """
     token = _equal_rows.set(True)
     try:
@@ -39,10 +37,16 @@ def equal_rows() -> Iterator[None]:
         _equal_rows.reset(token)
 
 
+def rows_are_equal() -> bool:
+    """Returns whether `equal_rows` is promised here."""
+    return _equal_rows.get()
+
+
 @dataclass(frozen=True)
 class NodeGroups:
-    """A rank's groups for an exchange between nodes and one inside them. Rank i of every node's intra group is in the i-th
-    inter group.
+    """Holds a rank's groups for an exchange between nodes and one inside them.
+
+    Rank i of every node's intra group is in the i-th inter group.
     """
 
     inter: dist.ProcessGroup  # one rank of every node, in order of nodes
@@ -51,30 +55,25 @@ class NodeGroups:
 
 @dataclass(frozen=True)
 class Setup:
-    """One dispatcher's settings and counters; every rank of the group must choose the same.
+    """Holds one dispatcher's settings and counters; every rank of the group must choose the same.
 
     `check_every` n: every n-th pass compares the counts of all ranks and verifies every row that
     travels (1: each; 0: never). `expert_map` None: equal contiguous blocks of every bank.
     """
 
     group: dist.ProcessGroup
-    overlap_chunks: int = 1
     check_every: int = 0
     ranks_per_node: int | None = None
     expert_map: ExpertMap | None = None
     nodes: NodeGroups | None = None
-    outbox: RowOutbox | None = None  # of this rank, for dispatchers that exchange through memory
+    outbox: Outbox | None = None  # of this rank, for dispatchers that exchange through memory
     counters: Counters = field(default_factory=Counters)
-    room: RouteRoom = field(default_factory=RouteRoom)
     name: str = ""  # of the dispatcher
     why: str = ""  # it was chosen
 
     def __post_init__(self) -> None:
-        if self.overlap_chunks < 1 or self.check_every < 0:
-            raise ValueError(
-                f"overlap_chunks={self.overlap_chunks} must be at least 1, "
-                f"check_every={self.check_every} at least 0"
-            )
+        if self.check_every < 0:
+            raise ValueError(f"check_every={self.check_every} must be at least 0")
         if self.expert_map is not None and len(self.expert_map.slots_P) != self.group.size():
             raise ValueError(
                 f"an expert map for {len(self.expert_map.slots_P)} ranks, but the group has "
@@ -86,77 +85,41 @@ class Setup:
         nodes = nodes_of(dist.get_process_group_ranks(group), self.ranks_per_node)
         return Communicator(group, self.group, self.counters, nodes)
 
-    def begin(
-        self, x_UD: Tensor, routes: Routes, communicators: Sequence[Communicator]
-    ) -> ExpertMap:
-        """Begins a pass: counts it, checks it if its turn has come.
-
-        Returns:
-            The slot of every expert, as this rank sees them.
-        """
-        recomputed = recomputing()
-        self.counters.begin_pass(len(routes.expert_N), recomputed=recomputed)
-        checking = (
-            self.check_every > 0 and self.counters.passes % self.check_every == 0 and not recomputed
-        )
-        for communicator in communicators:
-            communicator.checking = checking
-        if checking:
-            check_routes(x_UD, routes, self.group)
-        expert_map = self.expert_map
-        if expert_map is None:
-            expert_map = contiguous_map(routes.num_experts, self.group.size())
-        return expert_map.seen_from(self.group.rank())
-
-    def counts_of_token(
-        self, routes: Routes, num_sources: int, expert_map: ExpertMap
-    ) -> list[int] | None:
-        """Returns how many rows, routes and target rows of every token go to every rank, where that
-        is the same for all: every rank serves equally many heads, each with experts of its own, and
-        all ranks have equally many rows. None where it is not so, or not known.
-        """
-        heads, num_ranks = routes.equal_blocks, self.group.size()
-        is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
-        if not (is_known and _equal_rows.get()):
-            return None
-        rows_per_token = self.rows_per_token(routes, num_sources)
-        num_tokens = max(1, num_sources // rows_per_token)
-        counts = [0, 0, 0]
-        counts[ROWS] = -(-rows_per_token // num_ranks)  # one row, or those of its heads
-        counts[ROUTES] = len(routes.expert_N) // num_tokens // num_ranks
-        counts[TARGETS] = -(-(routes.num_targets // num_tokens) // num_ranks)
-        return counts
-
-    @staticmethod
-    def sends_equally(routes: Routes) -> bool:
-        """Returns whether every rank is known to have as many routes: those of a choice per row, of
-        rows of which all ranks promise to have as many.
-        """
-        return _equal_rows.get() and routes.per_source > 0 and not routes.per_expert
-
-    @staticmethod
-    def rows_per_token(routes: Routes, num_sources: int) -> int:
-        """Returns how many neighbouring source rows are one token's, which no chunks part.
-
-        A token is a block of source rows and the block of target rows that belongs to it: as many
-        as divide both numbers. So no row travels in two chunks.
-        """
-        return max(1, num_sources // max(1, math.gcd(num_sources, routes.num_targets)))
-
 
 class ExpertParallelDispatcher(ABC):
-    """A dispatcher over the ranks of an EP group: what all of them have in common."""
+    """Moves rows over the ranks of an EP group: what all such dispatchers have in common."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.communicator = setup, setup.communicator(setup.group)
+        self.setup = setup
+        self.communicator = setup.communicator(setup.group)
+        self.communicators = [self.communicator]  # all over which it exchanges
 
     @abstractmethod
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
         """Starts to send every row to the ranks of its experts, as `Dispatcher` says."""
 
+    def begin(self, x_UD: Tensor, routes: Routes) -> ExpertMap:
+        """Begins a pass: counts it, and checks it if its turn has come.
+
+        Returns:
+            The slot of every expert, as this rank sees them.
+        """
+        setup, recomputed = self.setup, recomputing()
+        setup.counters.begin_pass(len(routes.expert_N), recomputed=recomputed)
+        due = setup.check_every > 0 and setup.counters.passes % setup.check_every == 0
+        checking = due and not recomputed
+        for communicator in self.communicators:
+            communicator.checking = checking
+        if checking:
+            check_routes(x_UD, routes, setup.group)
+        expert_map = setup.expert_map
+        if expert_map is None:
+            expert_map = contiguous_map(routes.num_experts, setup.group.size())
+        return expert_map.seen_from(setup.group.rank())
+
     def stats(self) -> Counters:
         """Returns what this dispatcher has sent and served so far."""
-        return self.setup.counters.read_all()
+        return self.setup.counters
 
     def with_expert_map(self, expert_map: ExpertMap) -> Self:
         """Returns the same dispatcher for experts that have moved; its counters go on."""

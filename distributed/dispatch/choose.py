@@ -9,36 +9,57 @@
 | `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
-A pass is: dispatch (plan, read the counts, start), experts chunk by chunk, combine (wait and add
+A pass is: dispatch (plan, read the counts, start), the experts, combine (send back, wait and add
 up); see exchange.py for how collectives overlap with what stands between start and wait. Each
 dispatcher's own module says its flow and its cost; table.py has them all. Measured:
 benchmarks/dispatch.py.
+
+`mesh.dispatcher=auto` is decided by trying. Where all ranks of an EP group are on one node, their
+rows can go through its memory (`symmetric`) instead of through collectives (`dedup`). Both give the
+same bits, so a run may change from one to the other wherever it starts. Which is faster depends on
+the machine, and takes some milliseconds to find out: a few passes of each by turns, and the slowest
+rank counts.
 """
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
-from ..symmetric.interface import RowOutbox
-from .base import ExpertParallelDispatcher, NodeGroups, Setup
-from .exchange import Counters
+from ...model.routing import Routes, token_routes
+from ..symmetric.outbox import Outbox, open_outbox
+from .base import ExpertParallelDispatcher, NodeGroups, Setup, nodes_of
+from .exchange import Counters, gathered
 from .expert_map import ExpertMap
-from .room import RouteRoom
-from .table import DISPATCHERS, LOCAL, DispatcherEntry, resolved_dispatcher
+from .table import (
+    AUTO,
+    DEFAULT,
+    DISPATCHERS,
+    LOCAL,
+    SHARED_MEMORY,
+    DispatcherEntry,
+    needs_outbox,
+    resolved_dispatcher,
+)
+
+_TOKENS, _TOP_K, _WIDTH = 256, 4, 128  # 128 KiB of float32 rows
+_PASSES = 4  # of each, the first of which is not counted
 
 
 def make_dispatcher(
     name: str,
     group: dist.ProcessGroup,
     *,
-    overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
     expert_map: ExpertMap | None = None,
     nodes: NodeGroups | None = None,
-    outbox: RowOutbox | None = None,
+    outbox: Outbox | None = None,
     why: str = "",
 ) -> Dispatcher:
     """Makes the dispatcher of that name over one EP group; one for every layer, for it counts.
@@ -53,15 +74,7 @@ def make_dispatcher(
     if chosen == LOCAL:
         return LocalDispatcher()
     setup = Setup(
-        group,
-        overlap_chunks,
-        check_every,
-        ranks_per_node,
-        expert_map,
-        nodes,
-        outbox,
-        name=chosen,
-        why=why,
+        group, check_every, ranks_per_node, expert_map, nodes, outbox, name=chosen, why=why
     )
     return _class_of(DISPATCHERS[chosen])(setup)
 
@@ -77,31 +90,134 @@ def _class_of(entry: DispatcherEntry) -> type[ExpertParallelDispatcher]:
 
 def dispatcher_of(model: nn.Module) -> Setup | None:
     """Returns the setup of the model's dispatchers, with their name; None where nothing travels."""
-    for layer in model.modules():
-        if isinstance(layer, SparseLayer) and isinstance(
-            layer.dispatcher, ExpertParallelDispatcher
-        ):
-            return layer.dispatcher.setup
-    return None
+    return next((setup for _, setup in _setups(model)), None)
 
 
 def counters_of(model: nn.Module) -> dict[str, Counters]:
     """Returns what every sparse layer has sent and served so far, by the layer's name; nothing
     where every expert is here.
     """
-    found = {}
+    return {name: setup.counters.copy() for name, setup in _setups(model)}
+
+
+def _setups(model: nn.Module) -> Iterator[tuple[str, Setup]]:
     for name, layer in model.named_modules():
         if isinstance(layer, SparseLayer) and isinstance(
             layer.dispatcher, ExpertParallelDispatcher
         ):
-            found[name] = layer.dispatcher.setup.counters.copy()
-    return found
+            yield name, layer.dispatcher.setup
 
 
-def rooms_of(model: nn.Module) -> list[RouteRoom]:
-    """Returns every sparse layer's room for routes that come, in the order of the model's modules."""
-    return [
-        layer.dispatcher.setup.room
-        for layer in model.modules()
-        if isinstance(layer, SparseLayer) and isinstance(layer.dispatcher, ExpertParallelDispatcher)
-    ]
+# What "auto" means -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DispatcherChoice:
+    """Holds a dispatcher's name, the memory that it wants, and why it was chosen."""
+
+    name: str
+    outbox: Outbox | None = None
+    why: str = ""
+
+
+def choose_dispatcher(
+    name: str,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    ranks_per_node: int | None,
+    timeout_s: float,
+) -> DispatcherChoice:
+    """Returns what `name` means for this group, also where it is "auto". Collective.
+
+    Raises:
+        ValueError: on all ranks: there is no such dispatcher, or these ranks cannot share memory and
+            the dispatcher wants that.
+    """
+    wanted = resolved_dispatcher(name, group.size())
+    is_open = name == AUTO and wanted == DEFAULT
+    if not (is_open or needs_outbox(wanted)):
+        return DispatcherChoice(wanted)
+    outbox = _outbox_of(group, device, ranks_per_node, timeout_s)
+    if isinstance(outbox, Outbox):
+        return _faster(group, outbox) if is_open else DispatcherChoice(wanted, outbox)
+    if is_open:
+        return DispatcherChoice(DEFAULT, why=f"no memory is shared: {outbox}")
+    raise ValueError(
+        f'mesh.dispatcher="{wanted}" cannot be had: {outbox}; use "{DEFAULT}", or "{AUTO}"'
+    )
+
+
+def memory_inside(
+    nodes: NodeGroups, *, device: torch.device, timeout_s: float
+) -> tuple[Outbox | None, str]:
+    """Opens memory for the ranks of this node, where a dispatcher has a way of its own inside nodes;
+    and says why there is none. Collective.
+    """
+    if nodes.intra.size() == 1:
+        return None, ""
+    found = _outbox_of(nodes.intra, device, None, timeout_s)
+    if isinstance(found, str):
+        return None, f"collectives inside nodes: {found}"
+    return found, "shared memory inside nodes"
+
+
+def _outbox_of(
+    group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
+) -> Outbox | str:
+    """Opens this rank's outbox, or says why it has none: the same on every rank. Collective."""
+    if device.type != "cpu":
+        return f"rows are on {device.type}, and the memory is the CPU's"
+    if dist.get_backend(group) != "gloo":
+        return f"the group is of {dist.get_backend(group)}, not of processes over gloo"
+    if len(set(nodes_of(dist.get_process_group_ranks(group), ranks_per_node))) > 1:
+        return "the ranks are on several nodes"
+    return open_outbox(group, timeout_s=timeout_s)
+
+
+def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
+    """Times the dispatchers by turns. Collective."""
+    x, routes = _work(group)
+    candidates = {
+        DEFAULT: make_dispatcher(DEFAULT, group),
+        SHARED_MEMORY: make_dispatcher(SHARED_MEMORY, group, outbox=outbox),
+    }
+    spent_s = dict.fromkeys(candidates, 0.0)
+    for number in range(_PASSES):
+        for name, dispatcher in candidates.items():
+            began_s = time.perf_counter()
+            _pass(dispatcher, x, routes)
+            spent_s[name] += time.perf_counter() - began_s if number else 0.0
+    own = torch.tensor([spent_s[name] for name in candidates], dtype=torch.float64)
+    by_collectives, by_memory = gathered(own, group).amax(0).div(_PASSES - 1).tolist()
+    why = (
+        f"a pass of {_TOKENS} rows of {4 * _WIDTH} bytes and back takes "
+        f"{by_memory * 1e3:.1f} ms through the node's memory, {by_collectives * 1e3:.1f} ms through "
+        "collectives"
+    )
+    if by_memory < by_collectives:
+        return DispatcherChoice(SHARED_MEMORY, outbox, why)
+    outbox.close()
+    return DispatcherChoice(DEFAULT, why=why)
+
+
+def _work(group: dist.ProcessGroup) -> tuple[Tensor, Routes]:
+    """Returns rows, and routes to experts of which every rank has equally many."""
+    num_experts = _TOP_K * group.size()
+    generator = torch.Generator().manual_seed(group.rank())
+    scores = torch.rand(_TOKENS, num_experts, generator=generator)
+    experts = scores.topk(_TOP_K).indices
+    weights = torch.rand(_TOKENS, _TOP_K, generator=generator)
+    x = torch.rand(_TOKENS, _WIDTH, generator=generator, requires_grad=True)
+    return x, token_routes(experts, weights, num_experts=num_experts)
+
+
+def _pass(dispatcher: Dispatcher, x: Tensor, routes: Routes) -> None:
+    """Runs rows to experts that do little, and back; then their gradients."""
+    with torch.enable_grad():
+        dispatched = dispatcher.dispatch(x, routes)
+        rows, own = dispatched.x_UD, dispatched.routes
+        gated = rows[own.source_N] * own.weight_N[:, None]
+        zeros = rows.new_zeros(own.num_targets, rows.shape[1])
+        sums = dispatched.combine(zeros.index_add(0, own.target_N, gated))
+        torch.autograd.grad(sums.sum(), x)

@@ -16,28 +16,25 @@ distinct ranks that have something for them come back: never more than one per r
 experts per token on P ranks P·(1 − (1 − 1/P)^K) of K on average where the choice is even (8 experts
 of 8 ranks: 5.25 of 8). Sums are grouped by rank, so results equal one rank's up to rounding.
 
-Chunks are ranges of tokens, of rows and targets together, so chunks send no row twice.
-
 Routes with `per_expert` go one row per route (alltoall.py): a mixture's slots share no row, and
 what expert choice could save is little against knowing all counts beforehand.
 
-Legend: U source rows, N routes, P ranks, V = chunks · P.
+Legend: U source rows, N routes, P ranks.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS
+from ...kernels.addresses import ROUTES, ROWS, TARGETS
 from ...model.execution.recompute import save_combine, save_decision
-from ...model.moe import Dispatched, PendingRows
+from ...model.moe import Dispatched
 from ...model.routing import Routes
-from .alltoall import AllToAllDispatcher
-from .base import ExpertParallelDispatcher, Setup
-from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
-from .exchange import AllToAll, Counters, Pending
+from .alltoall import RowSharingDispatcher
+from .base import rows_are_equal
+from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
+from .exchange import AllToAll
 from .expert_map import ExpertMap
 
 
@@ -45,84 +42,70 @@ from .expert_map import ExpertMap
 class _Dispatched:
     """A pass under way."""
 
-    chunks: Sequence[DedupChunk]
-    exchange: DedupAllToAll
+    came: DedupRows
 
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
-        """Adds up what the ranks send back, in their order, (num_targets, D). Collective."""
-        return save_combine(self.exchange.combine(outputs))
+    @property
+    def x_UD(self) -> Tensor:
+        """Waits for the distinct rows."""
+        return self.came.x_UD
+
+    @property
+    def routes(self) -> Routes:
+        """Waits for the routes that read them."""
+        return self.came.routes
+
+    def combine(self, y_TD: Tensor) -> Tensor:
+        """Sends the sums back and adds them up in the order of ranks, (num_targets, D). Collective."""
+        return save_combine(self.came.combine(y_TD))
 
 
-class DedupDispatcher(ExpertParallelDispatcher):
+class DedupDispatcher(RowSharingDispatcher):
     """Sends one row per (source row, rank); equal to `LocalDispatcher` up to the order of sums."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._one_per_route = AllToAllDispatcher(setup)
-
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send the distinct rows, and the routes that read them. Collective.
-
-        Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
-                experts.
-        """
-        if routes.per_expert:
-            return self._one_per_route.dispatch(x_UD, routes)
-        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
-        exchange = DedupAllToAll(
+    def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
+        """Starts to send the distinct rows, and the routes that read them. Collective."""
+        exchange = DedupExchange(
             self.communicator,
             routes,
             expert_map.places(x_UD.device),
             num_sources=len(x_UD),
             num_slots=expert_map.slots_P[self.communicator.rank],
-            num_chunks=self.setup.overlap_chunks,
-            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
         )
         sizes = save_decision(
             lambda: self._known_sizes(exchange, expert_map) or self._exchange_sizes(exchange)
         )
-        chunks = exchange.dispatch(x_UD, sizes)
+        came = exchange.start(x_UD, sizes)
         self.setup.counters.add(
             rows_sent=sum(row[ROWS] for row in sizes.sent),
             routes_served=sum(row[ROUTES] for row in sizes.received),
         )
-        return _Dispatched(chunks, exchange)
+        return _Dispatched(came)
 
-    def _known_sizes(self, exchange: DedupAllToAll, expert_map: ExpertMap) -> ExchangeSizes | None:
+    def _known_sizes(self, exchange: DedupExchange, expert_map: ExpertMap) -> ExchangeSizes | None:
         """Returns the sizes where every token sends the same to every rank; None where that is not
         so, or is to be checked.
+
+        Every rank then serves equally many heads, each with experts of its own, and all ranks have
+        equally many rows.
         """
-        to, num_ranks = exchange.addresses, self.communicator.num_ranks
-        of_token = self.setup.counts_of_token(exchange.routes, to.num_sources, expert_map)
-        if of_token is None or self.communicator.checking:
+        routes, num_ranks = exchange.routes, self.communicator.num_ranks
+        heads, num_sources = routes.equal_blocks, exchange.addresses.num_sources
+        is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
+        if not (is_known and rows_are_equal()) or self.communicator.checking:
             return None
-        num_tokens = to.num_sources // to.rows_per_token
-        sizes_V = []
-        for chunk in range(to.num_chunks):
-            first, end = (-(-i * num_tokens // to.num_chunks) for i in (chunk, chunk + 1))
-            sizes_V += [[(end - first) * count for count in of_token]] * num_ranks
-        return ExchangeSizes(sizes_V, sizes_V, exchange.counts_V3)
+        # A token is a block of source rows and the block of target rows that belongs to it.
+        num_tokens = max(1, math.gcd(num_sources, routes.num_targets))
+        counts = [0, 0, 0]
+        counts[ROWS] = -(-num_sources // num_tokens // num_ranks)  # one row, or those of its heads
+        counts[ROUTES] = len(routes.expert_N) // num_tokens // num_ranks
+        counts[TARGETS] = -(-(routes.num_targets // num_tokens) // num_ranks)
+        sizes_P = [[num_tokens * count for count in counts]] * num_ranks
+        return ExchangeSizes(sizes_P, sizes_P, exchange.counts_P3)
 
-    def _exchange_sizes(self, exchange: DedupAllToAll) -> ExchangeSizes:
+    def _exchange_sizes(self, exchange: DedupExchange) -> ExchangeSizes:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile."""
-        pending, counters = self._start_counts(exchange), self.setup.counters
-        exchange.prepare()
-        received_V3 = counters.wait(pending).transpose(0, 1).reshape(-1, 3)
-        return read_sizes(counters, exchange.counts_V3, received_V3)[0]
-
-    def _start_counts(self, exchange: DedupAllToAll) -> Pending:
-        """Starts to send every rank what this one has for it, (P, chunks, 3)."""
-        num_ranks = self.communicator.num_ranks
-        counts_cP3 = exchange.counts_V3.view(exchange.num_chunks, num_ranks, 3)
-        one_each = [1] * num_ranks
+        one_each, counters = [1] * self.communicator.num_ranks, self.setup.counters
         counts = AllToAll(self.communicator.group, one_each, one_each)
-        return counts.start(counts_cP3.transpose(0, 1).contiguous())
-
-
-def read_sizes(counters: Counters, *tables_V3: Tensor) -> list[ExchangeSizes]:
-    """Reads tables (sent, received, sent, received, …) on the host, all at once."""
-    rows = iter(counters.read(torch.cat(tables_V3)))
-    lists = [[next(rows) for _ in range(len(table_V3))] for table_V3 in tables_V3]
-    pairs = range(0, len(tables_V3), 2)
-    return [ExchangeSizes(lists[i], lists[i + 1], tables_V3[i + 1]) for i in pairs]
+        pending = counts.start(exchange.counts_P3)
+        exchange.prepare()
+        return read_sizes(counters, exchange.counts_P3, counters.wait(pending))[0]

@@ -150,9 +150,6 @@ class Counters:
     # time in which the host stood still for an exchange or for the counts, backward included
     waited_s: float = 0.0
 
-    # what a device has counted and nobody has read: rows sent, routes served, bytes inside the node
-    unread_3: Tensor | None = None
-
     def __post_init__(self) -> None:
         self._counting = True
 
@@ -162,25 +159,9 @@ class Counters:
 
     def since(self, earlier: "Counters") -> "Counters":
         """Returns what was done after `earlier`, which is a copy of these."""
-        found = Counters(*(getattr(self, each) - getattr(earlier, each) for each in _COUNTED))
-        found.unread_3 = self.unread_3
-        if self.unread_3 is not None and earlier.unread_3 is not None:
-            found.unread_3 = self.unread_3 - earlier.unread_3
-        return found
-
-    def read_all(self) -> "Counters":
-        """Returns the same numbers, all of them on the host."""
-        found = replace(self, unread_3=None)
-        if self.unread_3 is not None:
-            rows, routes, num_bytes = self.unread_3.tolist()
-            found.add(rows_sent=rows, routes_served=routes, bytes_intra_node=num_bytes)
-        return found
-
-    def add_unread(self, counts: Tensor, amounts_3: Tensor) -> None:
-        """Adds on the device Σ counts · amounts to `unread_3`; (C,) and (C, 3), int64."""
-        if self._counting:
-            added_3 = (counts[:, None] * amounts_3).sum(0)
-            self.unread_3 = added_3 if self.unread_3 is None else self.unread_3 + added_3
+        return Counters(
+            *(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self))
+        )
 
     def begin_pass(self, num_routes: int, *, recomputed: bool) -> None:
         """Counts a pass of so many routes. One that is recomputed was counted: `add` ignores it."""
@@ -212,9 +193,6 @@ class Counters:
         values = counts.tolist()
         self.waited_s += time.perf_counter() - started
         return values
-
-
-_COUNTED = [each.name for each in fields(Counters) if each.name != "unread_3"]
 
 
 @dataclass

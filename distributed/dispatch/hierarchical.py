@@ -9,16 +9,14 @@ experts per token on 2 nodes of 8 ranks 1.99 rows where `dedup` sends 6.5 on ave
 
 The sizes of both exchanges follow from one table, which all ranks gather: how many rows, routes and
 targets every rank has for every rank and for every node. So there is one read on the host per pass,
-as with the others. Costs P · (P + M) · 24 bytes per chunk.
+as with the others. Costs P · (P + M) · 24 bytes.
 
-While the experts compute one chunk, the next one's rows travel between the ranks and the one after
-that between the nodes.
-
-Legend: P ranks = M nodes · G ranks of a node, c chunks, U source rows, T target rows, N routes.
+Legend: P ranks = M nodes · G ranks of a node, U source rows, T target rows, N routes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,122 +24,47 @@ from torch import Tensor
 from ...kernels.addresses import ROUTES, ROWS
 from ...kernels.sends import count_sends
 from ...model.execution.recompute import save_combine, save_decision
-from ...model.moe import Dispatched, DispatchedChunk, PendingRows
+from ...model.moe import Dispatched
 from ...model.routing import Routes
-from ..symmetric.interface import RowOutbox
-from .alltoall import AllToAllDispatcher
-from .base import ExpertParallelDispatcher, Setup
-from .dedup import read_sizes
-from .dedup_hop import DedupAllToAll, DedupChunk, ExchangeSizes
-from .exchange import AllGather, Communicator, Pending
+from .alltoall import RowSharingDispatcher
+from .base import Setup
+from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
+from .exchange import AllGather, Pending
 from .expert_map import ExpertMap, ExpertPlaces
 from .symmetric import start_exchange
 
 
 @dataclass(frozen=True)
-class _BothExchanges:
-    """A pass under way: the inter exchange, and those intra exchanges that were started."""
+class _Dispatched:
+    """A pass under way: the inter exchange, and the intra exchange, which begins when its rows are
+    here.
+    """
 
-    expert_map: ExpertMap
-    inter: DedupAllToAll
-    inter_chunks: list[DedupChunk]
-    intra: Communicator
-    intra_sizes: list[ExchangeSizes]  # of every chunk
-    num_slots: int  # of this rank
-    started: dict[int, "_IntraChunk"]  # by chunk
-    outbox: RowOutbox | None
-
-    def intra_chunk(self, number: int) -> "_IntraChunk":
-        """Returns a chunk of its intra exchange; the first call waits for its rows from other nodes
-        and starts it.
-        """
-        if number not in self.started:
-            by_memory = self.outbox is not None
-            start = self._start_by_memory if by_memory else self._start_by_collectives
-            self.started[number] = start(number)
-        return self.started[number]
-
-    def _start_by_collectives(self, number: int) -> "_IntraChunk":
-        x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
-        exchange = DedupAllToAll(
-            self.intra,
-            routes,
-            self.expert_map.places_in_node(x_UD.device, self.intra.num_ranks),
-            num_sources=len(x_UD),
-            num_slots=self.num_slots,
-        )
-        [chunk] = exchange.dispatch(x_UD, self.intra_sizes[number])
-        return _IntraChunk(chunk, exchange.combine)
-
-    def _start_by_memory(self, number: int) -> "_IntraChunk":
-        assert self.outbox is not None
-        x_UD, routes = self.inter_chunks[number].x_UD, self.inter_chunks[number].routes
-        exchange = start_exchange(
-            self.outbox,
-            self.intra.counters,
-            x_UD,
-            routes,
-            places=self.expert_map.places_in_node(x_UD.device, self.intra.num_ranks),
-            num_slots=self.num_slots,
-        )
-        return _IntraChunk(exchange.chunks[0], exchange.combine)
-
-
-@dataclass(frozen=True)
-class _IntraChunk:
-    """A chunk inside the node, and what adds up the outputs of its experts."""
-
-    chunk: DispatchedChunk
-    combine: Callable[[Sequence[PendingRows]], Tensor]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A chunk after its intra exchange; asking for it starts that of the next chunk, too."""
-
-    exchanges: _BothExchanges
-    number: int
+    inter: DedupRows
+    start_intra: Callable[[DedupRows], Dispatched]
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the distinct rows."""
-        return self._started().chunk.x_UD
+        """Waits for the rows from other nodes and spreads them; waits for the distinct rows."""
+        return self._intra.x_UD
 
     @property
     def routes(self) -> Routes:
         """Waits for the routes that read them."""
-        return self._started().chunk.routes
+        return self._intra.routes
 
-    def send_back(self, y_TD: Tensor) -> PendingRows:
-        """Starts to send the outputs back inside the node."""
-        return self._started().chunk.send_back(y_TD)
-
-    def _started(self) -> _IntraChunk:
-        chunk = self.exchanges.intra_chunk(self.number)
-        if self.number + 1 < len(self.exchanges.inter_chunks):
-            self.exchanges.intra_chunk(self.number + 1)
-        return chunk
-
-
-@dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way, as the sparse layer sees it."""
-
-    chunks: Sequence[_Chunk]
-    exchanges: _BothExchanges
-
-    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+    def combine(self, y_TD: Tensor) -> Tensor:
         """Adds up outputs inside the nodes, sends the sums back and adds them up in the order of
         nodes, (num_targets, D). Collective.
         """
-        between_nodes = []
-        for number, pending in enumerate(outputs):
-            sums_TD = self.exchanges.intra_chunk(number).combine([pending])
-            between_nodes.append(self.exchanges.inter_chunks[number].send_back(sums_TD))
-        return save_combine(self.exchanges.inter.combine(between_nodes))
+        return save_combine(self.inter.combine(self._intra.combine(y_TD)))
+
+    @cached_property
+    def _intra(self) -> Dispatched:
+        return self.start_intra(self.inter)
 
 
-class HierarchicalDispatcher(ExpertParallelDispatcher):
+class HierarchicalDispatcher(RowSharingDispatcher):
     """Sends one row per (row, node), then one per rank inside the node; equal to `LocalDispatcher`
     up to the order of sums.
     """
@@ -153,69 +76,68 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
                 "the hierarchical dispatcher needs the groups between and inside nodes "
                 "(build_node_groups)"
             )
-        self._one_per_route = AllToAllDispatcher(setup)
         self.inter = setup.communicator(setup.nodes.inter)
         self.intra = setup.communicator(setup.nodes.intra)
-        self.outbox = setup.outbox
+        self.communicators += [self.inter, self.intra]
         if self.inter.num_ranks * self.intra.num_ranks != self.communicator.num_ranks:
             raise ValueError(
                 f"{self.inter.num_ranks} nodes × {self.intra.num_ranks} ranks are not the EP "
                 f"group's {self.communicator.num_ranks}"
             )
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+    def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
         """Starts to send the distinct rows between nodes, and the routes that read them.
         Collective.
-
-        Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
-                experts.
         """
-        if routes.per_expert:
-            return self._one_per_route.dispatch(x_UD, routes)
-        expert_map = self.setup.begin(x_UD, routes, [self.communicator, self.inter, self.intra])
-        num_chunks, device = self.setup.overlap_chunks, x_UD.device
-        inter = DedupAllToAll(
+        inter = DedupExchange(
             self.inter,
             routes,
-            expert_map.places_on_nodes(device, self.intra.num_ranks),
+            expert_map.places_on_nodes(x_UD.device, self.intra.num_ranks),
             num_sources=len(x_UD),
             num_slots=expert_map.num_slots,
-            num_chunks=num_chunks,
-            rows_per_token=self.setup.rows_per_token(routes, len(x_UD)),
         )
         sizes, intra_sizes = save_decision(
-            lambda: self._exchange_sizes(inter, expert_map.places(device))
+            lambda: self._exchange_sizes(inter, expert_map.places(x_UD.device))
         )
-        chunks = inter.dispatch(x_UD, sizes)
-        self._count(sizes, intra_sizes)
-        own = expert_map.slots_P[self.communicator.rank]
-        if self.outbox is not None:
-            self.outbox.check(self.intra.checking)
-        exchanges = _BothExchanges(
-            expert_map, inter, chunks, self.intra, intra_sizes, own, {}, self.outbox
-        )
-        return _Dispatched([_Chunk(exchanges, number) for number in range(num_chunks)], exchanges)
-
-    def _count(self, sizes: ExchangeSizes, intra_sizes: Sequence[ExchangeSizes]) -> None:
+        came = inter.start(x_UD, sizes)
         self.setup.counters.add(
-            rows_sent=sum(row[ROWS] for each in (sizes, *intra_sizes) for row in each.sent),
-            routes_served=sum(row[ROUTES] for each in intra_sizes for row in each.received),
+            rows_sent=sum(row[ROWS] for row in (*sizes.sent, *intra_sizes.sent)),
+            routes_served=sum(row[ROUTES] for row in intra_sizes.received),
         )
+        if self.setup.outbox is not None:
+            self.setup.outbox.check(self.intra.checking)
+        return _Dispatched(came, lambda came: self._start_intra(came, expert_map, intra_sizes))
+
+    def _start_intra(
+        self, came: DedupRows, expert_map: ExpertMap, sizes: ExchangeSizes
+    ) -> Dispatched:
+        """Spreads what came to this rank among the ranks of its node."""
+        x_UD, routes = came.x_UD, came.routes
+        places = expert_map.places_in_node(x_UD.device, self.intra.num_ranks)
+        num_slots = expert_map.slots_P[self.communicator.rank]
+        if self.setup.outbox is not None:
+            counters = self.intra.counters
+            return start_exchange(
+                self.setup.outbox, counters, x_UD, routes, places=places, num_slots=num_slots
+            )
+        exchange = DedupExchange(
+            self.intra, routes, places, num_sources=len(x_UD), num_slots=num_slots
+        )
+        return exchange.start(x_UD, sizes)
 
     def _exchange_sizes(
-        self, inter: DedupAllToAll, places: ExpertPlaces
-    ) -> tuple[ExchangeSizes, list[ExchangeSizes]]:
+        self, inter: DedupExchange, places: ExpertPlaces
+    ) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile.
 
         Returns:
-            The sizes of the inter exchange, and of every chunk's intra exchange.
+            The sizes of the inter and of the intra exchange.
         """
         pending = self._start_counts(inter, places)
         inter.prepare()
         return self._read_sizes(inter, self.setup.counters.wait(pending))
 
-    def _start_counts(self, inter: DedupAllToAll, places: ExpertPlaces) -> Pending:
+    def _start_counts(self, inter: DedupExchange, places: ExpertPlaces) -> Pending:
         """Starts to gather the table of all ranks' counts."""
         by_rank = replace(
             inter.addresses,
@@ -223,27 +145,23 @@ class HierarchicalDispatcher(ExpertParallelDispatcher):
             slot_E=places.slot_E,
             num_ranks=self.communicator.num_ranks,
         )
-        counts = torch.cat((count_sends(by_rank).counts_V3, inter.counts_V3))
+        counts = torch.cat((count_sends(by_rank).counts_V3, inter.counts_P3))
         return AllGather(self.communicator.group).start(counts)
 
     def _read_sizes(
-        self, inter: DedupAllToAll, gathered: Tensor
-    ) -> tuple[ExchangeSizes, list[ExchangeSizes]]:
+        self, inter: DedupExchange, gathered: Tensor
+    ) -> tuple[ExchangeSizes, ExchangeSizes]:
         num_nodes, node_size = self.inter.num_ranks, self.intra.num_ranks
         here, local = self.inter.rank, self.intra.rank
-        by_rows = inter.num_chunks * self.communicator.num_ranks
+        num_ranks = self.communicator.num_ranks
         gathered = gathered.view(num_nodes, node_size, -1, 3)  # of source node and source rank
-        by_rank = gathered[:, :, :by_rows].reshape(
-            num_nodes, node_size, inter.num_chunks, num_nodes, node_size, 3
-        )
-        by_node = gathered[:, local, by_rows:].reshape(num_nodes, inter.num_chunks, num_nodes, 3)
-        inter_received = by_node[:, :, here].transpose(0, 1).reshape(-1, 3)
+        by_rank = gathered[:, :, :num_ranks].reshape(num_nodes, node_size, num_nodes, node_size, 3)
+        inter_received = gathered[:, local, num_ranks + here].contiguous()
         # What reaches this node through its rank i, whatever node it comes from, goes on from rank
         # i.
-        intra_sent = by_rank[:, local, :, here].sum(0)
-        intra_received = by_rank[:, :, :, here, local].sum(0).transpose(0, 1).contiguous()
-        tables = [table for pair in zip(intra_sent, intra_received, strict=True) for table in pair]
-        sizes, *intra_sizes = read_sizes(
-            self.setup.counters, inter.counts_V3, inter_received, *tables
+        intra_sent = by_rank[:, local, here].sum(0)
+        intra_received = by_rank[:, :, here, local].sum(0)
+        sizes, intra_sizes = read_sizes(
+            self.setup.counters, inter.counts_P3, inter_received, intra_sent, intra_received
         )
         return sizes, intra_sizes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 AUTO = "auto"
 LOCAL = "local"  # every expert is on this rank: nothing travels, and there is nothing to configure
 DEFAULT = "dedup"  # what "auto" means where the experts are spread,
-SHARED_MEMORY = "symmetric"  # or this where it can be had and is faster (measure.py)
+SHARED_MEMORY = "symmetric"  # or this where it can be had and is faster (choose.py)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from ...kernels.cpu.build import CppLibrary
 _NUMBER = POINTER(c_uint32)
 # Argument types of the C functions, in the order of exchange.cpp; tensors are addresses.
 _PLAN = [
-    *(c_void_p, c_void_p, *[c_int64] * 5, c_int),  # exchange, plan; C, U, T, N, E; same
+    *(c_void_p, c_void_p, *[c_int64] * 4, c_int),  # exchange, plan; U, T, N, E; same
     *(c_void_p, c_void_p, c_void_p),  # source, target, expert
-    *(c_void_p, c_void_p, c_int64),  # rank and slot of every expert; rows per token
+    *(c_void_p, c_void_p),  # rank and slot of every expert
 ]
 _POST_OUT = [
-    *(c_void_p, c_void_p, c_int64, c_void_p, c_int64),  # exchange, plan, chunk; rows, bytes of one
+    *(c_void_p, c_void_p, c_void_p, c_int64),  # exchange, plan; rows, bytes of one
     *(c_void_p, c_int64, _NUMBER),  # weights, bytes of one
 ]
 _TAKE_OUT = [
@@ -28,7 +28,7 @@ _POST_BACK = [
     *(c_void_p, c_void_p, c_int64, _NUMBER),  # weights, starts of routes, bytes of one
 ]
 _SUM_BACK = [
-    *(c_void_p, c_void_p, _NUMBER, c_int64, c_int64),  # exchange, plan, messages; bytes
+    *(c_void_p, c_void_p, c_uint32, c_int64, c_int64),  # exchange, plan, message; bytes
     *(c_int, c_void_p, c_void_p),  # dtype; sums, weights
 ]
 LIBRARY = CppLibrary(
@@ -44,7 +44,7 @@ LIBRARY = CppLibrary(
         ("moebius_exchange_fault", c_char_p, [c_void_p]),
         ("moebius_exchange_bytes", c_uint64, [c_void_p]),
         ("moebius_exchange_wait", c_int, [c_void_p, c_uint32, POINTER(c_int)]),
-        ("moebius_exchange_plan_words", c_int64, [c_void_p, *[c_int64] * 4, c_int]),
+        ("moebius_exchange_plan_words", c_int64, [c_void_p, *[c_int64] * 3, c_int]),
         ("moebius_exchange_plan", c_int, _PLAN),
         ("moebius_exchange_sent", None, [c_void_p, c_void_p, c_void_p]),
         ("moebius_exchange_post_out", c_int, _POST_OUT),

@@ -23,8 +23,7 @@
 // (acquire); an arena is written again after `unread` was seen at zero (acquire), to which readers
 // lowered it after their last read (release). That holds on x86 and on ARM.
 //
-// Legend: P ranks, C chunks, V = C · P destinations (chunk-major), U source rows, T target rows,
-// N routes.
+// Legend: P ranks, U source rows, T target rows, N routes, M distinct (rank, row) pairs.
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -438,59 +437,58 @@ void add_rows_bfloat16(const std::vector<const char*>& rows, int64_t width, uint
   }
 }
 
-// Distinct (destination, row) pairs: by destination, and the same by row.
+// Distinct (rank, row) pairs: by the rank that they go to, and the same by row.
 struct Pairs {
   int64_t num_rows;     // U
-  int64_t* starts_V1;   // where the pairs of every destination begin
-  int32_t* row_M;       // by destination, and within one by row
+  int64_t* starts_P1;   // where the pairs of every rank begin
+  int32_t* row_M;       // by rank, and within one by row
   int32_t* first_U1;    // where the pairs of every row begin in `pair_M`
-  int32_t* pair_M;      // by row, and within one by destination
+  int32_t* pair_M;      // by row, and within one by rank
 };
 
 // Where the routes of one pass go; lives in a buffer of the caller's.
 struct Plan {
-  int64_t *head, *routes_V1;
-  int32_t *order_N, *slot_N, *row_N, *target_N;  // by destination: route, slot, row, target
+  int64_t *head, *routes_P1;
+  int32_t *order_N, *slot_N, *row_N, *target_N;  // by rank: route, slot, row, target
   Pairs sources, targets;
   int64_t num_words;
 
-  int64_t chunks() const { return head[0]; }
   // In how many 8-byte words the parts lie, from what is known before any route is seen.
-  Plan(int64_t* buffer, int64_t C, int64_t P, int64_t U, int64_t T, int64_t N, bool is_same) {
-    int64_t V = C * P, M = std::min(N, V * U), back = is_same ? 0 : std::min(N, V * T);
+  Plan(int64_t* buffer, int64_t P, int64_t U, int64_t T, int64_t N, bool is_same) {
+    int64_t M = std::min(N, P * U), back = is_same ? 0 : std::min(N, P * T);
     int64_t* next = buffer;
     auto wide = [&next](int64_t count) { return next += count, next - count; };
     auto narrow = [&wide](int64_t count) { return reinterpret_cast<int32_t*>(wide((count + 1) / 2)); };
-    head = wide(6), routes_V1 = wide(V + 1);
+    head = wide(5), routes_P1 = wide(P + 1);
     order_N = narrow(N), slot_N = narrow(N), row_N = narrow(N), target_N = narrow(N);
-    sources.num_rows = U, sources.starts_V1 = wide(V + 1);
+    sources.num_rows = U, sources.starts_P1 = wide(P + 1);
     sources.row_M = narrow(M), sources.first_U1 = narrow(U + 1), sources.pair_M = narrow(M);
     targets = sources;
     if (!is_same) {
-      targets.num_rows = T, targets.starts_V1 = wide(V + 1);
+      targets.num_rows = T, targets.starts_P1 = wide(P + 1);
       targets.row_M = narrow(back), targets.first_U1 = narrow(T + 1), targets.pair_M = narrow(back);
     }
     num_words = next - buffer;
   }
   static Plan of(int64_t* buffer) {
-    return Plan(buffer, buffer[0], buffer[1], buffer[2], buffer[3], buffer[4], buffer[5] != 0);
+    return Plan(buffer, buffer[0], buffer[1], buffer[2], buffer[3], buffer[4] != 0);
   }
 };
 
-void list_pairs(std::vector<int32_t>& mark, int64_t V, Pairs& pairs) {
+void list_pairs(std::vector<int32_t>& mark, int64_t P, Pairs& pairs) {
   int64_t U = pairs.num_rows, found = 0;
   std::fill(pairs.first_U1, pairs.first_U1 + U + 1, 0);
-  for (int64_t v = 0; v < V; v++) {
-    pairs.starts_V1[v] = found;
-    int32_t* marks = mark.data() + v * U;
+  for (int64_t p = 0; p < P; p++) {
+    pairs.starts_P1[p] = found;
+    int32_t* marks = mark.data() + p * U;
     for (int64_t u = 0; u < U; u++) {
       if (marks[u] == 0) continue;
-      marks[u] = static_cast<int32_t>(found - pairs.starts_V1[v]);
+      marks[u] = static_cast<int32_t>(found - pairs.starts_P1[p]);
       pairs.first_U1[u + 1]++;
       pairs.row_M[found++] = static_cast<int32_t>(u);
     }
   }
-  pairs.starts_V1[V] = found;
+  pairs.starts_P1[P] = found;
   for (int64_t u = 0; u < U; u++) pairs.first_U1[u + 1] += pairs.first_U1[u];
   std::vector<int32_t> next(pairs.first_U1, pairs.first_U1 + U);
   for (int64_t m = 0; m < found; m++) pairs.pair_M[next[pairs.row_M[m]]++] = static_cast<int32_t>(m);
@@ -591,17 +589,17 @@ int moebius_exchange_wait(Exchange* exchange, uint32_t number, int* who) {
 }
 
 // How many 8-byte words a plan takes.
-int64_t moebius_exchange_plan_words(const Exchange* exchange, int64_t C, int64_t U, int64_t T, int64_t N, int same) {
-  return Plan(nullptr, C, exchange->num_ranks, U, T, N, same != 0).num_words;
+int64_t moebius_exchange_plan_words(const Exchange* exchange, int64_t U, int64_t T, int64_t N, int same) {
+  return Plan(nullptr, exchange->num_ranks, U, T, N, same != 0).num_words;
 }
 
 // Writes down where every route goes. `same`: targets are the source rows, and are listed once.
-int moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t C, int64_t U, int64_t T, int64_t N, int64_t E,
-                          int same, const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N,
-                          const int32_t* rank_E, const int32_t* local_E, int64_t rows_per_token) {
-  int64_t P = exchange->num_ranks, V = C * P, num_tokens = std::max<int64_t>(1, U / rows_per_token);
-  Plan plan(buffer, C, P, U, T, N, same != 0);
-  int64_t head[6] = {C, P, U, T, N, same};
+int moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t U, int64_t T, int64_t N, int64_t E, int same,
+                          const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N,
+                          const int32_t* rank_E, const int32_t* local_E) {
+  int64_t P = exchange->num_ranks;
+  Plan plan(buffer, P, U, T, N, same != 0);
+  int64_t head[5] = {P, U, T, N, same};
   std::memcpy(plan.head, head, sizeof head);
   for (int64_t n = 0; n < N; n++)
     if (source_N[n] < 0 || source_N[n] >= U || target_N[n] < 0 || target_N[n] >= T || expert_N[n] < 0 ||
@@ -613,54 +611,49 @@ int moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t C, int64_
                     static_cast<long long>(target_N[n]), static_cast<long long>(T));
       return kOutOfRange;
     }
-  std::vector<int32_t> destination(N), mark(V * U, 0), target_mark(same ? 0 : V * T, 0);
-  std::fill(plan.routes_V1, plan.routes_V1 + V + 1, 0);
+  std::vector<int32_t> mark(P * U, 0), target_mark(same ? 0 : P * T, 0);
+  std::fill(plan.routes_P1, plan.routes_P1 + P + 1, 0);
   for (int64_t n = 0; n < N; n++) {
-    int64_t chunk = C == 1 ? 0 : source_N[n] / rows_per_token * C / num_tokens;
-    int64_t v = chunk * P + rank_E[expert_N[n]];
-    destination[n] = static_cast<int32_t>(v);
-    mark[v * U + source_N[n]] = 1;
-    if (!same) target_mark[v * T + target_N[n]] = 1;
-    plan.routes_V1[v + 1]++;
+    int64_t p = rank_E[expert_N[n]];
+    mark[p * U + source_N[n]] = 1;
+    if (!same) target_mark[p * T + target_N[n]] = 1;
+    plan.routes_P1[p + 1]++;
   }
-  list_pairs(mark, V, plan.sources);
-  if (!same) list_pairs(target_mark, V, plan.targets);
-  for (int64_t v = 0; v < V; v++) plan.routes_V1[v + 1] += plan.routes_V1[v];
-  std::vector<int64_t> next(plan.routes_V1, plan.routes_V1 + V);
+  list_pairs(mark, P, plan.sources);
+  if (!same) list_pairs(target_mark, P, plan.targets);
+  for (int64_t p = 0; p < P; p++) plan.routes_P1[p + 1] += plan.routes_P1[p];
+  std::vector<int64_t> next(plan.routes_P1, plan.routes_P1 + P);
   const std::vector<int32_t>& target_position = same ? mark : target_mark;
   for (int64_t n = 0; n < N; n++) {
-    int64_t v = destination[n], i = next[v]++;
+    int64_t p = rank_E[expert_N[n]], i = next[p]++;
     plan.order_N[i] = static_cast<int32_t>(n);
     plan.slot_N[i] = local_E[expert_N[n]];
-    plan.row_N[i] = mark[v * U + source_N[n]];
-    plan.target_N[i] = target_position[v * (same ? U : T) + target_N[n]];
+    plan.row_N[i] = mark[p * U + source_N[n]];
+    plan.target_N[i] = target_position[p * (same ? U : T) + target_N[n]];
   }
   return 0;
 }
 
-// How many rows (0), routes (1) and targets (2) go to every rank, (3, P), in all chunks.
+// How many rows (0), routes (1) and targets (2) go to every rank, (3, P).
 void moebius_exchange_sent(const Exchange* exchange, int64_t* buffer, int64_t* counts_3P) {
   Plan plan = Plan::of(buffer);
   int64_t P = exchange->num_ranks;
-  const int64_t* starts[3] = {plan.sources.starts_V1, plan.routes_V1, plan.targets.starts_V1};
-  std::fill(counts_3P, counts_3P + 3 * P, 0);
+  const int64_t* starts[3] = {plan.sources.starts_P1, plan.routes_P1, plan.targets.starts_P1};
   for (int i = 0; i < 3; i++)
-    for (int64_t v = 0; v < plan.chunks() * P; v++) counts_3P[i * P + v % P] += starts[i][v + 1] - starts[i][v];
+    for (int64_t p = 0; p < P; p++) counts_3P[i * P + p] = starts[i][p + 1] - starts[i][p];
 }
 
-// Posts one chunk of rows: with weights the source rows, and the routes that read them; without, the
-// target rows alone (their gradients).
-int moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, int64_t chunk, const char* x, int64_t row_bytes,
+// Posts rows: with weights the source rows, and the routes that read them; without, the target rows
+// alone (their gradients).
+int moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const char* x, int64_t row_bytes,
                               const char* weight_N, int64_t weight_bytes, uint32_t* number) {
   Plan plan = Plan::of(buffer);
   int P = exchange->num_ranks;
   bool described = weight_bytes > 0;
   const Pairs& pairs = described ? plan.sources : plan.targets;
-  const int64_t *rows_P1 = pairs.starts_V1 + chunk * P, *routes_P1 = plan.routes_V1 + chunk * P;
-  const int64_t* targets_P1 = plan.targets.starts_V1 + chunk * P;
-  const int32_t* row_M = pairs.row_M + rows_P1[0];
-  int64_t U = pairs.num_rows, listed = rows_P1[P] - rows_P1[0];
-  int64_t first = routes_P1[0], routes = described ? routes_P1[P] - first : 0;
+  const int64_t *rows_P1 = pairs.starts_P1, *routes_P1 = plan.routes_P1, *targets_P1 = plan.targets.starts_P1;
+  const int32_t* row_M = pairs.row_M;
+  int64_t U = pairs.num_rows, listed = rows_P1[P], routes = described ? routes_P1[P] : 0;
   std::vector<int32_t>& place_U = exchange->scratch;  // where every row stands in the block
   place_U.assign(U, -1);
   int64_t block_rows = 0;
@@ -677,17 +670,16 @@ int moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, int64_t chunk
     sections[p] = {rows_P1[p + 1] - rows_P1[p],
                    described ? routes_P1[p + 1] - routes_P1[p] : 0,
                    described ? targets_P1[p + 1] - targets_P1[p] : 0,
-                   rows_P1[p] - rows_P1[0],
-                   described ? routes_P1[p] - first : 0};
+                   rows_P1[p],
+                   described ? routes_P1[p] : 0};
   int32_t* list = reinterpret_cast<int32_t*>(message + layout.list);
   for (int64_t m = 0; m < listed; m++) list[m] = place_U[row_M[m]];
   if (routes > 0) {
-    std::memcpy(message + layout.slot, plan.slot_N + first, 4 * routes);
-    std::memcpy(message + layout.row, plan.row_N + first, 4 * routes);
-    std::memcpy(message + layout.target, plan.target_N + first, 4 * routes);
+    std::memcpy(message + layout.slot, plan.slot_N, 4 * routes);
+    std::memcpy(message + layout.row, plan.row_N, 4 * routes);
+    std::memcpy(message + layout.target, plan.target_N, 4 * routes);
     for (int64_t i = 0; i < routes; i++)
-      std::memcpy(message + layout.weight + i * weight_bytes, weight_N + plan.order_N[first + i] * weight_bytes,
-                  weight_bytes);
+      std::memcpy(message + layout.weight + i * weight_bytes, weight_N + plan.order_N[i] * weight_bytes, weight_bytes);
   }
   if (block_rows == U) {
     std::memcpy(message + layout.block, x, U * row_bytes);
@@ -775,43 +767,38 @@ int moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t row
   return 0;
 }
 
-// Adds up what came back in C messages that were waited for: row u is the sum over its pairs in the
-// order of destinations, zero where it has none. With weights: gradients of source rows, and those of
-// the weights go to where their routes stood; without: sums for target rows.
+// Adds up what came back in a message that was waited for: row u is the sum over its pairs in the
+// order of ranks, zero where it has none. With weights: gradients of source rows, and those of the
+// weights go to where their routes stood; without: sums for target rows.
 // dtype 0: float32, 1: float64, 2: bfloat16.
-int moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, const uint32_t* number_C, int64_t row_bytes,
+int moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, uint32_t number, int64_t row_bytes,
                               int64_t weight_bytes, int dtype, char* out, char* weight_N) {
   Plan plan = Plan::of(buffer);
   const Pairs& pairs = weight_bytes > 0 ? plan.sources : plan.targets;
-  int64_t P = exchange->num_ranks, V = plan.chunks() * P, U = pairs.num_rows;
-  const int64_t *rows_V1 = pairs.starts_V1, *routes_V1 = plan.routes_V1;
-  std::vector<const char*> base(V);
-  for (int64_t v = 0; v < V; v++) {
-    uint32_t number = number_C[v / P];
-    int who = static_cast<int>(v % P);
-    const char* message = exchange->find(who, number, kBack, row_bytes, weight_bytes);
+  int P = exchange->num_ranks;
+  int64_t U = pairs.num_rows;
+  const int64_t *rows_P1 = pairs.starts_P1, *routes_P1 = plan.routes_P1;
+  std::vector<const char*> row_of(rows_P1[P]);  // where every pair's row is
+  for (int p = 0; p < P; p++) {
+    const char* message = exchange->find(p, number, kBack, row_bytes, weight_bytes);
     if (message == nullptr) return kMismatch;
     const OutSizes& sizes = sizes_of(message);
     const Section& section = sections_of(message)[exchange->rank];
-    int64_t routes = weight_bytes > 0 ? routes_V1[v + 1] - routes_V1[v] : 0;
-    if (section.rows != rows_V1[v + 1] - rows_V1[v] || section.routes != routes) {
+    int64_t routes = weight_bytes > 0 ? routes_P1[p + 1] - routes_P1[p] : 0, listed = rows_P1[p + 1] - rows_P1[p];
+    if (section.rows != listed || section.routes != routes) {
       std::snprintf(exchange->fault, sizeof exchange->fault,
                     "message %u: rank %d of the group sends %lld rows and %lld weights back, rank %d expects %lld and %lld",
-                    number, who, static_cast<long long>(section.rows), static_cast<long long>(section.routes),
-                    exchange->rank, static_cast<long long>(rows_V1[v + 1] - rows_V1[v]),
-                    static_cast<long long>(routes));
+                    number, p, static_cast<long long>(section.rows), static_cast<long long>(section.routes),
+                    exchange->rank, static_cast<long long>(listed), static_cast<long long>(routes));
       return kMismatch;
     }
-    BackLayout layout(static_cast<int>(P), sizes.routes, sizes.listed, row_bytes, weight_bytes);
-    base[v] = message + layout.rows + section.first_row * row_bytes;
+    BackLayout layout(P, sizes.routes, sizes.listed, row_bytes, weight_bytes);
+    const char* first = message + layout.rows + section.first_row * row_bytes;
+    for (int64_t m = 0; m < listed; m++) row_of[rows_P1[p] + m] = first + m * row_bytes;
     for (int64_t i = 0; i < routes; i++)
-      std::memcpy(weight_N + plan.order_N[routes_V1[v] + i] * weight_bytes,
+      std::memcpy(weight_N + plan.order_N[routes_P1[p] + i] * weight_bytes,
                   message + layout.weight + (section.first_route + i) * weight_bytes, weight_bytes);
   }
-  // of every pair its destination: pairs are numbered by destination
-  std::vector<const char*> row_of(rows_V1[V]);
-  for (int64_t v = 0; v < V; v++)
-    for (int64_t m = rows_V1[v]; m < rows_V1[v + 1]; m++) row_of[m] = base[v] + (m - rows_V1[v]) * row_bytes;
   std::vector<const char*> rows;
   int64_t width = row_bytes / (dtype == 0 ? 4 : dtype == 1 ? 8 : 2);
   for (int64_t u = 0; u < U; u++) {
@@ -825,7 +812,7 @@ int moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, const uint32_
     else
       add_rows_bfloat16(rows, width, reinterpret_cast<uint16_t*>(to));
   }
-  for (int64_t v = 0; v < V; v++) exchange->have_read(static_cast<int>(v % P), number_C[v / P]);
+  for (int p = 0; p < P; p++) exchange->have_read(p, number);
   return 0;
 }
 

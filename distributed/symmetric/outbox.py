@@ -5,8 +5,7 @@ what goes from one to the other.
 cannot have one (another machine or container, another user, no compiler). What an `Outbox` posts
 and takes is said in exchange.cpp, which does it; here are the waiting, the errors, and the tensors.
 
-Legend: P ranks, C chunks, V = C · P destinations, U source rows, T target rows, N routes, M rows
-that came, D width.
+Legend: P ranks, U source rows, T target rows, N routes, M rows that came, D width.
 """
 
 import os
@@ -27,10 +26,13 @@ from ..dispatch.exchange import gathered
 from ..layout import spell_ranks
 from ..process.diagnosis import CollectiveError
 from .build import load_library, reason_against
-from .interface import OutboxError, ReceivedRows
 
 _AGAIN, _DIED, _LEFT, _MISMATCH, _TOO_MANY, _NO_MEMORY, _OUT_OF_RANGE = range(1, 8)
 _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+class OutboxError(RuntimeError):
+    """Raised where two ranks disagree about what they exchange, or the machine has no memory for it."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,33 @@ class Plan:
     """Where every route of one pass goes, as exchange.cpp has written it down."""
 
     table: Tensor  # int64; laid out by exchange.cpp's own `Plan`
-    address: int  # of the table
-    num_chunks: int
     num_sources: int
     num_targets: int
     num_routes: int
-    room: None = None  # sizes are read where they lie
-    sent_P3: None = None
+
+    @property
+    def address(self) -> int:
+        """Returns where the table is."""
+        return self.table.data_ptr()
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """Rows that came, in the order of ranks, and the routes that read them."""
+
+    rows_MD: Tensor
+    weight_N: Tensor
+    places_3N: Tensor  # int64: source row, slot, target row
+    starts_3P1: Tensor  # int64: where rows, routes and targets of a rank begin, and end
 
 
 class Outbox:
-    """One rank's memory for the ranks of a group, and theirs for it."""
+    """One rank's messages for the ranks of a group, and theirs for it.
+
+    Every rank posts and takes the same messages in the same order. What waits raises
+    `CollectiveError` where a rank died, left or did not come in time, and `OutboxError` where one
+    posted something else.
+    """
 
     def __init__(self, handle: int, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self._library, self._handle = load_library(), handle
@@ -66,44 +84,28 @@ class Outbox:
         """Returns how much memory this rank's messages have taken so far."""
         return self._library.moebius_exchange_bytes(self._handle)
 
-    def plan(
-        self,
-        routes: Routes,
-        num_sources: int,
-        *,
-        rank_E: Tensor,
-        slot_E: Tensor,
-        num_slots: int,
-        num_chunks: int,
-        rows_per_token: int,
-        of_token: Sequence[int] | None = None,
-        room: float | None = None,
-    ) -> Plan:
+    def plan(self, routes: Routes, num_sources: int, *, rank_E: Tensor, slot_E: Tensor) -> Plan:
         """Writes down where every route goes.
 
         Args:
             rank_E, slot_E: int32, where every expert is.
-            rows_per_token: neighbouring source rows that travel in one chunk.
-            num_slots, of_token, room: not needed: sizes are read where they lie.
 
         Raises:
             ValueError: a route is out of range.
         """
-        del num_slots, of_token, room
         source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
-        expert_N, num_routes = routes.expert_N.contiguous(), routes.source_N.shape[0]
+        expert_N = routes.expert_N.contiguous()
+        sizes = num_sources, routes.num_targets, source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources
-        sizes = num_chunks, num_sources, routes.num_targets, num_routes
         words = self._library.moebius_exchange_plan_words(self._handle, *sizes, same)
-        table = torch.empty(words, dtype=torch.int64)
-        plan = Plan(table, table.data_ptr(), *sizes)
+        plan = Plan(torch.empty(words, dtype=torch.int64), *sizes)
         self._checked(
             self._library.moebius_exchange_plan(
                 self._handle,
                 plan.address,
                 *(*sizes, rank_E.shape[0], same),
                 *(source_N.data_ptr(), target_N.data_ptr(), expert_N.data_ptr()),
-                *(rank_E.data_ptr(), slot_E.data_ptr(), rows_per_token),
+                *(rank_E.data_ptr(), slot_E.data_ptr()),
             )
         )
         return plan
@@ -114,23 +116,16 @@ class Outbox:
         self._library.moebius_exchange_sent(self._handle, plan.address, counts)
         return [list(counts[i * self.num_ranks : (i + 1) * self.num_ranks]) for i in range(3)]
 
-    def post_rows(self, plan: Plan, chunk: int, x_UD: Tensor, weight_N: Tensor) -> int:
-        """Posts one chunk of rows and the routes that read them; returns the message's number."""
-        return self._post_out(
-            plan, chunk, x_UD, weight_N.data_ptr(), weight_bytes=weight_N.element_size()
-        )
+    def post_rows(self, plan: Plan, x_UD: Tensor, weight_N: Tensor) -> int:
+        """Posts rows and the routes that read them; returns the message's number."""
+        return self._post_out(plan, x_UD, weight_N.data_ptr(), weight_N.element_size())
 
-    def post_gradients(self, plan: Plan, chunk: int, grad_TD: Tensor) -> int:
-        """Posts the gradients of one chunk's answers; returns the message's number."""
-        return self._post_out(plan, chunk, grad_TD, None, weight_bytes=0)
+    def post_gradients(self, plan: Plan, grad_TD: Tensor) -> int:
+        """Posts the gradients of answers; returns the message's number."""
+        return self._post_out(plan, grad_TD, None, 0)
 
     def take_rows(self, number: int, like: Tensor, weight_dtype: torch.dtype) -> ReceivedRows:
-        """Waits for a message of every rank, and copies what is for this one.
-
-        Raises:
-            CollectiveError: a rank died, left, or did not come in time.
-            OutboxError: a rank posted something else.
-        """
+        """Waits for a message of every rank, and copies what is for this one."""
         row_bytes, weight_bytes = _row_bytes(like), weight_dtype.itemsize
         self._wait(number)
         starts_3P1 = torch.empty((3, self.num_ranks + 1), dtype=torch.int64)
@@ -157,11 +152,7 @@ class Outbox:
         return received
 
     def take_gradients(self, number: int, num_rows: int, like: Tensor) -> Tensor:
-        """Waits for the gradients of answers of every rank, in the order of ranks.
-
-        Raises:
-            CollectiveError, OutboxError: as `take_rows`.
-        """
+        """Waits for the gradients of answers of every rank, in the order of ranks."""
         self._wait(number)
         rows = like.new_empty(num_rows, like.shape[1])
         self._checked(
@@ -174,54 +165,33 @@ class Outbox:
 
     def post_answers(self, rows: Tensor, starts_3P1: Tensor) -> int:
         """Posts one row for every target that came; returns the message's number."""
-        starts = starts_3P1.data_ptr() + 16 * (self.num_ranks + 1)
-        return self._post_back(rows, starts, None, None, weight_bytes=0)
+        targets = starts_3P1[2].data_ptr()
+        return self._post_back(rows, targets, None, None, 0)
 
     def post_row_gradients(self, rows: Tensor, weight_N: Tensor, starts_3P1: Tensor) -> int:
         """Posts the gradients of rows and weights that came; returns the message's number."""
-        starts = starts_3P1.data_ptr()
-        return self._post_back(
-            rows,
-            starts,
-            weight_N.data_ptr(),
-            starts + 8 * (self.num_ranks + 1),
-            weight_bytes=weight_N.element_size(),
-        )
+        came, routes = starts_3P1[0].data_ptr(), starts_3P1[1].data_ptr()
+        return self._post_back(rows, came, weight_N.data_ptr(), routes, weight_N.element_size())
 
-    def sum_answers(self, plan: Plan, numbers: Sequence[int], like: Tensor) -> Tensor:
-        """Waits for the answers to all chunks and adds them up, (T, D), in the order of ranks.
-
-        Raises:
-            CollectiveError, OutboxError: as `take_rows`.
-        """
+    def sum_answers(self, plan: Plan, number: int, like: Tensor) -> Tensor:
+        """Waits for the answers and adds them up, (T, D), in the order of ranks."""
         sums = like.new_empty(plan.num_targets, like.shape[1])
-        return self._sum_back(plan, numbers, sums, None, weight_bytes=0)
+        return self._sum_back(plan, number, sums, None, 0)
 
-    def sum_gradients(
-        self, plan: Plan, numbers: Sequence[int], like: Tensor, grad_weight_N: Tensor
-    ) -> Tensor:
-        """Waits for the gradients of all chunks' rows and adds them up, (U, D).
+    def sum_gradients(self, plan: Plan, number: int, like: Tensor, grad_weight_N: Tensor) -> Tensor:
+        """Waits for the gradients of rows and adds them up, (U, D).
 
         The weights' gradients are written into `grad_weight_N`.
-
-        Raises:
-            CollectiveError, OutboxError: as `take_rows`.
         """
-        return self._sum_back(
-            plan,
-            numbers,
-            like.new_empty(plan.num_sources, like.shape[1]),
-            grad_weight_N.data_ptr(),
-            weight_bytes=grad_weight_N.element_size(),
-        )
+        sums = like.new_empty(plan.num_sources, like.shape[1])
+        weights, weight_bytes = grad_weight_N.data_ptr(), grad_weight_N.element_size()
+        return self._sum_back(plan, number, sums, weights, weight_bytes)
 
-    def _post_out(
-        self, plan: Plan, chunk: int, rows: Tensor, weights: int | None, *, weight_bytes: int
-    ) -> int:
+    def _post_out(self, plan: Plan, rows: Tensor, weights: int | None, weight_bytes: int) -> int:
         number = c_uint32()
         self._checked(
             self._library.moebius_exchange_post_out(
-                *(self._handle, plan.address, chunk, rows.data_ptr(), _row_bytes(rows)),
+                *(self._handle, plan.address, rows.data_ptr(), _row_bytes(rows)),
                 *(weights, weight_bytes, byref(number)),
             )
         )
@@ -233,7 +203,6 @@ class Outbox:
         starts: int,
         weights: int | None,
         route_starts: int | None,
-        *,
         weight_bytes: int,
     ) -> int:
         number = c_uint32()
@@ -246,19 +215,12 @@ class Outbox:
         return number.value
 
     def _sum_back(
-        self,
-        plan: Plan,
-        numbers: Sequence[int],
-        sums: Tensor,
-        weights: int | None,
-        *,
-        weight_bytes: int,
+        self, plan: Plan, number: int, sums: Tensor, weights: int | None, weight_bytes: int
     ) -> Tensor:
-        for number in numbers:
-            self._wait(number)
+        self._wait(number)
         self._checked(
             self._library.moebius_exchange_sum_back(
-                *(self._handle, plan.address, (c_uint32 * len(numbers))(*numbers)),
+                *(self._handle, plan.address, number),
                 *(_row_bytes(sums), weight_bytes, _SUMMED[sums.dtype]),
                 *(sums.data_ptr(), weights),
             )

@@ -39,7 +39,6 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 @dataclass(frozen=True)
 class Way:
     dispatcher: str
-    overlap_chunks: int = 1
     check_every: int = 0
     backend: str = "auto"
     dtype: torch.dtype = torch.float32
@@ -69,27 +68,24 @@ CASES = [
         for way in (
             Way("allgather"),
             Way("alltoall"),
-            Way("alltoall", 2),
             Way("dedup"),
-            Way("dedup", 2),
             Way("hierarchical"),
-            Way("hierarchical", 2),
             Way("symmetric"),
-            Way("symmetric", 2, 1),
-            Way("alltoall", 1, 2),
-            Way("dedup", 2, 1),
-            Way("dedup", 2, backend="reference"),
-            Way("alltoall", 2, dtype=LOW),
-            Way("hierarchical", 2, dtype=LOW),
+            Way("symmetric", check_every=1),
+            Way("alltoall", check_every=2),
+            Way("dedup", check_every=1),
+            Way("dedup", backend="reference"),
+            Way("alltoall", dtype=LOW),
+            Way("hierarchical", dtype=LOW),
         )
     ),
     *(
         (name, way)
         for name in ("gshard", "sut")
-        for way in (Way("alltoall", 2), Way("dedup", dtype=LOW))
+        for way in (Way("alltoall"), Way("dedup", dtype=LOW))
     ),
     ("mixture_of_tokens", Way("dedup")),
-    ("expert_choice", Way("alltoall", 2, dtype=LOW)),
+    ("expert_choice", Way("alltoall", dtype=LOW)),
 ]
 
 
@@ -144,7 +140,6 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
         backend=way.backend,
         seed=0,
         device=torch.device("cpu"),
-        overlap_chunks=way.overlap_chunks,
         check_every=way.check_every,
         ranks_per_node=RANKS if needs_outbox(way.dispatcher) else 2,  # it stays inside a node
     )

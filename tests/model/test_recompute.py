@@ -13,7 +13,7 @@ from torch import Tensor
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute, recomputing, run_recomputed, save_decision
 from moebius.model.layers import LayerNorm
-from moebius.model.moe import LocalDispatcher, LocalRoutes
+from moebius.model.moe import LocalDispatcher, LocalRows
 from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
@@ -149,7 +149,7 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
         normed = norm(self, x)
         return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
 
-    def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> LocalRoutes:
+    def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> LocalRows:
         (second if recomputing() else first).append(
             (routes.source_N.clone(), routes.expert_N.clone())
         )

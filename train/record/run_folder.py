@@ -24,7 +24,6 @@ _MAY_CHANGE = frozenset(
         "mesh.tp",
         "mesh.sharding",
         "mesh.dispatcher",
-        "mesh.overlap_chunks",
         "mesh.check_every",
         "mesh.rebalance_every",
         "mesh.replicas",

@@ -370,10 +370,10 @@ def row_conservation() -> list[tuple[int, int, int]]:
         dispatched = make_dispatcher("alltoall", mesh.ep_group).dispatch(
             marks, token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         )
-        [chunk] = dispatched.chunks
+        x_UD, routes = dispatched.x_UD, dispatched.routes
         share = EXPERTS // process.world_size
-        local = (chunk.routes.expert_N + process.rank * share).tolist()
-        return [(int(a), int(b), e) for (a, b), e in zip(chunk.x_UD.tolist(), local, strict=True)]
+        local = (routes.expert_N + process.rank * share).tolist()
+        return [(int(a), int(b), e) for (a, b), e in zip(x_UD.tolist(), local, strict=True)]
 
 
 def test_every_route_arrives_once_and_at_the_right_expert() -> None:

@@ -6,7 +6,7 @@ One world serves many cases, for starting it costs more than they do.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
@@ -60,25 +60,8 @@ from moebius.model.routing import (
     token_routes,
 )
 
-VARIANTS = [
-    ("allgather", 1),
-    *(
-        (name, chunks)
-        for name in ("alltoall", "dedup", "hierarchical", "symmetric")
-        for chunks in (1, 2, 3)
-    ),
-]
-# In `make test` a dispatcher is asked in one chunk or in two.
-CHUNKED = [
-    pytest.param([variant for variant in VARIANTS if variant[1] == chunks], id=name, marks=marks)
-    for chunks, name, marks in (
-        (1, "whole", ()),
-        (2, "halves", pytest.mark.slow),
-        (3, "thirds", pytest.mark.slow),
-    )
-]
-
-Choice = tuple[str, str, tuple[str, int]]  # scene, kind of routes, (dispatcher, chunks)
+NAMES = tuple(DISPATCHERS)
+Choice = tuple[str, str, str]  # scene, kind of routes, dispatcher
 
 
 def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
@@ -89,10 +72,7 @@ def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
             cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
             expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
             for choice in same_case:
-                name, chunks = choice[2]
-                layer = own_layer(
-                    process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype
-                )
+                layer = own_layer(process, dispatcher_of(choice[2], group, nodes), dtype)
                 result = run_layer(layer, given)
                 found[choice] = worst(result, expected, process.rank, 4)
                 if scene == "uneven":
@@ -102,9 +82,9 @@ def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
     return found
 
 
-EVERY_PAIR = every_pair(tuple(SCENES), KINDS, VARIANTS)
-EVERYTHING = list(product(SCENES, KINDS, VARIANTS))
-UNEVEN = list(product(("uneven",), KINDS, VARIANTS))
+EVERY_PAIR = every_pair(tuple(SCENES), KINDS, NAMES)
+EVERYTHING = list(product(SCENES, KINDS, NAMES))
+UNEVEN = list(product(("uneven",), KINDS, NAMES))
 
 
 @pytest.mark.parametrize(
@@ -122,32 +102,6 @@ def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(
     for found in run_ranks(all_cases, 4, dtype, choices, timeout_s=240):
         assert list(found) == choices
         assert {key: value for key, value in found.items() if value > tolerance} == {}
-
-
-def alltoall_in_chunks() -> dict[tuple, list[str]]:
-    """What differs in any bit from the unchunked pass, whose own test compares it with one rank."""
-    found = {}
-    with world() as (process, group, nodes):
-        for scene in SCENES:
-            for kind in KINDS:
-                given = scene_case(scene, kind, process.rank)
-                first = run_layer(
-                    own_layer(process, dispatcher_of("alltoall", group, nodes)), given
-                )
-                for chunks in (2, 3):  # 2 experts per rank: the third chunk is empty
-                    dispatcher = dispatcher_of("alltoall", group, nodes, overlap_chunks=chunks)
-                    result = run_layer(own_layer(process, dispatcher), given)
-                    found[scene, kind, chunks] = [
-                        k for k, v in result.items() if not torch.equal(v, first[k])
-                    ]
-    return found
-
-
-@pytest.mark.slow
-def test_chunks_of_alltoall_change_no_bit() -> None:
-    for found in run_ranks(alltoall_in_chunks, 4, timeout_s=120):
-        assert len(found) == len(SCENES) * len(KINDS) * 2
-        assert {key: names for key, names in found.items() if names} == {}
 
 
 # What is sent.
@@ -175,28 +129,22 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
 
         AllToAll.start = recorded  # for the rest of this process's life, which is this call
         out = {}
-        for chunks in (1, 3):
-            dispatcher: Any = dispatcher_of("dedup", group, nodes, overlap_chunks=chunks)
-            layer = own_layer(process, dispatcher)
-            with torch.no_grad():
-                launched.clear()
-                layer(given.x, routes)
-            stats = dispatcher.stats()
-            back = torch.tensor(sum(sent for _, sent in launched[chunks:]))
-            dist.all_reduce(back)
-            came_back = torch.tensor(distinct(routes, lambda e: e // share, routes.target_N))
-            dist.all_reduce(came_back)
-            out[f"dedup {chunks}"] = (
-                stats.rows_sent,
-                sum(sent for _, sent in launched[:chunks]),
-                back.item(),
-            )
-            out[f"dedup {chunks} expected"] = (
-                distinct(routes, lambda e: e // share, routes.source_N),
-                distinct(routes, lambda e: e // share, routes.source_N),
-                came_back.item(),
-            )
-            out[f"one per route {chunks}"] = stats.rows_one_per_route == len(routes.expert_N)
+        dispatcher: Any = dispatcher_of("dedup", group, nodes)
+        layer = own_layer(process, dispatcher)
+        with torch.no_grad():
+            launched.clear()
+            layer(given.x, routes)
+        stats = dispatcher.stats()
+        (_, sent), (_, answered) = launched
+        back, came_back = (
+            torch.tensor(count)
+            for count in (answered, distinct(routes, lambda e: e // share, routes.target_N))
+        )
+        dist.all_reduce(back)
+        dist.all_reduce(came_back)
+        served = distinct(routes, lambda e: e // share, routes.source_N)
+        out["dedup"] = (stats.rows_sent, sent, back.item(), stats.rows_one_per_route)
+        out["dedup expected"] = (served, served, came_back.item(), len(routes.expert_N))
         hierarchical: Any = dispatcher_of("hierarchical", group, nodes)
         with torch.no_grad():
             launched.clear()
@@ -255,20 +203,18 @@ def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_mo
     for found in run_ranks(rows_on_the_way, 4, kind):
         for name in [name for name in found if name.endswith("expected")]:
             assert found[name.removesuffix(" expected")] == found[name], name
-        assert found["one per route 1"]
-        assert found["one per route 3"]
 
 
 # When it is sent.
 
 
-def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
+def order_of_events(name: str) -> tuple[list[str], int]:
     """What this rank did in one pass forward and backward, and how often it read a number from a
     tensor.
     """
     with world() as (process, group, nodes):
         given = scene_case("even", "token", process.rank)
-        layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
+        layer = own_layer(process, dispatcher_of(name, group, nodes))
         experts: Any = torch.nn.Module()  # the kernels read counts themselves: not the dispatcher's
         experts.dtype = torch.float32
         layer.experts = experts
@@ -304,7 +250,7 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
         for collective in (AllToAll, AllGather, ReduceScatter):
             collective.start = recorded(collective.start)
         Counters.wait = recorded_wait  # pyright: ignore[reportAttributeAccessIssue]
-        dedup_hop.DedupAllToAll.prepare = meanwhile(dedup_hop.DedupAllToAll.prepare)
+        dedup_hop.DedupExchange.prepare = meanwhile(dedup_hop.DedupExchange.prepare)
         dispatch_alltoall.gather_rows = meanwhile(dispatch_alltoall.gather_rows)
         x, weights = given.x.requires_grad_(), given.routes.weight_N.clone().requires_grad_()
         y = layer(x, given.routes.with_weights(weights), lambda: log.append("beside"))
@@ -322,7 +268,7 @@ class Unseen(AllToAll):
 
 def order_with_an_unseen_exchange() -> None:
     exchange.AllToAll = Unseen
-    order_of_events("alltoall", 1)
+    order_of_events("alltoall")
 
 
 def label(rows: Tensor) -> str:
@@ -367,48 +313,22 @@ def count_reads() -> dict[str, int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks"),
-    slow_but(
-        [(name, chunks) for name, chunks in VARIANTS if chunks < 3 and name != "symmetric"],
-        *(("allgather", 1), ("alltoall", 2), ("dedup", 1), ("dedup", 2), ("hierarchical", 2)),
-        names=2,
-    ),
-)
-def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(
-    name: str, chunks: int
-) -> None:
-    results = run_ranks(order_of_events, 4, name, chunks)
+@pytest.mark.parametrize("name", [name for name in NAMES if not needs_outbox(name)])
+def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str) -> None:
+    results = run_ranks(order_of_events, 4, name)
     assert all(log == results[0][0] for log, _ in results), (
         "the ranks' collectives are not in the same order"
     )
     log, reads = results[0]
     assert reads == 1
-    forward, backward = log[: log.index("backward")], log[log.index("backward") :]
-    assert forward.count("experts") == chunks
-    rows_launched = [i for i, event in enumerate(forward) if event == "launch rows"]
-    # Before the other work every chunk has set out, and none is waited for.
-    assert [forward[i] for i in range(forward.index("beside")) if forward[i] == "launch rows"] == [
-        "launch rows"
-    ] * chunks
-    assert "wait rows" not in forward[: forward.index("beside")]
+    forward = log[: log.index("backward")]
+    assert forward.count("experts") == 1
     assert (
-        rows_launched[0]
+        forward.index("launch rows")
         < forward.index("beside")
         < forward.index("wait rows")
         < forward.index("experts")
     )
-    if chunks == 2 and name != "hierarchical":
-        first = forward.index("experts")
-        # Between the first and the second chunk's experts the first one's answers set out, and
-        # nobody waits for them.
-        second = forward.index("experts", first + 1)
-        assert forward[first + 1 : second].count("launch rows") == 1
-        # Backward: both chunks' gradients set out before the first is waited for.
-        assert (
-            backward.index("wait rows")
-            > [i for i, e in enumerate(backward) if e == "launch rows"][1]
-        )
     if name != "allgather":  # which can do nothing before it knows how far to pad
         assert forward[: forward.index("launch rows")] == [
             "launch counts",
@@ -539,12 +459,11 @@ def not_a_number() -> dict[str, tuple[bool, bool]]:
         cases = [scene_case("even", "token", rank) for rank in range(4)]
         cases[0].routes.weight_N[:TOP_K] = torch.nan
         expected, given = local_results(cases)[process.rank], cases[process.rank]
-        for name, chunks in VARIANTS:
-            layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
-            result = run_layer(layer, given)
+        for name in NAMES:
+            result = run_layer(own_layer(process, dispatcher_of(name, group, nodes)), given)
             close = torch.allclose(result["y"], expected["y"], rtol=1e-5, atol=1e-5, equal_nan=True)
             lost = result["y"].isnan().any(1).nonzero().flatten().tolist()
-            out[f"{name} {chunks}"] = (close, lost == ([0] if process.rank == 0 else []))
+            out[name] = (close, lost == ([0] if process.rank == 0 else []))
     return out
 
 
@@ -610,13 +529,12 @@ def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
             for n, expert in enumerate(given.routes.expert_N.tolist()):
                 answer = given.routes.weight_N[n] * (expert + 1) * given.x[given.routes.source_N[n]]
                 expected[given.routes.target_N[n]] += answer
-            for name, chunks in VARIANTS:
+            for name in NAMES:
                 nodes = node_groups if name == "hierarchical" else None
                 dispatcher: Any = make_dispatcher(
                     name,
                     group,
                     nodes=nodes,
-                    overlap_chunks=chunks,
                     check_every=1,
                     outbox=outbox_for(name, group),
                 )
@@ -627,7 +545,7 @@ def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
                 )
                 dist.all_reduce(served)
                 conserved = served.sum().item() == 0
-                found[f"{name} {chunks}"] = (
+                found[name] = (
                     (y - expected).abs().max().item()
                     if conserved and len(y)
                     else float(not conserved)
@@ -673,7 +591,7 @@ def nearly(a: Tensor, b: Tensor) -> bool:
     return not len(a) or bool((a - b).abs().max() <= 1e-6 * b.abs().max())
 
 
-def relabelled(variants: Sequence[tuple[str, int]]) -> dict[tuple, list[str]]:
+def relabelled() -> dict[tuple, list[str]]:
     """What differs between banks placed by a table and banks in order, per dispatcher and table."""
     tables = {
         "permuted": ExpertMap((2, 2, 2, 2), (5, 2, 7, 0, 1, 6, 3, 4)),
@@ -685,10 +603,8 @@ def relabelled(variants: Sequence[tuple[str, int]]) -> dict[tuple, list[str]]:
             given = scene_case("uneven", kind, process.rank)
             straight = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
             for table, expert_map in tables.items():
-                for name, chunks in variants:
-                    dispatcher = dispatcher_of(
-                        name, group, nodes, expert_map=expert_map, overlap_chunks=chunks
-                    )
+                for name in NAMES:
+                    dispatcher = dispatcher_of(name, group, nodes, expert_map=expert_map)
                     layer = placed_layer(process, dispatcher, expert_map)
                     result = run_layer(layer, given)
                     same = torch.equal if name == "alltoall" else nearly
@@ -696,7 +612,7 @@ def relabelled(variants: Sequence[tuple[str, int]]) -> dict[tuple, list[str]]:
                         key for key in ("y", "x", "gates") if not same(result[key], straight[key])
                     ]
                     wrong += wrong_weights(result, straight, expert_map, same)
-                    found[kind, table, name, chunks] = wrong
+                    found[kind, table, name] = wrong
     return found
 
 
@@ -719,12 +635,9 @@ def wrong_weights(
     return wrong
 
 
-@pytest.mark.parametrize("variants", CHUNKED)
-def test_another_placement_of_the_experts_changes_nothing(
-    variants: Sequence[tuple[str, int]],
-) -> None:
-    for found in run_ranks(relabelled, 4, variants, timeout_s=120):
-        assert len(found) == 6 * len(variants)
+def test_another_placement_of_the_experts_changes_nothing() -> None:
+    for found in run_ranks(relabelled, 4, timeout_s=120):
+        assert len(found) == 6 * len(NAMES)
         assert {key: names for key, names in found.items() if names} == {}
 
 
@@ -748,7 +661,7 @@ def test_it_does_not_matter_which_rank_has_which_tokens() -> None:
 # Gradients.
 
 
-def gradients_by_differences(variants: Sequence[tuple[str, int]]) -> dict[str, bool]:
+def gradients_by_differences() -> dict[str, bool]:
     out = {}
     with world() as (process, group, nodes):
         generator = torch.Generator().manual_seed(process.rank)
@@ -762,30 +675,27 @@ def gradients_by_differences(variants: Sequence[tuple[str, int]]) -> dict[str, b
         def experts(x_UD: Tensor, routes: Routes) -> Tensor:
             return routed_mlp(x_UD, w_up, w_down, routes, activation="silu", backend="reference")
 
-        for name, chunks in variants:
+        for name in NAMES:
             dispatcher = make_dispatcher(
                 name,
                 group,
                 nodes=nodes if name == "hierarchical" else None,
-                overlap_chunks=chunks,
                 outbox=outbox_for(name, group),
             )
 
             def layer(x: Tensor, weights: Tensor, dispatcher=dispatcher) -> Tensor:
                 return run_pass(dispatcher, x, routes.with_weights(weights), experts)
 
-            out[f"{name} {chunks}"] = torch.autograd.gradcheck(layer, (x, weights))
+            out[name] = torch.autograd.gradcheck(layer, (x, weights))
             [first] = torch.autograd.grad((layer(x, weights) ** 2).sum(), [x], create_graph=True)
             with pytest.raises(RuntimeError, match="once_differentiable"):
                 first.sum().backward()
     return out
 
 
-@pytest.mark.parametrize("variants", CHUNKED)
-def test_gradients_equal_differences_on_two_ranks(variants: Sequence[tuple[str, int]]) -> None:
-    for found in run_ranks(gradients_by_differences, 2, variants, timeout_s=120):
-        assert set(found.values()) == {True}
-        assert len(found) == len(variants)
+def test_gradients_equal_differences_on_two_ranks() -> None:
+    for found in run_ranks(gradients_by_differences, 2, timeout_s=120):
+        assert found == dict.fromkeys(NAMES, True)
 
 
 # Memory, and what is counted.
@@ -796,8 +706,8 @@ def tensors_alive() -> dict[str, tuple[int, int]]:
     out = {}
     with world() as (process, group, nodes):
         given = scene_case("uneven", "token", process.rank)
-        for name, chunks in (("allgather", 1), ("alltoall", 2), ("dedup", 2), ("hierarchical", 2)):
-            layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
+        for name in NAMES:
+            layer = own_layer(process, dispatcher_of(name, group, nodes))
             counts = []
             gc.collect()
             gc.disable()
@@ -806,7 +716,7 @@ def tensors_alive() -> dict[str, tuple[int, int]]:
                     run_layer(layer, given)
                 counts.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
             gc.enable()
-            out[f"{name} {chunks}"] = (counts[0], counts[1])
+            out[name] = (counts[0], counts[1])
     return out
 
 
@@ -864,9 +774,8 @@ def refused() -> list[str]:
     with world() as (_, group, _):
         for options in (
             {"name": "fastest"},
-            {"name": "allgather", "overlap_chunks": 2},
             {"name": "hierarchical"},
-            {"name": "dedup", "overlap_chunks": 0},
+            {"name": "dedup", "check_every": -1},
             {"name": "dedup", "expert_map": contiguous_map(8, 4)},
             {"name": "hierarchical", "nodes": NodeGroups(inter=group, intra=group)},
         ):
@@ -886,9 +795,8 @@ def refused() -> list[str]:
 def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     parts = (
         "'fastest' is unknown: choose auto, local, allgather",
-        "has no chunks",
         "groups between and inside nodes",
-        "overlap_chunks=0",
+        "check_every=-1",
         "an expert map for 4 ranks, but the group has 3",
         "3 nodes × 3 ranks are not the EP group's 3",
         "2 experts are too few for 3 ranks",

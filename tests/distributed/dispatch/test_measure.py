@@ -7,8 +7,8 @@ import torch
 from dispatch_cases import world
 from world import RankFailed, run_ranks
 
-from moebius.distributed.dispatch import measure
-from moebius.distributed.dispatch.measure import Choice, choose_dispatcher
+from moebius.distributed.dispatch import choose
+from moebius.distributed.dispatch.choose import choose_dispatcher
 from moebius.distributed.symmetric.outbox import Outbox
 
 
@@ -21,14 +21,12 @@ def chosen(name: str, what: str = "") -> tuple[str, bool, str]:
         elif what == "gpu":
             device = torch.device("cuda")
         elif what == "compiler" and process.rank == 1:
-            measure.open_outbox.__globals__["reason_against"] = lambda: "there is no C++ compiler"
+            choose.open_outbox.__globals__["reason_against"] = lambda: "there is no C++ compiler"
         elif what == "slow memory" and process.rank == 1:
-            slow_down(measure.SHARED_MEMORY)
+            slow_down(choose.SHARED_MEMORY)
         elif what == "slow collectives" and process.rank == 1:
-            slow_down(measure.DEFAULT)
-        found: Choice = choose_dispatcher(
-            name, group, device=device, ranks_per_node=per_node, timeout_s=30
-        )
+            slow_down(choose.DEFAULT)
+        found = choose_dispatcher(name, group, device=device, ranks_per_node=per_node, timeout_s=30)
         if isinstance(found.outbox, Outbox):
             found.outbox.close()
         return found.name, found.outbox is not None, found.why
@@ -36,7 +34,7 @@ def chosen(name: str, what: str = "") -> tuple[str, bool, str]:
 
 def slow_down(slow: str) -> None:
     """One of the two takes much longer on this rank, by a clock that says so."""
-    make, run = measure.make_dispatcher, measure._pass
+    make, run = choose.make_dispatcher, choose._pass
     late: list[object] = []
 
     def made(name: str, *args: object, **options: object) -> object:
@@ -51,9 +49,9 @@ def slow_down(slow: str) -> None:
         run(dispatcher, *args)  # pyright: ignore[reportArgumentType]
         now[0] += 1000.0 if dispatcher in late else 0.001
 
-    measure.make_dispatcher = made  # pyright: ignore[reportAttributeAccessIssue]
-    measure._pass = passed  # pyright: ignore[reportAttributeAccessIssue]
-    measure.time.perf_counter = lambda: now[0]
+    choose.make_dispatcher = made  # pyright: ignore[reportAttributeAccessIssue]
+    choose._pass = passed  # pyright: ignore[reportAttributeAccessIssue]
+    choose.time.perf_counter = lambda: now[0]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +74,7 @@ def test_auto_is_what_the_slowest_rank_has_faster(what: str, name: str) -> None:
         ("nodes", "no memory is shared: the ranks are on several nodes"),
         (
             "gpu",
-            "no memory is shared: rows are on GPUs, whose exchange through each other's memory has "
-            'never been measured: ask for it by name (mesh.dispatcher="symmetric")',
+            "no memory is shared: rows are on cuda, and the memory is the CPU's",
         ),
         ("compiler", "no memory is shared: rank 1: there is no C++ compiler"),
     ],

@@ -4,6 +4,7 @@ pass before.
 
 import os
 import resource
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,37 +27,27 @@ from world import run_ranks
 
 from moebius.distributed.dispatch.base import build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.table import needs_outbox
+from moebius.distributed.dispatch.table import DISPATCHERS, needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import Routes, token_routes
 
 PER_NODE = 2  # pretended
-VARIANTS = [
-    ("allgather", 1),
-    *(
-        (name, chunks)
-        for name in ("alltoall", "dedup", "hierarchical", "symmetric")
-        for chunks in (1, 2)
-    ),
-]
+NAMES = tuple(DISPATCHERS)
 
 
-def dispatchers(
-    process: Process, variants: list[tuple[str, int]] = VARIANTS
-) -> dict[tuple[str, int], Dispatcher]:
+def dispatchers(process: Process, names: Sequence[str] = NAMES) -> dict[str, Dispatcher]:
     group = dist.group.WORLD
     assert group is not None
     nodes = build_node_groups(group, PER_NODE if process.world_size == 4 else 1, timeout_s=20)
     return {
-        (name, chunks): make_dispatcher(
+        name: make_dispatcher(
             name,
             group,
-            overlap_chunks=chunks,
             nodes=nodes if name == "hierarchical" else None,
             outbox=outbox_for(name, group),
         )
-        for name, chunks in variants
+        for name in names
     }
 
 
@@ -66,7 +57,7 @@ def echo(x: Tensor, routes: Routes) -> Tensor:
     return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
 
 
-def identity(scene_name: str) -> dict[tuple[str, int], bool]:
+def identity(scene_name: str) -> dict[str, bool]:
     """Whether experts that answer their row, weighted by 1, give K · x bit for bit."""
     with start_process("cpu", timeout_s=20) as process:
         generator = torch.Generator().manual_seed(process.rank)
@@ -86,7 +77,7 @@ def identity(scene_name: str) -> dict[tuple[str, int], bool]:
 def test_identity_experts_return_every_row_k_times() -> None:
     for scene in ("uneven", "all to one expert", "a rank without tokens"):
         for found in run_ranks(identity, 4, scene):
-            assert len(found) == len(VARIANTS)
+            assert len(found) == len(NAMES)
             assert set(found.values()) == {True}, (scene, found)
 
 
@@ -133,7 +124,7 @@ def test_a_dispatcher_remembers_nothing_of_the_pass_before() -> None:
             SCENES.items()
         ):  # a rank without tokens has experts still, and gradients of their weights
             expected = {*weights, *(("y", "x", "gates") if scene.tokens[rank] else ())}
-            for variant in VARIANTS:
+            for variant in NAMES:
                 assert {
                     key for made, of, key in found if (made, of) == (variant, name)
                 } == expected, (
@@ -150,7 +141,7 @@ def collectives() -> dict[tuple, int]:
     with start_process("cpu", timeout_s=20) as process:
         share, group = EXPERTS // process.world_size, dist.group.WORLD
         assert group is not None
-        by_collectives = [(name, chunks) for name, chunks in VARIANTS if not needs_outbox(name)]
+        by_collectives = [name for name in NAMES if not needs_outbox(name)]
         for variant, dispatcher in dispatchers(process, by_collectives).items():
             layer = SparseLayer(bank(torch.float32, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = dispatcher
@@ -178,17 +169,17 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
             x, experts, weights, _ = drawn[process.rank]
             distinct = [here.any(1) for here in mine]
             for kind, must in (("dedup", distinct), ("symmetric", distinct), ("alltoall", mine)):
-                [dispatcher] = dispatchers(process, [(kind, 1)]).values()
+                [dispatcher] = dispatchers(process, [kind]).values()
                 routes = token_routes(experts, weights, num_experts=EXPERTS)
-                held_by_chunk: list[int] = []
+                held_once: list[int] = []
 
-                def counted(x_UD: Tensor, routes: Routes, held=held_by_chunk) -> Tensor:
+                def counted(x_UD: Tensor, routes: Routes, held=held_once) -> Tensor:
                     held.append(len(x_UD))
                     return echo(x_UD, routes)
 
                 run_pass(dispatcher, x, routes, counted)
                 counters: Any = dispatcher
-                [held] = held_by_chunk
+                [held] = held_once
                 wanted = sum(int(here.sum()) for here in must)
                 out[f"{kind} {name}"] = (
                     held,
@@ -216,15 +207,14 @@ def growth() -> dict[str, float]:
         experts = torch.rand(64, EXPERTS, generator=generator).topk(3).indices
         x = torch.randn(64, WIDE, generator=generator, requires_grad=True)
         routes = token_routes(experts, torch.rand(64, 3, generator=generator), num_experts=EXPERTS)
-        variants = [("alltoall", 1), ("dedup", 1), ("symmetric", 1)]
-        for variant, dispatcher in dispatchers(process, variants).items():
+        for name, dispatcher in dispatchers(process, ("alltoall", "dedup", "symmetric")).items():
             for passes in (40, PASSES):
                 before = resident_bytes()
                 for _ in range(passes):
                     y = run_pass(dispatcher, x, routes, echo)
                     x.grad = None
                     y.sum().backward()
-            out[variant[0]] = (resident_bytes() - before) / 2**20
+            out[name] = (resident_bytes() - before) / 2**20
     return out
 
 

@@ -31,17 +31,9 @@ def post(outbox: Outbox, *, tokens: int = 8, width: int = 4) -> int:
     experts = torch.arange(outbox.num_ranks).expand(tokens, -1)
     routes = token_routes(experts, torch.ones(experts.shape), num_experts=outbox.num_ranks)
     rank_E = torch.arange(outbox.num_ranks, dtype=torch.int32)
-    plan = outbox.plan(
-        routes,
-        tokens,
-        rank_E=rank_E,
-        slot_E=torch.zeros_like(rank_E),
-        num_slots=1,
-        num_chunks=1,
-        rows_per_token=1,
-    )
+    plan = outbox.plan(routes, tokens, rank_E=rank_E, slot_E=torch.zeros_like(rank_E))
     x = torch.full((tokens, width), float(outbox.rank))
-    return outbox.post_rows(plan, 0, x, routes.weight_N)
+    return outbox.post_rows(plan, x, routes.weight_N)
 
 
 def take(outbox: Outbox, number: int, width: int = 4) -> list[float]:
