@@ -15,8 +15,7 @@ Legend: P ranks = M nodes · G ranks of a node, U source rows, T target rows, N 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ class _Dispatched:
 
     inter: DedupRows
     start_intra: Callable[[DedupRows], Dispatched]
+    started: list[Dispatched] = field(default_factory=list)
 
     @property
     def x_UD(self) -> Tensor:
@@ -59,9 +59,13 @@ class _Dispatched:
         """
         return save_combine(self.inter.combine(self._intra.combine(y_TD)))
 
-    @cached_property
+    @property
     def _intra(self) -> Dispatched:
-        return self.start_intra(self.inter)
+        # Not a cached_property: Python 3.11 has one lock for all of them, and simulated ranks, which
+        # are threads, wait for each other here.
+        if not self.started:
+            self.started.append(self.start_intra(self.inter))
+        return self.started[0]
 
 
 class HierarchicalDispatcher(RowSharingDispatcher):

@@ -71,8 +71,7 @@ class StepMeter:
         values = self._sums | {
             name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()
         }
-        for name, unread in self._exchanges.items():
-            counters = unread.read_all()
+        for name, counters in self._exchanges.items():
             values[f"exchange/{name}"] = torch.tensor(
                 [getattr(counters, each) for each in _SUMMED], dtype=torch.float64
             )
