@@ -2,7 +2,7 @@
 
 For GPUs that reach each other's memory (NVLink). It has never run on one: written against torch
 2.11 to 2.13, and what stands above it is tested with files that processes share
-(shared_files.py).
+(tests/shared_files.py).
 """
 
 from typing import Protocol

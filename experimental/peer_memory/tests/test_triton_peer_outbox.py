@@ -8,7 +8,7 @@ from dispatch_cases import KINDS, dispatcher_of, own_layer, run_layer, scene_cas
 from world import run_ranks
 
 from experimental.peer_memory import peers
-from experimental.peer_memory.shared_files import open_files
+from experimental.peer_memory.tests.shared_files import open_files
 from moebius.kernels import sends
 from moebius.kernels.cpu import sends as cpu_sends
 

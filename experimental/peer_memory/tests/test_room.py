@@ -11,7 +11,7 @@ from dispatch_scenes import Scene, choose
 from world import run_ranks
 
 from experimental.peer_memory.peer_outbox import PeerOutbox
-from experimental.peer_memory.shared_files import open_files, to_nearest
+from experimental.peer_memory.tests.shared_files import open_files, to_nearest
 from moebius.distributed.dispatch.base import equal_rows
 from moebius.kernels import sends
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from world import run_ranks
 
 from experimental.peer_memory.peer_outbox import PeerOutbox
-from experimental.peer_memory.shared_files import open_files, to_nearest
+from experimental.peer_memory.tests.shared_files import open_files, to_nearest
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experimental.peer_memory import triton_peers as ours
-from experimental.peer_memory.peer_cases import ONE_CHUNK, check_back, check_out
+from experimental.peer_memory.tests.peer_cases import ONE_CHUNK, check_back, check_out
 
 
 # Not bfloat16, of which the interpreter computes wrong sums.

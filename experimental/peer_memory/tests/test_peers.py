@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experimental.peer_memory import peers
-from experimental.peer_memory.peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
+from experimental.peer_memory.tests.peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
 from experimental.peer_memory.peers import Layout
 
 
