@@ -10,12 +10,13 @@ activation (F, or 2F where it is gated), O output width.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 ROW_SLACK = 64  # rows that a backend's saved rows have past the end
+Call = TypeVar("Call")  # MLPCall or LinearCall
 
 
 # Lists of routes ----------------------------------------------------------------------------------
@@ -156,6 +157,10 @@ class MLPCall(SortedRoutes):
     contiguous.
     """
 
+    WEIGHTS: ClassVar = ("w_up_EDW", "w_down_EFO")
+    BIASES: ClassVar = ("b_up_EW", "b_down_EO")
+    HAS_HIDDEN_ROWS: ClassVar = True
+
     x_UD: Tensor
     w_up_EDW: Tensor
     w_down_EFO: Tensor
@@ -165,27 +170,51 @@ class MLPCall(SortedRoutes):
     backend: str
     number: int  # of the weights' `GradientSum`, or 0
 
+    @property
+    def width_out(self) -> int:
+        """Returns O."""
+        return self.w_down_EFO.shape[2]
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the rows that the backward pass reads."""
+        return self.num_routes + ROW_SLACK, self.w_up_EDW.shape[2]
+
 
 @dataclass(frozen=True)
 class LinearCall(SortedRoutes):
     """A call of a bank of matrices, W[e]ᵀ x; otherwise as `MLPCall`."""
+
+    WEIGHTS: ClassVar = ("w_EDO",)
+    BIASES: ClassVar = ()
+    HAS_HIDDEN_ROWS: ClassVar = False
 
     x_UD: Tensor
     w_EDO: Tensor
     backend: str
     number: int
 
+    @property
+    def width_out(self) -> int:
+        """Returns O."""
+        return self.w_EDO.shape[2]
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the ungated outputs, which are kept where they are the narrow side."""
+        _, width_in, width_out = self.w_EDO.shape
+        return (self.num_routes + ROW_SLACK, width_out) if width_out <= width_in else (0,)
+
 
 @dataclass(frozen=True)
-class MLPGradients:
-    """The gradients of a bank's weights, as a backend adds to them.
+class Into:
+    """What a backend adds the gradients of a bank's weights to, in the order of `WEIGHTS`.
 
     `are_new`: nobody has written them yet, so they are written and not added to. Only for a backend
     that `writes`; others get zeros.
     """
 
-    w_up_EDW: Tensor
-    w_down_EFO: Tensor
+    weights: Sequence[Tensor]
     are_new: bool = False
 
 
@@ -205,21 +234,13 @@ class RowGradients:
 
 
 @dataclass(frozen=True)
-class DeferredMLP:
+class Deferred(Generic[Call]):
     """A call whose weights' gradients come later, and what they are made of."""
 
-    call: MLPCall
+    call: Call
     grad_TO: Tensor
     saved: Tensor
-    z_NW: Tensor
-
-
-@dataclass(frozen=True)
-class DeferredLinear:
-    """The same of a bank of matrices."""
-
-    call: LinearCall
-    grad_TO: Tensor
+    z_NW: Tensor | None = None  # of perceptrons
 
 
 # Backends -----------------------------------------------------------------------------------------
@@ -241,11 +262,11 @@ class Backend(ABC):
 
     @abstractmethod
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Computes the gradients of rows, gate weights and biases.
 
-        Those of the weights are added to `into`, or written there where `into.are_new`.
+        Those of the weights are added to `into`, or written there where `are_new`.
         """
 
     @abstractmethod
@@ -258,9 +279,9 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Computes the gradients of rows and gate weights; the weights' is added to `into_EDO`."""
+        """Computes the gradients of rows and gate weights; the weights' is added to `into`."""
 
 
 class DeferringBackend(Backend):
@@ -271,7 +292,7 @@ class DeferringBackend(Backend):
         """Computes what `mlp_backward` does, with `z_NW` in place of the weights' gradients."""
 
     @abstractmethod
-    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+    def mlp_weight_gradients(self, calls: Sequence[Deferred[MLPCall]]) -> tuple[Tensor, Tensor]:
         """Computes the gradients of w_up and w_down, over all calls."""
 
     @abstractmethod
@@ -281,5 +302,5 @@ class DeferringBackend(Backend):
         """Computes what `linear_backward` does, without the weights' gradient."""
 
     @abstractmethod
-    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+    def linear_weight_gradients(self, calls: Sequence[Deferred[LinearCall]]) -> tuple[Tensor]:
         """Computes the gradient of w, over all calls."""

@@ -43,9 +43,9 @@ from .activations import hidden_and_pullback, hidden_in_place
 from .calls import (
     ROW_SLACK,
     Backend,
+    Into,
     LinearCall,
     MLPCall,
-    MLPGradients,
     RowGradients,
     SortedRoutes,
 )
@@ -86,7 +86,7 @@ class Segments(Backend):
         return _sum_to_targets(outputs, call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
@@ -104,7 +104,7 @@ class Segments(Backend):
             None if b is None else torch.zeros_like(b) for b in (call.b_up_EW, call.b_down_EO)
         )
         w_up, w_down = call.w_up_EDW.unbind(0), call.w_down_EFO.unbind(0)
-        grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
+        grad_up, grad_down = (each.unbind(0) for each in into.weights)
         for expert, rows, count in _chunks(call, x_UD):
             g, dy = gate[rows, None], _gather("dy", dy_rows, target_rows[rows])
             h, pullback = hidden_and_pullback(saved[rows], call.activation)
@@ -144,7 +144,7 @@ class Segments(Backend):
         return _sum_to_targets(outputs * gate[:, None], call), outputs.contiguous()
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.linear_backward`.
 
@@ -157,7 +157,7 @@ class Segments(Backend):
         x_rows, dy_rows = _with_aligned_rows(x_UD), _with_aligned_rows(grad_TO)
         grad_rows = _output_rows(x_UD, width_in, call.place_N, call.per_source, len(gate))
         grad_gate = torch.zeros_like(gate)
-        w, grad_w = call.w_EDO.unbind(0), into_EDO.unbind(0)
+        w, grad_w = call.w_EDO.unbind(0), into.weights[0].unbind(0)
         for expert, rows, count in _chunks(call, x_UD):
             x = _gather("x", x_rows, source_rows[rows])
             dy = _gather("dy", dy_rows, target_rows[rows])

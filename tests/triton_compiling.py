@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from moebius.kernels.activations import columns_of
-from moebius.kernels.calls import DeferredMLP, LinearCall, MLPCall, MLPGradients
+from moebius.kernels.calls import Deferred, Into, LinearCall, MLPCall
 from moebius.kernels.fused.norm import WIDEST
 from moebius.kernels.fused.router import MOST_EXPERTS
 from moebius.kernels.triton import backend, router, router_gradients, weight_gradients
@@ -151,10 +151,9 @@ def call_mlp(
     grad_TO = torch.empty_like(call.x_UD)
     if deferred:
         found = KERNELS.mlp_backward_rows(call, grad_TO, saved)
-        assert found.z_NW is not None
-        KERNELS.mlp_weight_gradients([DeferredMLP(call, grad_TO, saved, found.z_NW)] * 2)
+        KERNELS.mlp_weight_gradients([Deferred(call, grad_TO, saved, found.z_NW)] * 2)
     else:
-        into = MLPGradients(call.w_up_EDW, call.w_down_EFO)
+        into = Into([call.w_up_EDW, call.w_down_EFO])
         KERNELS.mlp_backward(call, grad_TO, saved, into)
 
 
@@ -164,7 +163,7 @@ def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
     w_EDO = new(experts, *widths)
     call = LinearCall(**make_routes(load), x_UD=new(tokens, widths[0]), w_EDO=w_EDO)
     _, saved = KERNELS.linear_forward(call)
-    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, w_EDO)
+    KERNELS.linear_backward(call, new(tokens, widths[1]), saved, Into([w_EDO]))
 
 
 def calls() -> Iterator[tuple[Callable[[], None], bool]]:

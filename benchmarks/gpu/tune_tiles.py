@@ -32,8 +32,7 @@ from torch import Tensor
 from benchmarks.report import RESULTS, environment, save
 from moebius.kernels.activations import columns_of
 from moebius.kernels.calls import (
-    DeferredLinear,
-    DeferredMLP,
+    Deferred,
     LinearCall,
     MLPCall,
     SortedRoutes,
@@ -195,7 +194,7 @@ def _call(key: Key) -> Callable[[], Tensor]:
     if kernel == "ragged_small":
         w_EDO, x_UD = new(EXPERTS, ODD_WIDTH, ODD_HEAD), new(num_tokens, ODD_WIDTH)
         call = LinearCall(**routes, x_UD=x_UD, w_EDO=w_EDO, backend="triton", number=0)
-        deferred = DeferredLinear(call, new(num_tokens, ODD_HEAD))
+        deferred = Deferred(call, new(num_tokens, ODD_HEAD), new(0))
         return lambda: KERNELS.linear_weight_gradients([deferred])[0]
     call = MLPCall(
         **routes,
@@ -213,7 +212,7 @@ def _call(key: Key) -> Callable[[], Tensor]:
     grad_TO, saved = new(num_tokens, WIDTH), KERNELS.mlp_forward(call)[1]
     if kernel.startswith("gather_back"):
         return lambda: KERNELS.mlp_backward_rows(call, grad_TO, saved).x_UD
-    deferred = DeferredMLP(call, grad_TO, saved, new(*saved.shape))
+    deferred = Deferred(call, grad_TO, saved, new(*saved.shape))
     return lambda: KERNELS.mlp_weight_gradients([deferred])[0]
 
 

@@ -21,9 +21,9 @@ from ..activations import hidden_and_pullback, hidden_in_place
 from ..calls import (
     ROW_SLACK,
     Backend,
+    Into,
     LinearCall,
     MLPCall,
-    MLPGradients,
     RowGradients,
     SortedRoutes,
 )
@@ -70,7 +70,7 @@ class Brgemm(Backend):
         return _sum_to_targets(outputs, call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
@@ -100,9 +100,9 @@ class Brgemm(Backend):
             grad_b_down = _sum_of_experts(dy * gate[:, None].to(dy.dtype), call)
         if call.b_up_EW is not None:
             grad_b_up = _sum_of_experts(d_z, call)
-        add = not into.are_new
-        _bank_gradient(gated, None, grad_TO, target_rows, call.starts_E1, into.w_down_EFO, add=add)
-        _bank_gradient(call.x_UD, source_rows, d_z, None, call.starts_E1, into.w_up_EDW, add=add)
+        (into_up, into_down), add = into.weights, not into.are_new
+        _bank_gradient(gated, None, grad_TO, target_rows, call.starts_E1, into_down, add=add)
+        _bank_gradient(call.x_UD, source_rows, d_z, None, call.starts_E1, into_up, add=add)
         grad_rows = _outputs(d_z, None, call.w_up_EDW, call, None, transposed=True)
         grad_x = _sum_to_sources(grad_rows, call, call.x_UD.shape[0])
         return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
@@ -119,7 +119,7 @@ class Brgemm(Backend):
         return _sum_to_targets(ungated * gate[:, None].to(ungated.dtype), call), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.linear_backward`.
 
@@ -128,6 +128,7 @@ class Brgemm(Backend):
         x_UD, num_routes, (_, width_in, width_out) = call.x_UD, call.num_routes, call.w_EDO.shape
         source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
         gate, starts_E1 = call.gates(torch.float32), call.starts_E1
+        [into_EDO] = into.weights
         if width_out <= width_in:
             dy = workspace("dy", (num_routes, width_out), grad_TO)
             torch.index_select(grad_TO, 0, target_rows, out=dy)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..activations import hidden_and_pullback, hidden_in_place
-from ..calls import Backend, LinearCall, MLPCall, MLPGradients, RowGradients, SortedRoutes
+from ..calls import Backend, Into, LinearCall, MLPCall, RowGradients, SortedRoutes
 
 
 class Operators(Protocol):
@@ -88,7 +88,7 @@ class GroupedProducts(Backend):
         return ops.add_to_targets(outputs), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
@@ -108,11 +108,12 @@ class GroupedProducts(Backend):
         if call.b_down_EO is not None and grad_b_down is not None:
             grad_gate += ops.product(dy, call.b_down_EO[:, :, None])[:num_routes, 0]
             ops.add_weight_gradient(grad_b_down[:, None], gate, dy)
-        ops.add_weight_gradient(into.w_down_EFO, h * gate, dy)
+        into_up, into_down = into.weights
+        ops.add_weight_gradient(into_down, h * gate, dy)
         d_z = pullback(d_gated * gate)
         if grad_b_up is not None:
             ops.add_weight_gradient(grad_b_up[:, None], torch.ones_like(gate), d_z)
-        ops.add_weight_gradient(into.w_up_EDW, ops.gather_sources(call.x_UD), d_z)
+        ops.add_weight_gradient(into_up, ops.gather_sources(call.x_UD), d_z)
         grad_rows = ops.product_transposed(d_z, call.w_up_EDW)
         grad_x = ops.add_to_sources(grad_rows, call.x_UD.shape[0])
         return RowGradients(grad_x, call.unsorted(grad_gate), grad_b_up, grad_b_down)
@@ -128,7 +129,7 @@ class GroupedProducts(Backend):
         return ops.add_to_targets(saved[:num_routes] * gate), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         """Implements `Backend.linear_backward`.
 
@@ -147,7 +148,7 @@ class GroupedProducts(Backend):
             grad_gate = (saved[:num_routes] * dy[:, : saved.shape[1]]).sum(-1, dtype=dtype)
             dy = dy * gate
             d_x = ops.product_transposed(dy, call.w_EDO)
-        ops.add_weight_gradient(into_EDO, x, dy)
+        ops.add_weight_gradient(into.weights[0], x, dy)
         grad_x = ops.add_to_sources(d_x, call.x_UD.shape[0])
         return RowGradients(grad_x, call.unsorted(grad_gate))
 

@@ -22,12 +22,11 @@ from torch import Tensor
 from ..activations import GATES
 from ..calls import (
     ROW_SLACK,
-    DeferredLinear,
-    DeferredMLP,
+    Deferred,
     DeferringBackend,
+    Into,
     LinearCall,
     MLPCall,
-    MLPGradients,
     RowGradients,
     SortedRoutes,
 )
@@ -84,11 +83,10 @@ class TritonKernels(DeferringBackend):
         return _sum_to_targets(out_NO, call), saved
 
     def mlp_backward(
-        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients
+        self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         found = self.mlp_backward_rows(call, grad_TO, saved)
-        assert found.z_NW is not None, "rows alone have it"
-        _mlp_weight_gradients([DeferredMLP(call, grad_TO, saved, found.z_NW)], into)
+        _mlp_weight_gradients([Deferred(call, grad_TO, saved, found.z_NW)], into)
         return found
 
     def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
@@ -119,7 +117,7 @@ class TritonKernels(DeferringBackend):
         grad_x = _sum_to_sources(out_ND, call, call.x_UD.shape[0])
         return RowGradients(grad_x, _sum_parts(grad_gate, call), b_up, b_down, d_z)
 
-    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+    def mlp_weight_gradients(self, calls: Sequence[Deferred[MLPCall]]) -> tuple[Tensor, Tensor]:
         return _mlp_weight_gradients(calls, None)
 
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
@@ -143,10 +141,10 @@ class TritonKernels(DeferringBackend):
         return _sum_to_targets(out_NO, call), saved
 
     def linear_backward(
-        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into_EDO: Tensor
+        self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
         found = self.linear_backward_rows(call, grad_TO, saved)
-        _linear_weight_gradient([DeferredLinear(call, grad_TO)], into_EDO)
+        _linear_weight_gradient([Deferred(call, grad_TO, saved)], into)
         return found
 
     def linear_backward_rows(
@@ -184,7 +182,7 @@ class TritonKernels(DeferringBackend):
         grad_x = _sum_to_sources(out_ND, call, x_UD.shape[0])
         return RowGradients(grad_x, _sum_parts(grad_gate, call))
 
-    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+    def linear_weight_gradients(self, calls: Sequence[Deferred[LinearCall]]) -> tuple[Tensor]:
         return (_linear_weight_gradient(calls, None),)
 
 
@@ -273,31 +271,34 @@ def _sum_parts(parts: Tensor, call: SortedRoutes) -> Tensor:
 
 
 def _mlp_weight_gradients(
-    calls: Sequence[DeferredMLP], into: MLPGradients | None
+    calls: Sequence[Deferred[MLPCall]], into: Into | None
 ) -> tuple[Tensor, Tensor]:
     """Computes both gradients over all calls, added up in float32, and to `into` where given."""
     first, up, down = calls[0].call, list[Operands](), list[Operands]()
     for each in calls:
         call, rows = each.call, plan_of(each.call).rows(each.call)
         x_UD, grad_TO, starts_E1 = _aligned(call.x_UD), _aligned(each.grad_TO), call.starts_E1
+        assert each.z_NW is not None, "perceptrons have it"
         up.append(Operands(x_UD, each.z_NW, rows.source_N, None, None, starts_E1))
         down.append(Operands(each.saved, grad_TO, None, rows.target_N, rows.gate_N, starts_E1))
     activation = None if first.activation == "relu" else first.activation
-    into_up, into_down = (None, None) if into is None else (into.w_up_EDW, into.w_down_EFO)
+    into_up, into_down = (None, None) if into is None else into.weights
     work = _work([each.call for each in calls], first.w_up_EDW)
     w_up = ragged_gradient(up, work, first.w_up_EDW, into=into_up)
     w_down = ragged_gradient(down, work, first.w_down_EFO, into=into_down, activation=activation)
     return w_up, w_down
 
 
-def _linear_weight_gradient(calls: Sequence[DeferredLinear], into: Tensor | None) -> Tensor:
+def _linear_weight_gradient(calls: Sequence[Deferred[LinearCall]], into: Into | None) -> Tensor:
     operands, w_EDO = list[Operands](), calls[0].call.w_EDO
     for each in calls:
         call, rows = each.call, plan_of(each.call).rows(each.call)
         x_UD, grad_TO = _aligned(call.x_UD), _aligned(each.grad_TO)
         index = rows.source_N, rows.target_N, rows.gate_N
         operands.append(Operands(x_UD, grad_TO, *index, call.starts_E1))
-    return ragged_gradient(operands, _work([each.call for each in calls], w_EDO), w_EDO, into=into)
+    [into_EDO] = [None] if into is None else into.weights
+    work = _work([each.call for each in calls], w_EDO)
+    return ragged_gradient(operands, work, w_EDO, into=into_EDO)
 
 
 def _work(calls: Sequence[SortedRoutes], weights: Tensor) -> Work:

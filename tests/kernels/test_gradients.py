@@ -11,12 +11,11 @@ from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
 
 from moebius.kernels.calls import (
-    DeferredLinear,
-    DeferredMLP,
+    Deferred,
     DeferringBackend,
+    Into,
     LinearCall,
     MLPCall,
-    MLPGradients,
     RowGradients,
 )
 from moebius.kernels.functional import routed_linear, routed_mlp
@@ -84,8 +83,8 @@ def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.M
     buffers = set()
     backward = Segments.mlp_backward
 
-    def watched(self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: MLPGradients):
-        buffers.add((into.w_up_EDW.data_ptr(), into.w_down_EFO.data_ptr()))
+    def watched(self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into):
+        buffers.add(tuple(each.data_ptr() for each in into.weights))
         return backward(self, call, grad_TO, saved, into)
 
     monkeypatch.setattr(Segments, "mlp_backward", watched)
@@ -158,28 +157,27 @@ class Deferring(Segments, DeferringBackend):
             found.x_UD, found.weight_N, found.b_up_EW, found.b_down_EO, torch.zeros_like(saved)
         )
 
-    def mlp_weight_gradients(self, calls: Sequence[DeferredMLP]) -> tuple[Tensor, Tensor]:
+    def mlp_weight_gradients(self, calls: Sequence[Deferred[MLPCall]]) -> tuple[Tensor, Tensor]:
         self.computed.append(len(calls))
         into = self._zeros(calls[0].call)
         for each in calls:
             self.mlp_backward(each.call, each.grad_TO, each.saved, into)
-        return into.w_up_EDW, into.w_down_EFO
+        return into.weights[0], into.weights[1]
 
     def linear_backward_rows(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor
     ) -> RowGradients:
-        return self.linear_backward(call, grad_TO, saved, torch.zeros_like(call.w_EDO))
+        return self.linear_backward(call, grad_TO, saved, Into([torch.zeros_like(call.w_EDO)]))
 
-    def linear_weight_gradients(self, calls: Sequence[DeferredLinear]) -> tuple[Tensor]:
+    def linear_weight_gradients(self, calls: Sequence[Deferred[LinearCall]]) -> tuple[Tensor]:
         self.computed.append(len(calls))
-        into = torch.zeros_like(calls[0].call.w_EDO)
+        into = Into([torch.zeros_like(calls[0].call.w_EDO)])
         for each in calls:
-            saved = self.linear_forward(each.call)[1]
-            self.linear_backward(each.call, each.grad_TO, saved, into)
-        return (into,)
+            self.linear_backward(each.call, each.grad_TO, each.saved, into)
+        return (into.weights[0],)
 
-    def _zeros(self, call: MLPCall) -> MLPGradients:
-        return MLPGradients(torch.zeros_like(call.w_up_EDW), torch.zeros_like(call.w_down_EFO))
+    def _zeros(self, call: MLPCall) -> Into:
+        return Into([torch.zeros_like(call.w_up_EDW), torch.zeros_like(call.w_down_EFO)])
 
 
 @pytest.fixture

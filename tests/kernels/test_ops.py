@@ -61,7 +61,7 @@ def test_the_ops_are_well_behaved_custom_operators(
     grad_TO, saved = (value.detach() for value in ops.routed_mlp(*arguments(*calls[0])))
     given = given | {"grad_TO": grad_TO, "saved": saved, "are_new": False}
     zeros = [torch.zeros_like(w) for w in leaves[1:3]]
-    calls += [(ops._mlp_backward, given | {"into_up": zeros[0], "into_down": zeros[1]})]
+    calls += [(ops.MLP.backward, given | {"into": zeros})]
     for operator, values in calls:
         torch.library.opcheck(operator, arguments(operator, values), test_utils=checks)
 
@@ -72,7 +72,7 @@ def test_gradients_of_rows_alone_have_their_shapes_without_data() -> None:
     leaves = [leaf.detach().to("meta") for leaf in leaves]
     given = mlp_fields(leaves, on_device(routes, "meta"), "relu")
     y, saved = ops.routed_mlp(**given)
-    grad_x, gate, *_, d_z = ops._mlp_backward_rows(grad_TO=y, saved=saved.bfloat16(), **given)
+    grad_x, gate, *_, d_z = ops.MLP.rows(grad_TO=y, saved=saved.bfloat16(), **given)
     assert (grad_x.shape, gate.shape) == (leaves[0].shape, routes.weight_N.shape)
     assert (d_z.shape, d_z.dtype, d_z.device) == (saved.shape, torch.bfloat16, saved.device)
 
