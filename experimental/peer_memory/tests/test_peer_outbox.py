@@ -16,8 +16,8 @@ from world import run_ranks
 
 from experimental.peer_memory import peer_outbox, peers
 from experimental.peer_memory.peer_outbox import open_peer_outbox
-from experimental.peer_memory.tests.shared_files import open_files, to_nearest
 from experimental.peer_memory.symmetric_memory import SymmetricMemory
+from experimental.peer_memory.tests.shared_files import open_files, to_nearest
 from moebius.distributed.dispatch import measure
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh

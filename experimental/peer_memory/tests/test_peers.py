@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from experimental.peer_memory import peers
-from experimental.peer_memory.tests.peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
 from experimental.peer_memory.peers import Layout
+from experimental.peer_memory.tests.peer_cases import DTYPES, ONE_CHUNK, check_back, check_out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
