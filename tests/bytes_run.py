@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
+from parts import make_config
 from small_corpus import sentences
 from small_model import TINY
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import train
 
 
@@ -36,10 +35,9 @@ def train_bytes(
     tokenizer: str = "bytes",
 ) -> Path:
     """A run folder after two steps."""
-    data = DataConfig(seq_len=seq_len, directory=str(folder))
-    prepared = PrepareConfig(tokenizer=tokenizer, vocab_size=model.vocab_size)
-    steps = TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu", eval_rows=4)
-    run = Config(model=model, data=data, prepare=prepared, train=steps)
+    sizes = {"steps": 2, "global_batch": 4, "micro_batch": 4, "eval_rows": 4}
+    text = {"tokenizer": tokenizer, "vocab_size": model.vocab_size}
+    run = make_config(folder, model=model, data__seq_len=seq_len, prepare=text, train=sizes)
     run_dir.mkdir(parents=True)
     run.save(run_dir / "config.json")
     assert train(run, run_dir) == "finished"

@@ -19,7 +19,7 @@ _RUN: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(data: Path | str | None = None, **changes: Any) -> Config:
+def make_config(data: Path | str | None = None, /, **changes: Any) -> Config:
     """Returns the configuration of a tiny run on bytes, with changes applied in the given order.
 
         make_config(shards, mesh__ep=2, train__steps=9)

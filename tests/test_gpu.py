@@ -1,20 +1,15 @@
-"""The same code on a GPU: run where there is one. One call on such a machine: `python -m pytest
-tests/test_gpu.py`.
-"""
+"""The same code on a GPU, where there is one: `python -m pytest tests/test_gpu.py`."""
 
 import json
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_model
+from parts import make_config
+from small_corpus import shards_of_words
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
@@ -22,12 +17,7 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.initialise import initialise
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import (
-    CheckpointConfig,
-    Config,
-    MeshConfig,
-    TrainConfig,
-)
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -116,27 +106,16 @@ def run_training(config: Config, run_dir: Path) -> list[float]:
 
 @needs_gpu
 def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_path: Path) -> None:
-    words = np.random.default_rng(0).choice(
-        ["one", "two", "three", "band", "expert"], size=(60, 40)
-    )
-    (tmp_path / "text.txt").write_text(
-        "\n\n".join(" ".join(line) for line in words), encoding="utf-8"
-    )
-    prepared = PrepareConfig(
-        input=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2
-    )
-    prepare(prepared, tmp_path / "shards")
+    data = shards_of_words(tmp_path, 60)
 
-    def config(device: Literal["cpu", "cuda"], steps: int) -> Config:
-        return Config(
+    def config(device: str, steps: int) -> Config:
+        return make_config(
+            data,
             model=MODEL,
-            data=DataConfig(directory=str(tmp_path / "shards"), seq_len=32),
-            prepare=prepared,
-            mesh=MeshConfig(dispatcher="alltoall"),
-            checkpoint=CheckpointConfig(every=3),
-            train=TrainConfig(
-                steps=steps, global_batch=4, micro_batch=2, device=device, eval_rows=8
-            ),
+            data__seq_len=32,
+            mesh__dispatcher="alltoall",
+            checkpoint__every=3,
+            train={"steps": steps, "global_batch": 4, "micro_batch": 2, "device": device},
         )
 
     [on_cpu] = run_ranks(run_training, 1, config("cpu", 6), tmp_path / "cpu")
