@@ -1,23 +1,18 @@
 """How much evener ranks become when experts are placed by their load: packing alone, and with
 copies of hot experts.
 
-    python -m benchmarks.placement [--steps 160] [--run-steps 60]
+    python -m benchmarks.placement [--steps 160]
 
-1. Recorded: two small models train on the embedded corpus without balancing losses, a MoEUT that
+Two small models train on the embedded corpus without balancing losses, a MoEUT that
    takes 8 of 64 feed-forward experts (sigmoid gates), and the same with one of 64 (softmax gates,
    which collapses). Their own metrics tell the load of every expert, step by step and depth step by
    depth step. Every bank is placed by the loads of one window of steps and judged on the next
    window, as `mesh.rebalance_every` does it: on loads that the decision has not seen. For EP 2, 4,
    8, for 0, 1, 2 replicas per rank, for windows of 5 and 20 steps; judged early (steps 21 to 60,
    where routing changes fast) and late (101 on).
-2. In a run: the first model on 4 Gloo ranks, EP 4, with and without moves; the factors are those of
-   the routes that the ranks really served (`exchange` in the metrics), after step 20.
-
 The figure is the hottest rank's load over the mean of its EP group, in the mean over banks and
-judged steps: once for a bank's depth steps added up (what is measured in a run), once for every
-depth step alone (a rank waits in each of them).
-
-Takes about 8 minutes on 2 cores; writes results/placement.json and results/placement.png.
+judged steps: once for a bank's depth steps added up, once for every depth step alone (a rank waits
+in each of them). Takes about 5 minutes on 2 cores; writes results/placement.json.
 """
 
 import argparse
@@ -32,11 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -70,23 +61,17 @@ MODELS = {
         "model.feed_forward.router.balance=0",
     ),
 }
-JUDGED_AFTER = 20  # in a run
-Bank = (
-    np.ndarray
-)  # (steps, depth steps of one group member, experts): shares of the routes of a depth step
+# (steps, depth steps of one group member, experts): shares of the routes of a depth step
+Bank = np.ndarray
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--run-steps", type=int, default=60)
     options = parser.parse_args()
     last_span = max(begin for begin, _ in SPANS.values())
-    if options.steps <= last_span or options.run_steps <= JUDGED_AFTER:
-        parser.error(
-            f"steps after {last_span} are judged, and in a run those after {JUDGED_AFTER}: --steps "
-            f"{options.steps} and --run-steps {options.run_steps} must be more"
-        )
+    if options.steps <= last_span:
+        parser.error(f"steps after {last_span} are judged: --steps {options.steps} must be more")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -94,21 +79,15 @@ def main() -> None:
             lines, config = train(scratch, f"recorded-{number}", options.steps, *MODELS[model])
             for kind, banks in banks_of(lines, config).items():
                 rows += [{"model": model, "bank": kind, **row} for row in judge_all(banks)]
-        runs = [
-            in_a_run(scratch, options.run_steps, every, copies)
-            for every, copies in ((0, 0), (5, 0), (5, 1), (5, 2))
-        ]
-    show(rows, runs)
-    settings = {"models": MODELS, "steps": options.steps, "run_steps": options.run_steps}
-    path = save("placement", {"settings": settings, "recorded": rows, "in_a_run": runs})
-    draw(rows, path.with_suffix(".png"))
-    print(f"written: {path} and {path.with_suffix('.png')}")
+    show(rows)
+    settings = {"models": MODELS, "steps": options.steps}
+    print(f"written: {save('placement', {'settings': settings, 'recorded': rows})}")
 
 
 def train(
-    scratch: Path, name: str, steps: int, *changes: str, ranks: int = 1
+    scratch: Path, name: str, steps: int, *changes: str
 ) -> tuple[list[dict[str, Any]], Config]:
-    """The train lines of one run."""
+    """The train lines of one run on one rank."""
     own = (
         *changes,
         f"train.steps={steps}",
@@ -117,39 +96,29 @@ def train(
         "train.eval_every=0",
         "checkpoint.every=0",
         "mesh.dp_replicate=1",
-        f"mesh.ep={ranks}",
+        "mesh.ep=1",
         "job.rehearse_failure_at_step=none",
         "job.num_nodes=1",
-        f"job.ranks_per_node={ranks}",
+        "job.ranks_per_node=1",
     )
     config = place_data(resolve("smoke", own, RECIPES), scratch)
     run_dir, data = scratch / name, Path(config.data.directory)
     if not data.exists():
         prepare(config.prepare, data)
     open_run(config, run_dir)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "moebius.train",
-        str(run_dir),
-    ]
-    subprocess.run(
-        command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
-    )
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    command = [*launcher, "-m", "moebius.train", str(run_dir)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] in ("train", "expert_placement")], config
+    return [line for line in lines if line["kind"] == "train"], config
 
 
 def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank]]:
     """By kind, the banks of all group members."""
-    steps = [line for line in lines if line["kind"] == "train"]
     found = {}
     for kind, prefix in KINDS.items():
-        load_SLE = np.array([line[f"{prefix}expert_load"] for line in steps])
+        load_SLE = np.array([line[f"{prefix}expert_load"] for line in lines])
         members = np.array(config.model.schedule)
         found[kind] = [
             load_SLE[:, members == member] for member in range(config.model.layers_per_group)
@@ -193,36 +162,7 @@ def factor(expert_map: ExpertMap, load_E: np.ndarray) -> float:
     return load_imbalance(expert_map, load_E.tolist())
 
 
-def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, Any]:
-    """What 4 ranks really served, with or without moves."""
-    lines, _ = train(
-        scratch,
-        f"run-{every}-{replicas}",
-        steps,
-        *MODELS["sigmoid, 8 of 64"],
-        f"mesh.rebalance_every={every}",
-        f"mesh.replicas={replicas}",
-        ranks=4,
-    )
-    train_lines = [line for line in lines if line["kind"] == "train"]
-    hottest: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for line in train_lines[JUDGED_AFTER:]:
-        for layer, figures in line["exchange"].items():
-            hottest[layer.partition("/")[2]].append(figures["hottest_rank"])
-    placements = [line for line in lines if line["kind"] == "expert_placement"]
-    return {
-        "rebalance_every": every,
-        "replicas": replicas,
-        "hottest_rank": {kind: fmean(values) for kind, values in hottest.items()},
-        "loss": train_lines[-1]["loss"],
-        "moves": [
-            {key: line[key] for key in ("step", "moved_experts", "moved_bytes", "seconds")}
-            for line in placements
-        ],
-    }
-
-
-def show(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "feed-forward bank",
         "judged",
@@ -243,50 +183,6 @@ def show(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
                 *(str(row[key]) for key in ("model", "span", "ep", "every", "replicas")), *figures
             )
     Console(width=150).print(table)
-    table = Table("in a run, EP 4", "replicas", *KINDS, "last loss", "seconds per move")
-    for run in runs:
-        seconds = [move["seconds"] for move in run["moves"]]
-        table.add_row(
-            f"every {run['rebalance_every']}" if run["rebalance_every"] else "no moves",
-            str(run["replicas"]),
-            *(f"{run['hottest_rank'][kind]:.3f}" for kind in KINDS),
-            f"{run['loss']:.6f}",
-            f"{fmean(seconds):.3f}" if seconds else "",
-        )
-    Console(width=150).print(table)
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A panel per model and span: factors of the feed-forward banks against the EP degree, windows
-    of 5 steps.
-    """
-    figure = Figure(figsize=(8.5, 6), dpi=130, layout="constrained")
-    panels = figure.subplots(len(MODELS), len(SPANS), sharex=True, sharey="row")
-    for (model, span), panel in zip(itertools.product(MODELS, SPANS), panels.flat, strict=True):
-        own = [
-            row
-            for row in rows
-            if (row["model"], row["span"], row["bank"], row["every"])
-            == (model, span, "feed_forward", WINDOWS[0])
-        ]
-        before = [row["before"] for row in own if row["replicas"] == 0]
-        panel.plot(DEGREES, before, "o--", color="0.5", label="contiguous blocks")
-        for replicas in REPLICAS:
-            after = [row["after"] for row in own if row["replicas"] == replicas]
-            panel.plot(DEGREES, after, "o-", label=f"placed, replicas: {replicas}")
-        panel.set(
-            title=f"{model} experts, {span}", xscale="log", xticks=DEGREES, xticklabels=DEGREES
-        )
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    for panel in panels[-1]:
-        panel.set_xlabel("EP degree")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("hottest rank's load ÷ mean")
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8
-    )
-    figure.savefig(path, metadata={"Software": None})
 
 
 if __name__ == "__main__":

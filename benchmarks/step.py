@@ -10,11 +10,10 @@ tokens that is new in every step. Each side first tries what it has: every backe
 float32 products through oneDNN, where that is exact; its best way so far with compiled dense parts.
 The fastest of each then run by turns in one process, so that a machine's drift touches both; ratio
 = median over pairs, with its quartiles. One process for every number of threads and precision.
-Memory is what a step needs above weights and moments: activations, gradients, workspaces. Last
-comes the profile of both steps by part (step_profile.py). What there is no time for is left out,
-and said.
+Memory is what a step needs above weights and moments: activations, gradients, workspaces. What
+there is no time for is left out, and said.
 
-Writes results/step_cpu.json and .png (or _gpu). About 10 minutes on 2 cores.
+Writes results/step_cpu.json (or step_gpu.json). About 10 minutes on 2 cores.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,8 +37,7 @@ from rich.table import Table
 
 from benchmarks.kernels.peers import Mode, exact_mode
 from benchmarks.peak_memory import peak_bytes
-from benchmarks.report import RESULTS, ROOT, environment, save
-from benchmarks.step_profile import profile_step
+from benchmarks.report import RESULTS, ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.backend import BACKENDS
@@ -49,9 +46,6 @@ from moebius.train.config.resolve import resolve
 from moebius.train.loop import step
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 SIDES = ("moeut", "dense")
 RATE = 1e-4
@@ -120,8 +114,6 @@ def main() -> None:
             progress.advance(task)
     show(console, found)
     print(written)
-    if any("ratio" in case for case in found):
-        print(draw(figures | {"environment": environment()}, options.out / f"{name}.png"))
 
 
 def parse() -> argparse.Namespace:
@@ -222,7 +214,6 @@ def compare(case: Case) -> dict[str, Any]:
                 one["step_peak_bytes"] = peak_bytes(
                     lambda run=run: step(run, new_batch(case, run), RATE), process.device
                 )
-                one["profile_ms"] = profile_step(run, new_batch(case, run))
     return found
 
 
@@ -394,23 +385,6 @@ def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
             way_text(best),
         )
     console.print(table)
-    for case in cases:
-        if "ratio" in case:
-            console.print(profile_table(case))
-
-
-def profile_table(case: dict[str, Any]) -> Table:
-    title = f"{case['size']} {case['precision']}, {case['threads']} threads: ms of a profiled step"
-    table = Table("part", "MoEUT", "share", "dense", "share", title=title)
-    profiles = [case["sides"][side]["profile_ms"] for side in SIDES]
-    totals = [sum(profile.values()) for profile in profiles]
-    for part in dict.fromkeys(name for profile in profiles for name in profile):
-        cells = []
-        for profile, total in zip(profiles, totals, strict=True):
-            spent = profile.get(part)
-            cells += ["", ""] if spent is None else [f"{spent:,.1f}", f"{spent / total:.0%}"]
-        table.add_row(part, *cells)
-    return table
 
 
 def way_text(way: dict[str, Any]) -> str:
@@ -420,44 +394,6 @@ def way_text(way: dict[str, Any]) -> str:
 
 def mib(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**20:,.0f}"
-
-
-def draw(figures: dict[str, Any], path: Path) -> Path:
-    """For every case two bars of a step's seconds, parted as the profile says."""
-    cases = [case for case in figures["cases"] if "ratio" in case]
-    parts = list(
-        dict.fromkeys(
-            p for case in cases for side in SIDES for p in case["sides"][side]["profile_ms"]
-        )
-    )
-    colour_map: Any = plt.get_cmap("tab20")
-    colours = dict(zip(parts, colour_map.colors * 2, strict=False))
-    figure, axes = plt.subplots(
-        1, len(cases), squeeze=False, figsize=(2.6 + 2.3 * len(cases), 5.5), layout="constrained"
-    )
-    for one, case in zip(axes[0], cases, strict=True):
-        for place, side in enumerate(SIDES):
-            profile, bottom = case["sides"][side]["profile_ms"], 0.0
-            scale = case["seconds"][side] / sum(profile.values())
-            for part, spent in profile.items():
-                one.bar(place, spent * scale, bottom=bottom, color=colours[part], width=0.7)
-                bottom += spent * scale
-        one.set_xticks(range(2), ["MoEUT", "dense"])
-        threads = f", {case['threads']} threads" if case["device"] == "cpu" else ""
-        one.set_title(
-            f"{case['size']} {case['precision']}{threads}\nratio {case['ratio']:.2f}", fontsize=9
-        )
-        one.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("seconds of a step, parted by its profile")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[part]) for part in parts]  # pyright: ignore[reportPrivateImportUsage]
-    figure.legend(handles, parts, loc="outside right center", fontsize=8, frameon=False)
-    where = figures["environment"].get("gpu") or figures["environment"]["cpu"]
-    figure.suptitle(
-        f"A training step: MoEUT beside the dense model of equal parameters\n{where}", fontsize=10
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
 
 
 if __name__ == "__main__":

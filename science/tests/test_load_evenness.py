@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load_evenness import evenness_of, last_load
+from moebius_science.load_evenness import evenness_of, last_load
 
 
 def test_figures_by_hand() -> None:

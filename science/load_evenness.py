@@ -1,6 +1,6 @@
 """How evenly runs use their feed-forward experts at the end, by arm and seed.
 
-    python -m benchmarks.load_evenness runs/compare/balancing/*/seed-*
+    python -m moebius_science.load_evenness runs/compare/balancing/*/seed-*
 
 Of the mean `expert_load` of the last three `train` lines of a run's metrics.jsonl: the perplexity of
 the load ÷ experts (1: all alike), averaged over depth steps; the hottest expert of any depth step,
