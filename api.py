@@ -319,11 +319,16 @@ def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterato
 
 
 def _as_toml(value: object, key: str) -> str:
-    """The value as TOML, which writes strings, truth and lists as JSON does and has inf and nan."""
+    """Returns a value as TOML, which writes strings, truth and numbers as JSON does and has inf, nan."""
     if value is None:
         return "none"
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_as_toml(each, key) for each in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(name)} = {_as_toml(each, key)}" for name, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
     try:
         return json.dumps(value, default=os.fspath)
     except TypeError:

@@ -1,12 +1,11 @@
-"""`moebius compare`: arms of equal size over seeds, from one file to one table and one picture."""
+"""Carries out `moebius compare`: arms of equal size over seeds, from one file to one table and one picture."""
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from moebius.cli.arguments import RUNS, Commands, add_command, add_overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,60 +14,9 @@ if TYPE_CHECKING:
     from .compare.plan import Arm, PlannedRun
     from .compare.runner import RunState
 
+RUNS = Path("runs")
 _INTERRUPTED = 130
 _COST_STEPS = 10  # of every run of --cost
-
-
-def add_commands(commands: Commands) -> None:
-    """Declares `moebius compare`."""
-    text = "train and score a list of recipes at equal size over seeds, and compare them"
-    parser = add_command(
-        commands,
-        "compare",
-        _compare,
-        text,
-        examples=[
-            "compare mine.toml --dry-run",
-            "compare mine.toml --steps 3000 --jobs 2 prepare.input=\"['corpus/*.jsonl']\"",
-            "compare mine.toml --table",
-            "compare mine.toml --cost",
-        ],
-        notes="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
-        "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
-    )
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="science/docs/compare.md has its keys"
-    )
-    add_overrides(parser)
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="of all runs; default: runs/compare/NAME"
-    )
-    parser.add_argument("--seeds", metavar="N,N,…", help="instead of the file's")
-    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at a time, instead of the file's"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what is equal and what is not; train nothing"
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="show what has finished so far; train nothing"
-    )
-    parser.add_argument(
-        "--restart", metavar="ARM,…", help="train these arms anew; what they have is removed"
-    )
-    parser.add_argument(
-        "--cost",
-        action="store_true",
-        help="measure time and memory of a step of every arm, in turn; wants a quiet machine",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="of --cost; default: %(default)s"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for tables and picture; default: the folder"
-    )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 @dataclass(frozen=True)
@@ -82,8 +30,13 @@ class _Request:
     out: Path
 
 
-def _compare(options: argparse.Namespace) -> int:
-    """Carries out `moebius compare`."""
+def main(words: Sequence[str]) -> int:
+    """Trains and compares the arms of a file (entry point of the group moebius.commands).
+
+    Raises:
+        ValueError: the comparison cannot be made.
+    """
+    options = _parser().parse_intermixed_args(words)
     from rich.console import Console
 
     from .compare.progress import render
@@ -101,22 +54,52 @@ def _compare(options: argparse.Namespace) -> int:
     return code
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moebius compare",
+        description="Trains a list of recipes at equal size over seeds, and compares them.",
+        epilog="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
+        "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="docs/compare.md lists its keys")
+    text = "single values to change in every arm"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+    text = "of all runs; default: runs/compare/NAME"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--seeds", metavar="N,N,…", help="instead of the file's")
+    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
+    text = "runs at a time, instead of the file's"
+    parser.add_argument("--jobs", type=int, metavar="N", help=text)
+    text = "show what is equal and what is not; train nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "show what has finished so far; train nothing"
+    parser.add_argument("--table", action="store_true", help=text)
+    text = "train these arms anew; what they have is removed"
+    parser.add_argument("--restart", metavar="ARM,…", help=text)
+    text = "measure the time of a step of every arm, in turn; wants a quiet machine"
+    parser.add_argument("--cost", action="store_true", help=text)
+    text = "of --cost; default: %(default)s"
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help=text)
+    text = "for tables and picture; default: the folder"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    return parser
+
+
 def _request(options: argparse.Namespace) -> _Request:
     """Reads the file, applies the options and plans the runs."""
-    from moebius.train.recipes.smoke import RECIPES
-
     from .compare.file import ComparisonFile, read_file
     from .compare.plan import plan_arms, plan_runs
 
     file = read_file(options.file)
-    changed = {
+    given = {
         "seeds": _seeds(options.seeds),
         "steps": _positive(options.steps, "--steps"),
         "jobs": _positive(options.jobs, "--jobs"),
     }
-    changed = {name: value for name, value in changed.items() if value is not None}
-    file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | changed)
-    arms = plan_arms(file, options.overrides, RECIPES, data_root=RUNS, origin=str(options.file))
+    given = {name: value for name, value in given.items() if value is not None}
+    file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | given)
+    arms = plan_arms(file, options.overrides, origin=str(options.file))
     folder = (options.folder or RUNS / "compare" / file.name).absolute()
     return _Request(file, arms, plan_runs(file, arms, folder), folder, options.out or folder)
 
@@ -139,6 +122,21 @@ def _positive(number: int | None, option: str) -> int | None:
     return number
 
 
+def _prepared(request: _Request, console: "Console") -> _Request:
+    """Prepares the data, which all arms share, and returns the runs that read them."""
+    import moebius
+
+    from .compare.plan import changed, with_data
+
+    console.print("preparing the data", style="dim")
+    directory = moebius.prepare(request.arms[0].config, RUNS).data.directory
+    arms = [
+        replace(arm, config=changed(arm.config, data={"directory": directory}))
+        for arm in request.arms
+    ]
+    return replace(request, arms=arms, runs=with_data(request.runs, directory))
+
+
 def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
     """Measures what a step of every arm costs."""
     from .compare.cost import measure_costs
@@ -149,7 +147,7 @@ def _cost(options: argparse.Namespace, request: _Request, console: "Console") ->
     rounds = _positive(options.rounds, "--rounds")
     assert rounds is not None
     with locked(request.folder):
-        _prepare(request, console)
+        request = _prepared(request, console)
         costs = measure_costs(
             request.file,
             request.arms,
@@ -165,26 +163,13 @@ def _cost(options: argparse.Namespace, request: _Request, console: "Console") ->
     return 0
 
 
-def _prepare(request: _Request, console: "Console") -> None:
-    """Prepares the data, which all arms share."""
-    from moebius.cluster.report.live import show_preparation
-    from moebius.data_pipeline.make.prepare import prepare
-
-    config = request.arms[0].config
-    with show_preparation(console) as on_progress:
-        prepare(config.prepare, config.data.directory, on_progress=on_progress)
-
-
-def _tell_written(written: "list[Path]", console: "Console") -> None:
-    for path in written:
-        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
-
-
 def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
     """Prepares the data, trains what is missing, and returns the exit code."""
     from .compare.plan import refuse_stale
     from .compare.progress import progress_of
+    from .compare.results import collect
     from .compare.runner import locked, restart, run_all
+    from .compare.tables import write_results
 
     file = request.file
     tasks = {"tasks": list(file.tasks), "data": file.task_data, "limit": file.task_limit}
@@ -192,12 +177,12 @@ def _train(options: argparse.Namespace, request: _Request, console: "Console") -
         if options.restart:
             restart(request.runs, options.restart.split(","))
         refuse_stale(request.runs, request.folder)
-        _prepare(request, console)
+        request = _prepared(request, console)
         with progress_of(request.runs, console) as watch:
 
             def on_end(state: "RunState") -> None:
                 watch.on_end(state)
-                _write(request)
+                write_results(collect(file, request.arms, request.runs), request.arms, request.out)
 
             states = run_all(
                 request.runs,
@@ -210,14 +195,6 @@ def _train(options: argparse.Namespace, request: _Request, console: "Console") -
     if "failed" in ends:
         return 1
     return 0 if ends == {"finished"} else _INTERRUPTED
-
-
-def _write(request: _Request) -> None:
-    """Writes tables and picture of what has finished so far."""
-    from .compare.results import collect
-    from .compare.tables import write_results
-
-    write_results(collect(request.file, request.arms, request.runs), request.arms, request.out)
 
 
 def _show(options: argparse.Namespace, request: _Request) -> None:
@@ -238,3 +215,8 @@ def _show(options: argparse.Namespace, request: _Request) -> None:
         console.print(render(table))
     console.print(RULE, style="dim")
     _tell_written(written, console)
+
+
+def _tell_written(written: "list[Path]", console: "Console") -> None:
+    for path in written:
+        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)

@@ -1,36 +1,32 @@
-"""On which machine and with which code figures were made: stands beside every table."""
+"""Describes the machine and the code that figures were made with; it stands beside every table."""
 
 import os
 import platform
 import subprocess
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moebius import __version__
+import moebius
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIT_TIMEOUT_S = 10.0
 
 
-def environment(*libraries: str) -> dict[str, Any]:
-    """Returns processor, cores, memory, GPU, the versions of `libraries` (None: not installed) and the
-    commit.
-    """
+def environment() -> dict[str, Any]:
+    """Returns processor, cores, memory, GPU, versions and the commit."""
     import psutil
     import torch
 
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
-        "cores": len(psutil.Process().cpu_affinity() or [])
-        if hasattr(psutil.Process, "cpu_affinity")
-        else os.cpu_count(),
+        "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "moebius": __version__,
-        "versions": _versions(*(libraries or ("torch", "numpy"))),
+        "moebius": moebius.__version__,
+        "versions": {name: version(name) for name in ("torch", "numpy")},
         "commit": commit(),
     }
     if torch.cuda.is_available():
@@ -58,15 +54,15 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the sources; "unknown" where they were copied without their history."""
+    """Returns the commit of a checkout; "unknown" where the code was installed without its history."""
     if not (_ROOT / ".git").exists():
         return "unknown"
     try:
         head = _git("rev-parse", "--short", "HEAD").strip()
-        changed = _git("status", "--porcelain", "--", "*.py", "*.cpp", "*.toml")
+        changes = _git("status", "--porcelain", "--", "*.py", "*.cpp", "*.toml")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return head + (" with local changes" if changed else "")
+    return head + (" with local changes" if changes else "")
 
 
 def _git(*words: str) -> str:
@@ -79,12 +75,3 @@ def _git(*words: str) -> str:
         timeout=_GIT_TIMEOUT_S,
     )
     return done.stdout
-
-
-def _versions(*names: str) -> dict[str, str | None]:
-    """None: not installed here."""
-    found: dict[str, str | None] = dict.fromkeys(names)
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

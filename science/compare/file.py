@@ -54,7 +54,6 @@ class Published(BaseModel):
 
     difference: float | None = None  # of the loss to the baseline's, nats per token
     time: float | None = Field(default=None, gt=0)  # of a step, ÷ the baseline's
-    memory: float | None = Field(default=None, gt=0)  # ÷ the baseline's
 
 
 class Sections(BaseModel):

@@ -1,30 +1,30 @@
-"""One run of a comparison, in a process of its own: `python -m … train|score|cost RUN_DIR`.
+"""Carries out one run of a comparison in a process of its own: `python -m … train|score RUN_DIR`.
 
-It ends at once when its standard input does: the other end is held by the process that started it,
-however that one ends. What has been saved is there when the run goes on. Nothing heavy is imported
-at the top, so that this holds from the first moment on.
+It dies when its standard input ends: the other end is held by the process that started it. What has been
+saved is there when the run goes on. Nothing heavy is imported at the top, so that this holds from the
+first moment on.
 """
 
-import json
 import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+
+from ..files import read_json, write_json
+
+ORIGIN = "origin.json"  # with which code and on which machine a run was started, each time
+SCORES = "scores.json"  # those of tasks, in the run folder
+SCORING = "scoring.json"  # which tasks are asked for
 
 
 def main() -> None:
-    """Trains the run, scores its newest checkpoint, or measures steps, as its folder asks."""
+    """Trains the run of a folder, or scores its newest checkpoint."""
     end_with_standard_input()
     phase, run_dir = sys.argv[1], Path(sys.argv[2])
     if phase == "train":
-        _train(run_dir)
-    elif phase == "score":
-        score(run_dir)
+        train(run_dir)
     else:
-        from .cost import measure_here
-
-        measure_here(run_dir)
+        score(run_dir)
 
 
 def end_with_standard_input() -> None:
@@ -38,47 +38,28 @@ def end_with_standard_input() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _train(run_dir: Path) -> None:
-    from moebius.train.__main__ import main as train_run
+def train(run_dir: Path) -> None:
+    """Trains the configuration that lies in the run folder, from its newest checkpoint on."""
+    import moebius
 
-    if os.environ.get("RANK", "0") == "0":
-        note_origin(run_dir)
-    sys.argv[1:] = [str(run_dir)]
-    train_run()
-
-
-def note_origin(run_dir: Path) -> None:
-    """Adds to origin.json with which code and on which machine the run goes on from here."""
     from .environment import environment
-    from .runner import read_json
 
-    path = run_dir / "origin.json"
-    known = read_json(path).get("starts", [])
-    text = json.dumps({"starts": [*known, environment()]}, indent=1) + "\n"
-    partial = path.with_suffix(".tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    starts = read_json(run_dir / ORIGIN).get("starts", [])
+    write_json(run_dir / ORIGIN, {"starts": [*starts, environment()]})
+    moebius.fit(moebius.Config.load(run_dir / "config.json"), run_dir, show=False)
 
 
 def score(run_dir: Path) -> None:
-    """Scores the newest checkpoint, and writes scores.json."""
-    from moebius.evaluation.zero_shot import measure_tasks
+    """Scores the newest checkpoint on the tasks that are asked for."""
+    import moebius
 
-    from .runner import SCORES, SCORING
-
-    request: dict[str, Any] = json.loads((run_dir / SCORING).read_text(encoding="utf-8"))
-    report = measure_tasks(
-        run_dir, request["tasks"], request["data"], limit=request["limit"], seed=0
-    )
-    assert report is not None
+    request = read_json(run_dir / SCORING)
+    report = moebius.score_tasks(run_dir, request["tasks"], request["data"], limit=request["limit"])
     scores = {
         result.name: {name: metric.value for name, metric in result.metrics.items()}
         for result in report.tasks
     }
-    found = {"request": request, "step": report.step, "scores": scores}
-    partial = (run_dir / SCORES).with_suffix(".tmp")
-    partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    partial.replace(run_dir / SCORES)
+    write_json(run_dir / SCORES, {"request": request, "step": report.step, "scores": scores})
 
 
 if __name__ == "__main__":

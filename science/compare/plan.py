@@ -1,24 +1,21 @@
-"""From the file of a comparison to the runs that it needs: arms of equal size, each with every seed.
+"""Plans the runs of a comparison from its file: arms of equal size, each with every seed.
 
-What differs between the arms is only what the file says: the data, its order, the tokens and the
-seeds are the same, and that is checked. Each run has a folder of its own (FOLDER/ARM/seed-N), an
-ordinary run folder, so that every other command can look into it.
+What differs between the arms is only what the file says: the data, its order, the tokens and the seeds
+are the same, and that is checked. Each run has a folder of its own (FOLDER/ARM/seed-N), an ordinary run
+folder, so that every other command can look into it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moebius.train.config.resolve import resolve_changed
-from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.record.run_folder import place_data
+import moebius
 
 from .file import ArmEntry, CompareError, ComparisonFile
-from .sizes import Size, fit, matched_size, size_of, value_at
+from .sizes import fit, matched_size, value_at
 
-Recipes = Mapping[str, Callable[[], Config]]
 _OF_THE_SEED = ("data.seed", "train.seed")
 _SHOWN_DIFFERENCES = 6
 
@@ -29,11 +26,11 @@ class Arm:
 
     name: str
     label: str
-    config: Config
-    size: Size
-    scaled: str | None  # the field that was changed until the arm matched
-    value: int | None  # and its value
-    deviation: float  # of what is equal, from the target
+    config: moebius.Config
+    size: moebius.Size
+    scaled: str | None = None  # the field that was changed until the arm matched
+    value: int | None = None  # and its value
+    deviation: float = 0.0  # of what is equal, from the target
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class PlannedRun:
 
     arm: str
     seed: int
-    config: Config
+    config: moebius.Config
     folder: Path
 
     @property
@@ -51,21 +48,12 @@ class PlannedRun:
         return f"{self.arm}, seed {self.seed}"
 
 
-def plan_arms(
-    file: ComparisonFile,
-    overrides: Sequence[str],
-    recipes: Recipes,
-    *,
-    data_root: Path,
-    origin: str,
-) -> list[Arm]:
+def plan_arms(file: ComparisonFile, overrides: Sequence[str], *, origin: str) -> list[Arm]:
     """Builds all arms and scales them until they match.
 
     Args:
         file: the comparison.
-        overrides: `section.key=value` for every arm; they hold against the file.
-        recipes: by name.
-        data_root: where prepared data goes unless the file says where.
+        overrides: `section.key=value` for every arm; they win over the file.
         origin: the file's name, for messages.
 
     Raises:
@@ -73,15 +61,15 @@ def plan_arms(
         ConfigError: an arm is no valid configuration.
     """
     _check_overrides(file, overrides)
-    build = {
-        name: partial(_build, file, name, entry, tuple(overrides), recipes, data_root, origin)
+    builds = {
+        name: partial(_build, file, name, entry, tuple(overrides), origin)
         for name, entry in file.arms.items()
     }
     target = float(file.target) if file.target else None
     if target is None and file.match != "none":
-        target = matched_size(build[file.baseline](None), file.match)
+        target = matched_size(builds[file.baseline](None), file.match)
     arms = [
-        _matched(file, name, entry, build[name], target, origin)
+        _matched(file, name, entry, builds[name], target, origin)
         for name, entry in file.arms.items()
     ]
     _check_same(file, arms, origin)
@@ -97,14 +85,23 @@ def plan_runs(file: ComparisonFile, arms: Sequence[Arm], folder: Path) -> list[P
     ]
 
 
-def with_seed(config: Config, seed: int) -> Config:
+def with_seed(config: moebius.Config, seed: int) -> moebius.Config:
     """Returns the run with the seed that draws its weights and the order of its data."""
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"seed": seed}),
-            "train": config.train.model_copy(update={"seed": seed}),
-        }
-    )
+    return changed(config, data={"seed": seed}, train={"seed": seed})
+
+
+def with_data(runs: Sequence[PlannedRun], directory: str) -> list[PlannedRun]:
+    """Returns the runs with the folder of prepared data that they share."""
+    return [replace(run, config=changed(run.config, data={"directory": directory})) for run in runs]
+
+
+def changed(config: moebius.Config, **sections: Mapping[str, Any]) -> moebius.Config:
+    """Returns a configuration with single values of its sections changed."""
+    updates = {
+        name: getattr(config, name).model_copy(update=dict(values))
+        for name, values in sections.items()
+    }
+    return config.model_copy(update=updates)
 
 
 def _check_overrides(file: ComparisonFile, overrides: Sequence[str]) -> None:
@@ -123,11 +120,9 @@ def _build(
     name: str,
     entry: ArmEntry,
     overrides: tuple[str, ...],
-    recipes: Recipes,
-    data_root: Path,
     origin: str,
     value: int | None,
-) -> Config:
+) -> moebius.Config:
     """Builds one arm, with a value of its scaled field."""
     scaled = entry.scaled or file.scaled
     steps = file.steps
@@ -136,18 +131,25 @@ def _build(
         steps = value
     elif value is not None:
         given.append(f"{scaled}={value}")
-    config = resolve_changed(
-        entry.recipe,
-        (file.common.changes(), entry.changes()),
-        [*_schedule(file, entry, steps), f"train.threads={file.threads}", *given],
-        recipes,
-        origin=f"{origin}, arm {name}",
-    )
+    texts = [*_schedule(file, entry, steps), f"train.threads={file.threads}", *given]
+    sections = merged(file.common.changes(), entry.changes())
+    try:
+        config = moebius.recipe(entry.recipe, *texts, **sections)
+    except moebius.ConfigError as error:
+        raise moebius.ConfigError(f"{origin}, arm {name}: {error}") from None
     _check_place(config, name, origin)
-    job = config.job.model_copy(
-        update={"name": f"{file.name}-{name}"[:100], "rehearse_failure_at_step": None}
-    )
-    return place_data(config.model_copy(update={"job": job}), data_root)
+    job = {"name": f"{file.name}-{name}"[:100], "rehearse_failure_at_step": None}
+    return changed(config, job=job)
+
+
+def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested values with others on top of them."""
+    found = dict(before)
+    for key, value in now.items():
+        known = found.get(key)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        found[key] = merged(known, value) if both else value
+    return found
 
 
 def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[str]:
@@ -179,7 +181,7 @@ def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[
     return [f"{key}={value}" for key, value in follows.items() if key not in said]
 
 
-def _check_place(config: Config, name: str, origin: str) -> None:
+def _check_place(config: moebius.Config, name: str, origin: str) -> None:
     """Checks that a run fits this machine's one node."""
     if config.job.num_nodes != 1:
         raise CompareError(
@@ -193,7 +195,7 @@ def _matched(
     file: ComparisonFile,
     name: str,
     entry: ArmEntry,
-    build: Callable[[int | None], Config],
+    build: Callable[[int | None], moebius.Config],
     target: float | None,
     origin: str,
 ) -> Arm:
@@ -203,10 +205,11 @@ def _matched(
         CompareError: that is not near enough, or there is nothing to scale.
     """
     config, scaled, value = build(None), entry.scaled or file.scaled, None
+    label = entry.label or name
+    if target is None:
+        return Arm(name, label, config, moebius.size_of(config))
     where = f"{origin}, arm {name}"
     multiple = entry.multiple or file.multiple
-    if target is None:
-        return Arm(name, entry.label or name, config, size_of(config), None, None, 0.0)
     is_reference = name == file.baseline and file.target is None
     if scaled is not None and not is_reference:
         start = value_at(config.model_dump(), scaled)
@@ -216,42 +219,34 @@ def _matched(
                 "number, such as model.feed_forward.num_experts or model.feed_forward.d_expert"
             )
         try:
-            found = fit(build, start, match=file.match, target=target, multiple=multiple)
+            value = fit(build, start, match=file.match, target=target, multiple=multiple)
         except CompareError as error:
             raise CompareError(f"{where}: scaled = {scaled!r}: {error}") from None
-        config, value = build(found.value), found.value
+        config = build(value)
     size = matched_size(config, file.match)
     deviation = size / target - 1
     if abs(deviation) > file.tolerance:
-        raise CompareError(_too_far(file, where, size, target, scaled, value, multiple))
-    label = entry.label or name
-    return Arm(name, label, config, size_of(config), scaled if value else None, value, deviation)
+        what = "parameters" if file.match == "parameters" else "FLOPs of training"
+        miss = f"{size:,.0f} {what}, and the target is {target:,.0f} ± {file.tolerance:.2%}"
+        advice = _advice(scaled, value, deviation, multiple)
+        raise CompareError(f"{where}: has {miss}; {advice}")
+    return Arm(
+        name, label, config, moebius.size_of(config), scaled if value else None, value, deviation
+    )
 
 
-def _too_far(
-    file: ComparisonFile,
-    where: str,
-    size: float,
-    target: float,
-    scaled: str | None,
-    value: int | None,
-    multiple: int,
-) -> str:
-    """Says that an arm does not match, and what can be done about it."""
-    what = "parameters" if file.match == "parameters" else "FLOPs of training"
-    miss = f"{size:,.0f} {what}, and the target is {target:,.0f} ± {file.tolerance:.2%}"
-    if value is not None:
-        coarse = f" in multiples of {multiple}" if multiple > 1 else ""
-        advice = (
-            f"{scaled} = {value} comes nearest{coarse} ({size / target - 1:+.2%}): scale a finer "
-            "field (model.feed_forward.d_expert, …) or raise tolerance"
-        )
-    else:
-        advice = (
-            f"({size / target - 1:+.2%}); name the whole-number field to scale: scaled = "
+def _advice(scaled: str | None, value: int | None, deviation: float, multiple: int) -> str:
+    """Returns what can be done about an arm that does not match."""
+    if value is None:
+        return (
+            f"({deviation:+.2%}); name the whole-number field to scale: scaled = "
             '"model.feed_forward.num_experts"'
         )
-    return f"{where}: has {miss}; {advice}"
+    coarse = f" in multiples of {multiple}" if multiple > 1 else ""
+    return (
+        f"{scaled} = {value} comes nearest{coarse} ({deviation:+.2%}): scale a finer field "
+        "(model.feed_forward.d_expert, …) or raise tolerance"
+    )
 
 
 def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
@@ -259,34 +254,42 @@ def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
     first, *others = arms
     for other in others:
         differences = [
-            f"  {section}.{key}: {first.name} has {value!r}, {other.name} {theirs!r}"
-            for section in ("data", "prepare")
-            for key, value, theirs in _different(
-                getattr(first.config, section).model_dump(mode="json"),
-                getattr(other.config, section).model_dump(mode="json"),
-            )
+            f"  {key}: {first.name} has {ours}, {other.name} {theirs}"
+            for key, ours, theirs in _read_differently(file, first, other)
         ]
-        batches = first.config.train.global_batch, other.config.train.global_batch
-        if batches[0] != batches[1]:
-            differences.append(
-                f"  train.global_batch: {first.name} has {batches[0]}, {other.name} {batches[1]}"
-            )
-        tokens = first.size.tokens, other.size.tokens
-        if tokens[0] != tokens[1] and file.match == "parameters":
-            differences.append(
-                f"  tokens: {first.name} has {tokens[0]:,}, {other.name} {tokens[1]:,} "
-                "(train.steps, or steps for all)"
-            )
         if differences:
             raise CompareError(
                 "\n".join(
                     [
                         f"{origin}: the arms {first.name} and {other.name} do not train on the "
-                        "same data; put what they share under [common.data], [common.prepare] and [common.train]",
+                        "same data; put what they share under [common]",
                         *differences[:_SHOWN_DIFFERENCES],
                     ]
                 )
             )
+
+
+def _read_differently(
+    file: ComparisonFile, first: Arm, other: Arm
+) -> list[tuple[str, object, object]]:
+    found = [
+        (f"{section}.{key}", repr(ours), repr(theirs))
+        for section in ("data", "prepare")
+        for key, ours, theirs in _different(
+            _plain(first.config, section), _plain(other.config, section)
+        )
+    ]
+    batches = first.config.train.global_batch, other.config.train.global_batch
+    if batches[0] != batches[1]:
+        found.append(("train.global_batch", *map(str, batches)))
+    tokens = first.size.tokens, other.size.tokens
+    if tokens[0] != tokens[1] and file.match == "parameters":
+        found.append(("tokens (train.steps, or steps for all)", *map("{:,}".format, tokens)))
+    return found
+
+
+def _plain(config: moebius.Config, section: str) -> dict[str, Any]:
+    return getattr(config, section).model_dump(mode="json")
 
 
 def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -295,10 +298,7 @@ def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, 
 
 # What is in the folder already -------------------------------------------------------------------
 
-_HARMLESS = (
-    "job",
-    "checkpoint",
-)  # sections: where a run is and what it keeps, not what it computes
+_HARMLESS = ("job", "checkpoint")  # sections: where a run is and what it keeps
 _HARMLESS_KEYS = (
     *("data.directory", "train.threads", "train.timeout_s", "train.steps"),
     *("train.eval_every", "train.log_every"),  # change no weight
@@ -306,26 +306,26 @@ _HARMLESS_KEYS = (
 
 
 def stale_runs(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
-    """Returns what has changed since runs were begun, by run folder; nothing where all fit.
+    """Returns what has changed since runs were begun, by arm; nothing where all fit.
 
-    More steps are no change: such a run goes on. Fewer than it has made are. Nor is it one how
-    often a run is evaluated: the steps that all seeds of an arm have are drawn.
+    More steps are no change: such a run goes on. Fewer than it has made are. How often a run is
+    evaluated is none either: curves are drawn at the steps that all seeds of an arm have.
     """
-    found = {}
+    found: dict[str, list[str]] = {}
     for run in runs:
         saved = run.folder / "config.json"
         if not saved.is_file():
             continue
         try:
-            changes = _changes(Config.load(saved), run.config)
-        except ConfigError as error:
+            changes = _changes(moebius.Config.load(saved), run.config)
+        except moebius.ConfigError as error:
             changes = [str(error)]
         if changes:
-            found[str(run.folder)] = changes
+            found.setdefault(run.arm, []).extend(changes)
     return found
 
 
-def _changes(before: Config, now: Config) -> list[str]:
+def _changes(before: moebius.Config, now: moebius.Config) -> list[str]:
     changes = []
     saved, asked = before.model_dump(mode="json"), now.model_dump(mode="json")
     for section, values in saved.items():
@@ -357,20 +357,15 @@ def refuse_stale(runs: Sequence[PlannedRun], folder: Path, *, remedy: str = _REM
     stale = stale_runs(runs)
     if not stale:
         return
-    by_arm: dict[str, list[str]] = {}
-    for run in runs:
-        by_arm.setdefault(run.arm, []).extend(stale.get(str(run.folder), []))
+    advice = remedy.format(arms=",".join(stale))
     lines = [
         f"  {arm}: " + "; ".join(list(dict.fromkeys(changes))[:_SHOWN_DIFFERENCES])
-        for arm, changes in by_arm.items()
-        if changes
+        for arm, changes in stale.items()
     ]
-    names = ",".join(arm for arm, changes in by_arm.items() if changes)
     raise CompareError(
         "\n".join(
             [
-                f"{folder}: holds runs of other settings; take another folder (--folder DIR), "
-                + remedy.format(arms=names),
+                f"{folder}: holds runs of other settings; take another folder (--folder DIR), {advice}",
                 *lines,
             ]
         )

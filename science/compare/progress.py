@@ -17,10 +17,11 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
+import moebius
+
 from .plan import PlannedRun
 from .results import read_run
 from .runner import RunState
-from .sizes import size_of
 from .tables import Table
 
 _SPEED_OVER_S = 1800.0  # runs differ in speed: the time left is judged by the last half hour
@@ -48,7 +49,7 @@ class Watch:
     def __init__(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
         """Takes the runs, whose work is weighed by its FLOPs."""
         self._progress = progress
-        self._work = {run.folder: round(size_of(run.config).flops.training) for run in runs}
+        self._work = {run.folder: round(moebius.size_of(run.config).flops.training) for run in runs}
         self._steps = {run.folder: run.config.train.steps for run in runs}
         self._all: TaskID | None = None
         self._lines: dict[Any, TaskID] = {}
@@ -88,7 +89,7 @@ class Watch:
             return
         if folder not in self._lines:
             self._lines[folder] = self._progress.add_task(
-                state.label, total=self._steps[folder], completed=state.step, loss=""
+                state.run.name, total=self._steps[folder], completed=state.step, loss=""
             )
         scoring = "scoring" if state.phase == "score" else ""
         loss = "" if state.loss is None else f"loss {state.loss:.3f}"

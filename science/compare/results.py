@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import moebius
+
+from ..files import read_json
 from .file import ClaimEntry, ComparisonFile
+from .one_run import ORIGIN, SCORES
 from .plan import Arm, PlannedRun
-from .runner import SCORES, is_trained, read_json
+from .runner import is_trained
 from .statistics import Side, Spread, Verdict, paired_differences, spread, verdict
 
 Curve = list[tuple[int, float]]
@@ -84,7 +88,7 @@ def read_run(run: PlannedRun) -> RunResult | None:
     """Returns a run's figures; None unless it has finished."""
     if not is_trained(run):
         return None
-    lines = read_log(run.folder / "metrics.jsonl")
+    lines = moebius.history(run.folder).records()
     trained = [line for line in lines if line["kind"] == "train"]
     curve = sorted(
         (line["step"], line["loss"])
@@ -112,28 +116,7 @@ def _scores(folder: Path) -> dict[str, float]:
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
-    return read_json(folder / "origin.json").get("starts", [])
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl in their order, losses as numbers.
-
-    A run that was killed has written some steps twice: the last line of each counts. A last line
-    that is torn is left out.
-    """
-    records: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        steps = record["kind"] in ("train", "eval", "task")
-        key = (record["kind"], record["step"]) if steps else number
-        records.pop(key, None)  # so that it takes its later place
-        if "loss" in record:
-            record["loss"] = float(record["loss"])  # a word where it is not finite
-        records[key] = record
-    return list(records.values())
+    return read_json(folder / ORIGIN).get("starts", [])
 
 
 def collect(file: ComparisonFile, arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> Results:

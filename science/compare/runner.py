@@ -1,16 +1,15 @@
-"""Runs of a comparison as processes of their own, so many at a time, watched from here.
+"""Runs a comparison's runs as processes of their own, so many at a time, watched from here.
 
-A run that is finished is not begun again; one that was killed goes on from its checkpoint. Asked to
-stop (Ctrl-C, SIGTERM), every run saves at its next step boundary and ends; asked twice, they are
-killed, and go on from the checkpoints that they have. A run reads from a pipe that only this
-process can write to, so it ends with this one however that ends (one_run.py).
+A finished run is not begun again; a killed one goes on from its checkpoint. Asked to stop (Ctrl-C,
+SIGTERM), every run saves at its next step boundary and ends; asked twice, they are killed, and go on
+from the checkpoints that they have. A run reads from a pipe that only this process can write to, so it
+ends with this one however that ends (one_run.py).
 
 One process at a time works in a folder: it holds a lock on the file `lock`.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -22,9 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from moebius.train.record.run_folder import open_run
+import moebius
 
+from ..files import read_json, write_json
 from .file import CompareError
+from .one_run import SCORES, SCORING
 from .plan import PlannedRun
 
 State = Literal["waiting", "running", "finished", "stopped", "failed"]
@@ -34,8 +35,6 @@ Scoring = Callable[[PlannedRun], Mapping[str, Any] | None]
 """Returns what is to be scored of a trained run; None: nothing."""
 
 LOG = "output.log"
-SCORES = "scores.json"  # of tasks, in the run folder
-SCORING = "scoring.json"  # which tasks are asked for
 _LOOK_S = 0.2
 _END_S = 600.0  # how long runs that were asked to stop may take for their step and checkpoint
 _LOG_LINES = 12
@@ -52,12 +51,18 @@ class RunState:
     loss: float | None = None  # of training
     why: str = ""  # it failed
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
-    seen: int = 0  # bytes of metrics.jsonl
+    was_asked: bool = False  # to stop
+    history: moebius.RunHistory = field(init=False, repr=False)
 
-    @property
-    def label(self) -> str:
-        """Names the run as progress lines do."""
-        return self.run.name
+    def __post_init__(self) -> None:
+        """Begins to follow the run."""
+        self.history = moebius.history(self.run.folder)
+
+    def read_on(self) -> None:
+        """Reads how far the run has come."""
+        for record in self.history.new_records():
+            if record.get("kind") == "train":
+                self.step, self.loss = record["step"], record["loss"]
 
 
 OnChange = Callable[[Sequence[RunState]], None]
@@ -109,9 +114,13 @@ def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
 
 
 def is_trained(run: PlannedRun) -> bool:
-    """Returns whether a run has made all its steps."""
-    result = read_json(run.folder / "result.json")
-    return result.get("state") == "finished" and result.get("step", 0) >= run.config.train.steps
+    """Returns whether a run has made all its steps and ended well."""
+    history = moebius.history(run.folder)
+    states = [entry["state"] for entry in history.new_states()]
+    if states[-1:] != ["SUCCEEDED"]:
+        return False
+    steps = [record["step"] for record in history.records() if record.get("kind") == "train"]
+    return max(steps, default=0) >= run.config.train.steps
 
 
 def next_phase(run: PlannedRun, scoring: Scoring) -> Phase | None:
@@ -124,23 +133,9 @@ def next_phase(run: PlannedRun, scoring: Scoring) -> Phase | None:
     return "score"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object of a file; an empty one where there is none, or half of one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def command_of(run: PlannedRun, phase: Phase) -> list[str]:
-    """Returns the command that trains or scores: one process, or torchrun's agent for several ranks."""
-    module = "moebius_science.compare.one_run"
-    ranks = run.config.world_size
-    program = [sys.executable, "-m"]
-    if ranks > 1 and phase == "train":
-        program += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    return [*program, module, phase, str(run.folder)]
+    """Returns the command that trains or scores."""
+    return [sys.executable, "-m", "moebius_science.compare.one_run", phase, str(run.folder)]
 
 
 def run_all(
@@ -169,7 +164,7 @@ def run_all(
         if phase is None:
             state.state, state.step = "finished", state.run.config.train.steps
         else:
-            _read_progress(state)
+            state.read_on()
     with _asked_to_stop() as asked:
         try:
             _loop(states, at_once, scoring, on_change, on_end, command, asked)
@@ -210,13 +205,11 @@ def _loop(
 def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
     """Starts the process of what a run needs next."""
     run = state.run
-    open_run(run.config, run.folder)
-    for name in ("stop", "pause"):
-        (run.folder / name).unlink(missing_ok=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
     if state.phase == "train":
-        (run.folder / "result.json").unlink(missing_ok=True)
+        run.config.save(run.folder / "config.json")
     else:
-        (run.folder / SCORING).write_text(json.dumps(scoring(run)), encoding="utf-8")
+        write_json(run.folder / SCORING, scoring(run))
     environment = os.environ | {"OMP_NUM_THREADS": str(run.config.train.threads or 1)}
     with (run.folder / LOG).open("ab") as log:
         state.process = subprocess.Popen(
@@ -232,7 +225,7 @@ def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
 
 def _has_ended(state: RunState, scoring: Scoring) -> bool:
     """Looks at a run's process; returns whether the run has ended."""
-    _read_progress(state)
+    state.read_on()
     assert state.process is not None
     code = state.process.poll()
     if code is None:
@@ -244,7 +237,7 @@ def _has_ended(state: RunState, scoring: Scoring) -> bool:
     elif phase != state.phase:  # trained, and now to be scored
         state.phase, state.state = phase, "waiting"
         return False
-    elif (state.run.folder / "stop").exists():
+    elif state.was_asked:
         state.state = "stopped"
     else:
         state.state, state.why = "failed", _why(state, code)
@@ -257,26 +250,6 @@ def _why(state: RunState, code: int) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
     ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
     return "\n".join([f"{state.run.name}: ended with {ended}; the end of {log}:", *lines])
-
-
-def _read_progress(state: RunState) -> None:
-    """Reads what has been added to metrics.jsonl: the last step and its loss."""
-    try:
-        with (state.run.folder / "metrics.jsonl").open("rb") as file:
-            file.seek(state.seen)
-            added = file.read()
-    except OSError:
-        return
-    whole = added[: added.rfind(b"\n") + 1]
-    state.seen += len(whole)
-    for line in reversed(whole.splitlines()):
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if record.get("kind") == "train":
-                loss = record["loss"]
-                state.step = record["step"]
-                state.loss = loss if isinstance(loss, float) else None
-                return
 
 
 # Ending -------------------------------------------------------------------------------------------
@@ -313,11 +286,14 @@ def _asked_to_stop() -> Iterator[Asked]:
 
 
 def _stop(running: Sequence[RunState], *, at_once_killed: bool) -> None:
-    """Asks runs to save and end; kills them if they were asked before, or only score."""
+    """Asks runs to save and end, once; kills them if that takes too long, or if they only score."""
     for state in running:
-        (state.run.folder / "stop").touch()
+        assert state.process is not None
         if at_once_killed or state.phase == "score":
             _kill(state)
+        elif not state.was_asked:
+            state.process.send_signal(signal.SIGINT)
+        state.was_asked = True
 
 
 def _kill(state: RunState) -> None:

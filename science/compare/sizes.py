@@ -1,78 +1,35 @@
-"""What of two arms is equal: parameters, or the FLOPs of a whole training run; and how it is made so.
+"""Makes two arms equal in size: in parameters, or in the FLOPs of a whole training run.
 
 One whole-number field of an arm is scaled until the arm is as large as the target: the number of
-experts, their width, the dense width, the steps. A size grows with such a field, so a bisection
-finds its value; nothing is allocated (model/cost.py).
+experts, their width, the dense width, the steps. A size grows with such a field, so a bisection finds
+its value; nothing is allocated.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.cost import Flops, Parameters, count_parameters, forward_flops
-from moebius.train.config.run_config import Config, ConfigError
+import moebius
 
 from .file import CompareError, Match
 
 _LARGEST = 1 << 30  # of a field that is scaled
 
 
-@dataclass(frozen=True)
-class Size:
-    """Counts what one run of an arm has and does."""
-
-    parameters: Parameters
-    flops: Flops  # of one token's forward pass
-    tokens: int  # of the whole run
-
-    @property
-    def training_flops(self) -> float:
-        """Returns the FLOPs of the whole run, forward and backward."""
-        return self.flops.training * self.tokens
-
-
-def size_of(config: Config) -> Size:
-    """Counts a run, without allocating its model."""
-    seq_len = config.data.seq_len
-    tokens = config.train.steps * config.train.global_batch * seq_len
-    return Size(_parameters(config.model, seq_len), forward_flops(config.model, seq_len), tokens)
-
-
-@lru_cache(maxsize=256)
-def _parameters_of(text: str, seq_len: int) -> Parameters:
-    return count_parameters(ModelConfig.model_validate_json(text), seq_len)
-
-
-def _parameters(model: ModelConfig, seq_len: int) -> Parameters:
-    return _parameters_of(model.model_dump_json(), seq_len)
-
-
-def matched_size(config: Config, match: Match) -> float:
+def matched_size(config: moebius.Config, match: Match) -> float:
     """Returns the number that is to be equal: parameters, or training FLOPs of the whole run."""
-    size = size_of(config)
+    size = moebius.size_of(config)
     return size.parameters.total if match == "parameters" else size.training_flops
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Says which value of the scaled field is the best, and how far it is off."""
-
-    value: int
-    size: float
-    deviation: float  # (size − target) ÷ target
-
-
 def fit(
-    build: Callable[[int], Config],
+    build: Callable[[int], moebius.Config],
     start: int,
     *,
     match: Match,
     target: float,
     multiple: int = 1,
-) -> Fit:
-    """Finds the value of a field whose arm comes nearest to the target.
+) -> int:
+    """Returns the value of a field whose arm comes nearest to the target.
 
     Args:
         build: makes the arm with a value of the field.
@@ -92,7 +49,7 @@ def fit(
         if number not in sizes:
             try:
                 sizes[number] = matched_size(build(number * multiple), match)
-            except ConfigError:
+            except moebius.ConfigError:
                 return None
         return sizes[number]
 
@@ -108,8 +65,7 @@ def fit(
     if not sizes:
         build(begin * multiple)  # raises what is wrong with it
         raise CompareError("no value of the scaled field can be built")
-    best = min(sizes, key=lambda number: abs(sizes[number] - target))
-    return Fit(best * multiple, sizes[best], sizes[best] / target - 1)
+    return min(sizes, key=lambda number: abs(sizes[number] - target)) * multiple
 
 
 def _bracket(size: Callable[[int], float | None], begin: int, target: float) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..files import write_whole
 from .cost import Costs
 from .environment import in_words
 from .file import ComparisonFile
@@ -137,21 +138,18 @@ def claim_table(results: Results) -> Table | None:
 
 
 def cost_table(costs: Costs) -> Table:
-    """Returns time and memory of a step, and relative to the baseline's."""
+    """Returns the time of a step, and relative to the baseline's."""
     entries = costs.file.arms
     baseline = entries[costs.file.baseline].label or costs.file.baseline
-    published = any(entry.published.time or entry.published.memory for entry in entries.values())
+    published = any(entry.published.time for entry in entries.values())
     head = ["arm", "ms/step", f"÷ {baseline}", "min … max"]
-    head += ["published"] * published + ["MiB", f"÷ {baseline}"] + ["published"] * published
+    head += ["published"] * published
     rows = []
     for cost in costs.arms:
         reported = entries[cost.arm.name].published
         row = [cost.arm.label, f"{cost.step_s.mean * 1e3:.0f}", f"{cost.time_ratio.mean:.2f}"]
         row.append(_range(cost.time_ratio, "{:.2f}"))
         row += [_number(reported.time)] * published
-        row.append("" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:.0f}")
-        row.append(_number(cost.memory_ratio))
-        row += [_number(reported.memory)] * published
         rows.append(tuple(row))
     return Table(f"{costs.file.name}: what a step costs", tuple(head), tuple(rows))
 
@@ -167,8 +165,7 @@ def how_measured(costs: Costs) -> str:
         f"{costs.rounds} rounds, the arms in turn, each in a process of its own: the median of "
         f"{costs.steps} steps of {config.train.global_batch} × {config.data.seq_len} tokens in "
         f"micro-batches of {config.train.micro_batch} sequences, {config.train.precision}, "
-        f"{config.train.threads} thread(s); ratios are paired by round. Memory is the peak of "
-        "weights, gradients, optimizer and activations."
+        f"{config.train.threads} thread(s); ratios are paired by round."
     )
     if not costs.was_quiet:
         words += (
@@ -194,16 +191,14 @@ def write_costs(costs: Costs, arms: Sequence[Arm], folder: Path) -> list[Path]:
                 "arm": cost.arm.name,
                 "step_s": asdict(cost.step_s),
                 "time_ratio": asdict(cost.time_ratio),
-                "peak_bytes": cost.peak_bytes,
-                "memory_ratio": cost.memory_ratio,
                 "published": costs.file.arms[cost.arm.name].published.model_dump(),
             }
             for cost in costs.arms
         ],
     }
     return [
-        _write(folder / f"{name}.md", ("\n\n".join(parts) + "\n").encode()),
-        _write(folder / f"{name}.json", (json.dumps(values, indent=1) + "\n").encode()),
+        _written(folder / f"{name}.md", ("\n\n".join(parts) + "\n").encode()),
+        _written(folder / f"{name}.json", (json.dumps(values, indent=1) + "\n").encode()),
     ]
 
 
@@ -273,14 +268,14 @@ def write_results(results: Results, arms: Sequence[Arm], folder: Path) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     name = results.file.name
     written = [
-        _write(folder / f"{name}.md", as_markdown(results, arms).encode()),
-        _write(folder / f"{name}.json", _json(results).encode()),
-        _write(folder / f"{name}.csv", as_csv(results).encode()),
+        _written(folder / f"{name}.md", as_markdown(results, arms).encode()),
+        _written(folder / f"{name}.json", _json(results).encode()),
+        _written(folder / f"{name}.csv", as_csv(results).encode()),
     ]
     if results.finished:
         from .picture import draw
 
-        written.append(_write(folder / f"{name}.png", draw(results)))
+        written.append(_written(folder / f"{name}.png", draw(results)))
     return written
 
 
@@ -292,8 +287,6 @@ def _json(results: Results) -> str:
     return rest[: rest.rindex("\n}")] + ',\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
 
 
-def _write(path: Path, content: bytes) -> Path:
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_bytes(content)
-    partial.replace(path)
+def _written(path: Path, content: bytes) -> Path:
+    write_whole(path, content)
     return path

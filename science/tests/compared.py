@@ -1,11 +1,12 @@
 """A comparison of two tiny arms, for tests: its file, its arms and its runs."""
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moebius.train.recipes.smoke import RECIPES
 from moebius_science.compare.file import ComparisonFile, read_file
-from moebius_science.compare.plan import Arm, PlannedRun, plan_arms, plan_runs
+from moebius_science.compare.plan import Arm, PlannedRun, plan_arms, plan_runs, with_data
 
 TINY = """
 name = "tiny"
@@ -65,5 +66,34 @@ def planned(
 ) -> tuple[ComparisonFile, list[Arm], list[PlannedRun]]:
     """What `moebius compare` plans of a file."""
     file = read_file(write_comparison(place, text))
-    arms = plan_arms(file, overrides, RECIPES, data_root=place / "data", origin="tiny.toml")
-    return file, arms, plan_runs(file, arms, place / "runs")
+    arms = plan_arms(file, overrides, origin="tiny.toml")
+    runs = with_data(plan_runs(file, arms, place / "runs"), str(place / "data"))
+    return file, arms, runs
+
+
+def finish(run: PlannedRun, *, state: str = "SUCCEEDED", steps: int | None = None) -> None:
+    """Writes what a run leaves behind that has made its steps, with a loss of 1."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.config.save(run.folder / "config.json")
+    steps = run.config.train.steps if steps is None else steps
+    lines = [
+        {"kind": "train", "step": step, "time": float(step), "loss": 1.0, "step_s": 0.1}
+        for step in range(1, steps + 1)
+    ]
+    write_lines(run.folder / "metrics.jsonl", lines)
+    entry = {"time": 9.0, "state": state, "generation": 1, "reason": "", "details": {}}
+    write_lines(run.folder / "journal.jsonl", [entry])
+
+
+def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    """Appends records to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def wait_for(happened: Callable[[], object], *, timeout_s: float = 30.0) -> None:
+    """Waits until something is true."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, f"nothing happened in {timeout_s:g} s"
+        time.sleep(0.02)

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from compared import TINY, planned
+from compared import TINY, finish, planned
 
-from moebius.model.cost import forward_flops
-from moebius.train.config.run_config import ConfigError
-from moebius.train.record.run_folder import open_run
+import moebius
 from moebius_science.compare.file import CompareError
 from moebius_science.compare.plan import refuse_stale
 from moebius_science.compare.sizes import matched_size
@@ -37,8 +35,8 @@ def test_flops_can_be_matched_by_steps_with_the_schedule_following(tmp_path: Pat
     text = text.replace("steps = 6", "steps = 400")
     text = text.replace('recipe = "moeut_g1"', 'recipe = "moeut_g1"\nmodel.num_layers = 4')
     _, (baseline, deep), _ = planned(tmp_path, text)
-    model, train, optim = deep.config.model, deep.config.train, deep.config.optim
-    ratio = forward_flops(model, 32).forward / forward_flops(baseline.config.model, 32).forward
+    train, optim = deep.config.train, deep.config.optim
+    ratio = deep.size.flops.forward / baseline.size.flops.forward
     assert train.steps == deep.value == round(400 / ratio)
     assert optim.warmup_steps == round(0.05 * train.steps)
     assert optim.warmup_steps + optim.decay_steps == train.steps
@@ -98,7 +96,7 @@ def test_what_cannot_be_compared_is_said_with_its_values(
     ],
 )
 def test_an_arm_that_is_no_configuration(tmp_path: Path, before: str, after: str, words: str):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(moebius.ConfigError) as error:
         planned(tmp_path, TINY.replace(before, after, 1))
     assert words in str(error.value)
 
@@ -115,7 +113,7 @@ def test_overrides_hold_for_every_arm_and_not_for_what_the_file_derives(tmp_path
 def test_a_changed_file_names_the_arms_that_are_stale(tmp_path: Path):
     _, _, runs = planned(tmp_path)
     for run in runs:
-        open_run(run.config, run.folder)
+        finish(run)
     refuse_stale(runs, tmp_path)
     _, _, longer = planned(tmp_path, TINY.replace("every = 2", "every = 3"))
     refuse_stale(longer, tmp_path)  # what it keeps changes nothing in what it computes

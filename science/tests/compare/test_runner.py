@@ -1,6 +1,5 @@
 """Runs as processes: finished once, resumed, failed, stopped; with a stand-in that trains nothing."""
 
-import json
 import os
 import signal
 import sys
@@ -9,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from compared import planned
-from jobs import wait_for
+from compared import finish, planned, wait_for
 
 from moebius_science.compare.file import CompareError
 from moebius_science.compare.plan import PlannedRun
@@ -19,29 +17,29 @@ from moebius_science.compare.runner import Phase, is_trained, locked, next_phase
 # Counts how often it was started; makes six steps, or waits until it is asked to stop or its
 # standard input ends.
 STAND_IN = """
-import json, os, sys, threading, time
+import json, os, signal, sys, threading, time
 phase, folder, mood = sys.argv[1:]
-def put(name, value):
-    with open(os.path.join(folder, name), "w") as file: json.dump(value, file)
+def put(name, value, mode="w"):
+    with open(os.path.join(folder, name), mode) as file: file.write(json.dumps(value) + "\\n")
 with open(os.path.join(folder, "starts"), "a") as file: file.write(phase + "\\n")
+def end(state):
+    put("journal.jsonl", {"time": time.time(), "state": state, "generation": 1, "reason": "",
+                          "details": {}}, "a")
+    os._exit(0)
 if phase == "score":
     with open(os.path.join(folder, "scoring.json")) as file: request = json.load(file)
     put("scores.json", {"request": request, "scores": {"piqa": {"acc": 0.5}}})
     sys.exit()
 if mood == "fails" and folder.endswith("single/seed-1"):
     sys.exit("no luck today")
-with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
-    for step in range(1, 7):
-        file.write(json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\\n")
 if mood == "waits":
-    def watch():
-        os.read(0, 1)
-        os._exit(1)
-    threading.Thread(target=watch, daemon=True).start()
-    while not os.path.exists(os.path.join(folder, "stop")): time.sleep(0.02)
-    put("result.json", {"state": "stopped", "step": 3})
-    sys.exit()
-put("result.json", {"state": "finished", "step": 6})
+    signal.signal(signal.SIGINT, lambda *_: end("STOPPED"))
+for step in range(1, 7):
+    put("metrics.jsonl", {"kind": "train", "step": step, "time": 1.0, "loss": 1.0}, "a")
+if mood == "waits":
+    os.read(0, 1)
+    os._exit(1)
+end("SUCCEEDED")
 """
 
 
@@ -73,7 +71,7 @@ def test_every_run_is_trained_once_and_scored_once(tmp_path: Path):
     assert sorted(ended) == sorted(run.name for run in runs)
     assert all(starts(run) == ["train", "score"] for run in runs)
     assert next_phase(runs[0], lambda run: tasks | {"limit": 5}) == "score"  # another request
-    (runs[0].folder / "result.json").write_text(json.dumps({"state": "finished", "step": 5}))
+    finish(runs[0], state="FAILED")
     assert not is_trained(runs[0])
 
 
