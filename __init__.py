@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .api import (
         Config,
         ConfigError,
+        JobError,
         LayerRoutes,
         LoadedModel,
         Rows,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "JobError",
     "LayerRoutes",
     "LoadedModel",
     "Rows",

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .cluster.job import JobError as JobError
 from .cluster.job import JobStatus, State, refuse_if_running
 from .cluster.local import train_here
 from .data_pipeline.make.prepare import prepare as prepare_data

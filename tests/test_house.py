@@ -264,7 +264,7 @@ def satellites_use_the_public_surface(sources: Sources) -> list[str]:
     return [
         f"{found.where}: {room_of(path)} imports {found.target}; mend the public surface instead"
         for path, text in python(sources).items()
-        if room_of(path) in SATELLITES - {"science"}
+        if room_of(path) in SATELLITES
         for found in imports_of(path, text)
         if found.top == PACKAGE and not found.is_relative
         if room_of(path) == "conform" or found.target not in offered

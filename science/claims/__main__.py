@@ -6,8 +6,6 @@
 
 The second judges and draws recorded runs again, without training.
 
-    M7   training in bfloat16 alone costs Mixture of Tokens less than expert choice and token choice
-         (not yet run)
     M8   Mixture of Tokens reaches the dense model's final loss in at most 60 % of its steps
     M11  uniform mixing is worse than learned mixing
     T3   the balance loss lets the largest load fall more than twofold
@@ -23,8 +21,7 @@ on the claimed side of the bound: holds; all on the other: does not hold; else u
 hold" means: not at this size, not in so few steps. Nothing was tuned for a verdict. The spread is
 from the smallest to the largest seed.
 
-Takes about half an hour on 2 cores without M7, whose 18 arms (three models, two precisions, three
-rates) have not been run or timed yet. A run whose gradients stay not finite ends; the others go on,
+Takes about half an hour on 2 cores. A run whose gradients stay not finite ends; the others go on,
 and nothing is judged.
 
 Writes results/claims.json and one results/claims_*.png per claim; a choice of claims writes
@@ -37,7 +34,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,16 +42,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
-from moebius.data_pipeline.make.prepare import prepare
+import moebius
 
+from ..compare.environment import environment
 from ..compare.plan import refuse_stale
 from ..compare.progress import progress_of
 from ..compare.runner import locked, run_all
 from .judge import CLAIMS, Finding, by_seed
 from .pictures import draw
 from .runs import Job, command, planned, record_of, scoring, thin
-from .toys import ARMS, prepare_config, toy
+from .toys import ARMS, toy
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main() -> None:
@@ -62,12 +61,11 @@ def main() -> None:
     if options.judge is not None:
         judge_again(options)
         return
-    console, environment = Console(), report.environment()  # the commit that trains
+    console, machine = Console(), environment()  # the commit that trains
     arms = list(dict.fromkeys(arm for claim in options.claims for arm in CLAIMS[claim].arms))
     began = time.perf_counter()
     with locked(options.folder):
         jobs = make_jobs(arms, options)
-        prepare(prepare_config(options.text), jobs[0].data)
         records = train_all(jobs, options, console)
     minutes = (time.perf_counter() - began) / 60
     settings = {
@@ -79,9 +77,7 @@ def main() -> None:
     chosen = "" if list(options.claims) == list(CLAIMS) else "_" + "_".join(options.claims)
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"claims{chosen}.json"
-    settle(
-        options.claims, {"environment": environment, "settings": settings}, records, file, console
-    )
+    settle(options.claims, {"environment": machine, "settings": settings}, records, file, console)
 
 
 def judge_again(options: argparse.Namespace) -> None:
@@ -96,7 +92,7 @@ def judge_again(options: argparse.Namespace) -> None:
     arms = {record["arm"] for record in records}
     claims = [name for name, claim in CLAIMS.items() if arms.issuperset(claim.arms)]
     source = {name: recorded[name] for name in ("environment", "settings")}
-    source["judged_at"] = {"commit": report.environment()["commit"]}
+    source["judged_at"] = {"commit": environment()["commit"]}
     settle(claims, source, records, options.judge, Console())
 
 
@@ -138,7 +134,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--text", default="embedded", help="a file to train on instead of the embedded corpus"
     )
-    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--folder",
         type=Path,
@@ -154,20 +150,25 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def make_jobs(arms: Iterable[str], options: argparse.Namespace) -> list[Job]:
-    """Every arm with every seed, seed by seed: so that what is left resembles what is done, and the
-    time left is right.
+def make_jobs(arms: Sequence[str], options: argparse.Namespace) -> list[Job]:
+    """Prepares the data and returns every arm with every seed.
+
+    They go seed by seed: what is left resembles what is done, so the time left is right.
     """
     folder = options.folder.absolute()
+    first = ARMS[next(iter(arms))]
+    text, device = options.text, options.device
+    config = toy(first, seed=0, steps=first.steps, text=text, data="", device=device)
+    data = moebius.prepare(config, folder).data.directory
     return [
         Job(
             ARMS[arm],
             seed,
             options.steps or ARMS[arm].steps,
-            options.text,
-            folder / "data" / prepare_config(options.text).spec_hash[:12],
+            text,
+            data,
             folder / _folder_name(arm) / f"seed-{seed}",
-            options.device,
+            device,
         )
         for seed in range(options.seeds)
         for arm in arms

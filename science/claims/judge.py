@@ -7,18 +7,15 @@ coins would still let it hold in one case of eight at most, so of ten findings o
 chance: read the numbers, not only the word.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from moebius.model.execution.precision import Precision
-
 from ..compare.statistics import Verdict, verdict
 from .measures import log_slope, steps_to_reach
-from .toys import BFLOAT16_MODELS, GRANULARITIES, PRECISIONS, RATES, WINDOWS, granular, in_bfloat16
+from .toys import GRANULARITIES, WINDOWS, granular
 
 Runs = Mapping[
     str, Sequence[Mapping[str, Any]]
@@ -57,54 +54,6 @@ class Claim:
 
     arms: tuple[str, ...]
     judge: Callable[[Runs], list[Finding]]
-
-
-def survives_bfloat16(runs: Runs) -> list[Finding]:
-    """M7. What training in bfloat16 alone costs beside mixed precision, in final loss: Mixture of
-    Tokens (arXiv 2310.15961) against the routers that choose.
-
-    Every model has in each precision the rate that is best for it in the mean over seeds.
-    """
-    rates: dict[tuple[str, Precision], float] = {
-        (model, precision): best_rate(runs, model, precision)
-        for model in BFLOAT16_MODELS
-        for precision in PRECISIONS
-    }
-    lost = {model: lost_to_bfloat16(runs, model, rates) for model in BFLOAT16_MODELS}
-    detail = "; ".join(
-        f"{model}: lost {fmean(lost[model]):.3f} nats, at rates "
-        + " and ".join(f"{rates[model, precision]:g}" for precision in PRECISIONS)
-        for model in BFLOAT16_MODELS
-    )
-    return [
-        Finding(
-            f"M7, {other}",
-            f"in bfloat16 alone MoT loses less against mixed precision than {other} does",
-            f"loss lost by {other} − by MoT, nats",
-            tuple(theirs - ours for ours, theirs in zip(lost["MoT"], lost[other], strict=True)),
-            "above",
-            0.0,
-            detail,
-        )
-        for other in BFLOAT16_MODELS
-        if other != "MoT"
-    ]
-
-
-def best_rate(runs: Runs, model: str, precision: Precision) -> float:
-    """The peak rate of the smallest final loss, the mean over seeds; one that is no number loses."""
-    means = {rate: mean_loss(runs[in_bfloat16(model, precision, rate)]) for rate in RATES}
-    return min(RATES, key=lambda rate: math.inf if math.isnan(means[rate]) else means[rate])
-
-
-def lost_to_bfloat16(
-    runs: Runs, model: str, rates: Mapping[tuple[str, Precision], float]
-) -> list[float]:
-    """Final loss in bfloat16 alone less that in mixed precision, seed by seed."""
-    mixed, alone = (
-        runs[in_bfloat16(model, precision, rates[model, precision])] for precision in PRECISIONS
-    )
-    return [final_loss(pure) - final_loss(wide) for wide, pure in zip(mixed, alone, strict=True)]
 
 
 def faster_than_dense(runs: Runs) -> list[Finding]:
@@ -340,11 +289,7 @@ def share_of_experts(run: Mapping[str, Any]) -> float:
 
 LINEAR_AND_SPHERE = ("top-1, balance 0.01", "X-MoE")
 ACTIVATION_ARMS = ("SMoE", "fine-grained", "MH-MoE h=2", "MH-MoE h=3")
-BFLOAT16_ARMS = tuple(
-    in_bfloat16(*cell) for cell in itertools.product(BFLOAT16_MODELS, PRECISIONS, RATES)
-)
 CLAIMS = {
-    "M7": Claim(BFLOAT16_ARMS, survives_bfloat16),
     "M8": Claim(("dense", "MoT"), faster_than_dense),
     "M11": Claim(("MoT", "MoT, uniform"), mixing_is_learned),
     "T3": Claim(("top-1, balance 0", "top-1, balance 0.01"), balance_loss_works),

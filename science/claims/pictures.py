@@ -20,12 +20,11 @@ from .judge import (
     Runs,
     activation_ratio,
     collapse_curve,
-    final_loss,
     granular_losses,
     mean_loss,
     share_of_experts,
 )
-from .toys import BFLOAT16_MODELS, GRANULARITIES, PRECISIONS, RATES, in_bfloat16
+from .toys import GRANULARITIES
 
 Picture = Callable[[Axes, Runs], None]
 Curve = Sequence[tuple[float, float]]
@@ -64,23 +63,6 @@ def _losses(axes: Axes, runs: Runs, arms: Sequence[str]) -> None:
         )
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("validation loss, nats per token")
-
-
-def _bfloat16(axes: Axes, runs: Runs) -> None:
-    """The final loss at every rate: solid in mixed precision, dashed in bfloat16 alone."""
-    seeds = range(len(runs[CLAIMS["M7"].arms[0]]))
-    for model in BFLOAT16_MODELS:
-        for precision, style in zip(PRECISIONS, ("o-", "s--"), strict=True):
-            curves = [
-                [(r, final_loss(runs[in_bfloat16(model, precision, r)][seed])) for r in RATES]
-                for seed in seeds
-            ]
-            band(axes, f"{model}, {precision}", curves, style)
-    axes.set_xscale("log")
-    axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("peak learning rate")
-    axes.set_ylabel("final validation loss, nats per token")
 
 
 def _faster_than_dense(axes: Axes, runs: Runs) -> None:
@@ -145,7 +127,6 @@ def _granularity(axes: Axes, runs: Runs) -> None:
 
 
 PICTURES: Mapping[str, Picture] = {
-    "M7": _bfloat16,
     "M8": _faster_than_dense,
     "M11": _mixing_is_learned,
     "T3": _balance,

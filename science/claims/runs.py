@@ -5,7 +5,6 @@ Everything about training is read from the run folder (metrics.jsonl, checkpoint
 caught where a router answers.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebius.data_pipeline.read.loader import validation_batches
-from moebius.distributed.process.process import start_process
-from moebius.evaluation.restore import restore
-from moebius.model.cost import count_parameters, forward_flops
-from moebius.model.routers.router import Router
-from moebius.model.routing import Routing
-from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import Config
+import moebius
 
-from ..compare.one_run import end_with_standard_input
+from ..compare.one_run import SCORES, end_with_standard_input
 from ..compare.plan import PlannedRun
-from ..compare.results import read_log
-from ..compare.runner import SCORES, Phase, command_of, read_json
+from ..compare.runner import Phase, command_of
+from ..files import read_json, write_json
 from .measures import (
     activated_fraction,
     effective_experts,
@@ -47,7 +39,7 @@ class Job:
     seed: int
     steps: int
     text: str
-    data: Path
+    data: str
     run_dir: Path
     device: str
 
@@ -76,32 +68,29 @@ def main() -> None:
     """Probes a trained run and writes what was found; its checkpoints stay."""
     end_with_standard_input()
     folder, arm = Path(sys.argv[1]), ARMS[sys.argv[2]]
-    config = Config.load(folder / "config.json")
-    found = {"request": {"probes": arm.probes}, "routings": probe(folder, config, arm)}
-    partial = (folder / SCORES).with_suffix(".tmp")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    partial.replace(folder / SCORES)
+    found = {"request": {"probes": arm.probes}, "routings": probe(folder, arm)}
+    write_json(folder / SCORES, found)
 
 
 def record_of(job: Job) -> dict[str, Any]:
     """The record of a finished run, of plain values."""
-    config = planned(job).config
+    size = moebius.size_of(planned(job).config)
     record = {
         "arm": job.arm.name,
         "seed": job.seed,
         "steps": job.steps,
-        **read_metrics(job.run_dir / "metrics.jsonl"),
-        "parameters": count_parameters(config.model, config.data.seq_len).total,
-        "training_flops_per_token": forward_flops(config.model, config.data.seq_len).training,
+        **read_metrics(job.run_dir),
+        "parameters": size.parameters.total,
+        "training_flops_per_token": size.flops.training,
     }
     if job.arm.probes:
         record["routings"] = read_json(job.run_dir / SCORES)["routings"]
     return record
 
 
-def read_metrics(file: Path) -> dict[str, Any]:
+def read_metrics(run_dir: Path) -> dict[str, Any]:
     """Loss and load curves of a run."""
-    lines = read_log(file)
+    lines = moebius.history(run_dir).records()
     steps = [line for line in lines if line["kind"] == "train"]
     record: dict[str, Any] = {
         "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
@@ -118,18 +107,13 @@ def read_metrics(file: Path) -> dict[str, Any]:
     return record
 
 
-def probe(run_dir: Path, config: Config, arm: Arm) -> list[dict[str, Any]]:
+def probe(run_dir: Path, arm: Arm) -> list[dict[str, Any]]:
     """Figures of the routings of all checkpoints, each a list over the layers that have experts."""
-    steps = sorted(
-        int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")
-    )
     found = []
-    with start_process(config.train.device) as process:
-        for step in steps:
-            layers = routings(restore(run_dir, process, step=step).model, config, process.device)
-            found.append(
-                {"step": step, "layers": [figures(layer, config, arm) for layer in layers]}
-            )
+    for checkpoint in sorted((run_dir / "checkpoints").glob("step_*")):
+        loaded = moebius.load(checkpoint)
+        layers = [figures(layer, loaded.config, arm) for layer in routings(loaded)]
+        found.append({"step": loaded.step, "layers": layers})
     return found
 
 
@@ -144,7 +128,7 @@ class Caught:
 class Catcher:
     """Keeps what a router of the kind that chooses was asked and what it answered."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: nn.Module) -> None:
         self._x: list[Tensor] = []
         self._experts: list[Tensor] = []
         self._hook = router.register_forward_hook(self._catch)
@@ -153,7 +137,7 @@ class Catcher:
         """Everything so far, in order."""
         return Caught(torch.cat(self._x), torch.cat(self._experts))
 
-    def _catch(self, router: nn.Module, given: tuple[Tensor, ...], routing: Routing) -> None:
+    def _catch(self, _: nn.Module, given: tuple[Tensor, ...], routing: Any) -> None:
         assert routing.wanted_TK is not None, (
             "only a router that chooses experts for rows can be probed"
         )
@@ -162,23 +146,16 @@ class Catcher:
 
 
 @torch.no_grad()
-def routings(model: Transformer, config: Config, device: torch.device) -> list[Caught]:
+def routings(loaded: moebius.LoadedModel) -> list[Caught]:
     """What every router of the feed-forward layers does with the validation rows."""
-    catchers = [Catcher(router) for _, kind, router in model.routers() if kind == "feed_forward"]
-    batches = validation_batches(
-        config.data.directory,
-        seq_len=config.data.seq_len,
-        batch_size=config.train.micro_batch,
-        rank=0,
-        num_ranks=1,
-        max_rows=EVALUATION_ROWS,
-    )
-    for batch in batches:
-        model(torch.from_numpy(batch.tokens[batch.valid][:, :-1]).to(device))
+    routers = [router for _, kind, router in loaded.model.routers() if kind == "feed_forward"]
+    catchers = [Catcher(router) for router in routers]
+    for rows in loaded.rows(max_rows=EVALUATION_ROWS):
+        loaded.model(rows.tokens_BS[rows.counted_BS.all(1)])
     return [catcher.caught() for catcher in catchers]
 
 
-def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
+def figures(layer: Caught, config: moebius.Config, arm: Arm) -> dict[str, Any]:
     """Of one layer; collapse only where every token has one expert, which then is its class."""
     experts = config.model.experts
     assert experts is not None

@@ -2,7 +2,7 @@
 schedule.
 
 d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate
-1e-3 (M7: the best of three), 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
+1e-3, 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
 for training: at most 1.1 epochs. All start by one rule (truncated normals of variance 0.1 /
 fan-in). The seed draws the weights and the order of the data, so arms of one seed differ in nothing
 but the model.
@@ -13,16 +13,9 @@ of that comparison.
 """
 
 from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.execution.precision import Precision
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
-from moebius.train.optim import OptimConfig
+import moebius
 
 VOCABULARY, WIDTH, SEQ_LEN, BATCH, PEAK_RATE = 512, 96, 64, 32, 1e-3
 EVALUATION_ROWS = 256
@@ -31,9 +24,6 @@ EVALUATION_ROWS = 256
 UNIFORM_TEMPERATURE = 1e9
 GRANULARITIES = (1, 4, 8)
 WINDOWS = (4, 8, 16)  # tokens in which activated experts are counted
-# M7 tries every rate in both precisions, for the best one may differ.
-RATES = (1e-3, 2e-3, 4e-3)
-PRECISIONS: tuple[Precision, ...] = ("bfloat16", "bfloat16_only")
 
 
 @dataclass(frozen=True)
@@ -42,14 +32,12 @@ class Arm:
 
     name: str
     steps: int  # unless the caller wants others
-    model: dict[str, Any]
+    feed_forward: dict[str, Any]
     evaluations: int = 5  # of the validation loss, after that of the start
     probes: int = 0  # held-out routings looked at, evenly spaced, the last after the last step
     windows: tuple[
         int, ...
     ] = ()  # tokens; in which activated experts are counted, after the last step
-    precision: Precision = "float32"
-    rate: float = PEAK_RATE
 
 
 _COMMON: dict[str, Any] = {
@@ -58,18 +46,16 @@ _COMMON: dict[str, Any] = {
     "num_layers": 4,
     "layers_per_group": 4,
     "norm": "pre",
-    "attention.kind": "dense",
-    "attention.num_heads": 4,
-    "attention.d_head": 24,
-    "feed_forward.d_feed_forward": 256,
-    "initialisation.kind": "scaled",
+    "attention": {"kind": "dense", "num_heads": 4, "d_head": 24},
+    "initialisation": {"kind": "scaled"},
 }
+_DENSE_WIDTH = {"d_feed_forward": 256}
 
 
 def _experts(router: dict[str, Any], **sizes: Any) -> dict[str, Any]:
     """Experts in the last half of the layers."""
-    shape = {"sparse_layers": "last_half", "router": router} | sizes
-    return {f"feed_forward.{name}": value for name, value in shape.items()}
+    shape = {"kind": "experts", "sparse_layers": "last_half", "router": router}
+    return shape | _DENSE_WIDTH | sizes
 
 
 def _mixture(**router: Any) -> dict[str, Any]:
@@ -112,38 +98,8 @@ def _granular(granularity: int, *, norm: bool) -> Arm:
     return Arm(granular(granularity, norm=norm), 350, sizes)
 
 
-# What M7 compares: 32 experts of the dense width, or as many parameters in MoT's narrower ones.
-_IN_BFLOAT16 = {
-    "MoT": _mixture(),
-    "expert choice": _experts(
-        {"kind": "expert_choice", "sequences_per_group": 32, "mean_experts": 1.0},
-        num_experts=32,
-        d_expert=256,
-    ),
-    "token choice": _experts(
-        {"kind": "token_choice", "top_k": 1, "balance": 0.01}, num_experts=32, d_expert=256
-    ),
-}
-BFLOAT16_MODELS = tuple(_IN_BFLOAT16)
-
-
-def in_bfloat16(model: str, precision: Precision, rate: float) -> str:
-    """Names the arm of M7 that trains a model in that precision with that peak rate."""
-    return f"{model}, {precision}, rate {rate:g}"
-
-
-def _in_bfloat16(model: str, precision: Precision, rate: float) -> Arm:
-    return Arm(
-        in_bfloat16(model, precision, rate),
-        350,
-        _IN_BFLOAT16[model],
-        precision=precision,
-        rate=rate,
-    )
-
-
 _ALL = (
-    Arm("dense", 500, {"feed_forward.kind": "dense"}, evaluations=20),
+    Arm("dense", 500, {"kind": "dense", **_DENSE_WIDTH}, evaluations=20),
     Arm("MoT", 500, _mixture(), evaluations=20),
     Arm("MoT, uniform", 500, _mixture(temperature=UNIFORM_TEMPERATURE), evaluations=20),
     Arm("top-1, balance 0", 350, _top1(kind="token_choice", balance=0.0)),
@@ -154,46 +110,42 @@ _ALL = (
     Arm("MH-MoE h=2", 250, _gated(40, 96, 2, sub_tokens=2), probes=1, windows=WINDOWS),
     Arm("MH-MoE h=3", 250, _gated(96, 64, 3, sub_tokens=3), probes=1, windows=WINDOWS),
     *(_granular(granularity, norm=norm) for norm in (True, False) for granularity in GRANULARITIES),
-    *(_in_bfloat16(*cell) for cell in product(BFLOAT16_MODELS, PRECISIONS, RATES)),
 )
 ARMS = {arm.name: arm for arm in _ALL}
 
 
-def prepare_config(text: str) -> PrepareConfig:
-    """The text of all toys; `text` is a file, or "embedded"."""
-    return PrepareConfig(input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05)
+def toy(arm: Arm, *, seed: int, steps: int, text: str, data: str, device: str) -> moebius.Config:
+    """The run of one arm with one seed.
 
-
-def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) -> Config:
-    """The run of one arm with one seed."""
+    Args:
+        text: a file, or "embedded".
+        data: the folder of prepared data; "": none yet.
+    """
     warmup = steps // 20
-    values = {
-        "steps": steps,
-        "global_batch": BATCH,
-        "micro_batch": BATCH,
-        "device": device,
-        "precision": arm.precision,
-        "seed": seed,
-    }
-    return Config(
-        model=ModelConfig.from_dotted(_COMMON | arm.model),
-        data=DataConfig(directory=str(data), seq_len=SEQ_LEN, seed=seed),
-        prepare=prepare_config(text),
-        optim=OptimConfig(
-            learning_rate=arm.rate,
-            warmup_steps=warmup,
-            decay_steps=max(1, steps - warmup),
-            clip_norm=1.0,
-        ),
-        train=TrainConfig.model_validate(
-            values
-            | {
+    return moebius.Config.model_validate(
+        {
+            "model": _COMMON | {"feed_forward": arm.feed_forward},
+            "data": {"seq_len": SEQ_LEN, "directory": data, "seed": seed},
+            "prepare": {"input": [text], "vocab_size": VOCABULARY, "validation_fraction": 0.05},
+            "optim": {
+                "learning_rate": PEAK_RATE,
+                "warmup_steps": warmup,
+                "decay_steps": max(1, steps - warmup),
+                "clip_norm": 1.0,
+            },
+            "train": {
+                "steps": steps,
+                "global_batch": BATCH,
+                "micro_batch": BATCH,
+                "device": device,
+                "seed": seed,
                 "log_every": 5,
                 "eval_every": max(1, steps // arm.evaluations),
                 "eval_rows": EVALUATION_ROWS,
-            }
-        ),
-        checkpoint=CheckpointConfig(
-            every=max(1, steps // arm.probes) if arm.probes else 0, keep_last=2 * steps
-        ),
+            },
+            "checkpoint": {
+                "every": max(1, steps // arm.probes) if arm.probes else 0,
+                "keep_last": 2 * steps,
+            },
+        }
     )

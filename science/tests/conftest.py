@@ -21,19 +21,25 @@ TINY = (
 )
 
 
+def write_texts(file: Path, count: int) -> Path:
+    """Documents of some ninety characters."""
+    lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(count)]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder after two steps on 40 documents."""
     folder = tmp_path_factory.mktemp("trained")
-    lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    text = write_texts(folder / "text.jsonl", 40)
     changes = ("train.steps=2", "train.global_batch=4", "train.micro_batch=4", "train.seed=3")
     config = moebius.recipe(
         "smoke",
         *TINY,
         *changes,
         "prepare.validation_fraction=0.2",
-        f"prepare.input=['{folder / 'text.jsonl'}']",
+        f"prepare.input=['{text}']",
     )
     moebius.fit(config, folder / "run", show=False)
     return folder / "run"

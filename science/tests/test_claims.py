@@ -1,25 +1,16 @@
-"""The measures and the rule behind benchmarks/claims/, and that it runs from text to verdict."""
+"""The measures and the rule behind science/claims/, and that it runs from text to verdict."""
 
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from small_corpus import sentences, write_jsonl
+from conftest import write_texts
 
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.read.loader import validation_batches
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.cost import forward_flops
-from moebius.model.initialise import initialise
-from moebius.model.transformer import Transformer
-from moebius.train.loop import train
-from moebius.train.record.run_folder import open_run
+import moebius
 from moebius_science.claims import __main__ as claims
 from moebius_science.claims.judge import CLAIMS, Finding, granularity_helps, share_kept
 from moebius_science.claims.measures import (
@@ -35,19 +26,11 @@ from moebius_science.claims.pictures import draw
 from moebius_science.claims.runs import routings
 from moebius_science.claims.toys import (
     ARMS,
-    BFLOAT16_MODELS,
     GRANULARITIES,
-    PRECISIONS,
-    RATES,
     WINDOWS,
     granular,
-    in_bfloat16,
     toy,
 )
-from moebius_science.compare.plan import PlannedRun
-from moebius_science.compare.runner import RunState
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:
@@ -210,20 +193,7 @@ def toy_run(
 QUICK, SLOW = ((0, 6.0), (50, 2.9), (100, 2.5)), ((0, 6.0), (50, 5.0), (100, 3.5))
 
 
-def in_both(*worse: str) -> dict[str, dict]:
-    """The arms of M7, where those models alone are worse in bfloat16 alone."""
-    return {
-        in_bfloat16(model, precision, rate): (
-            {"curve": SLOW} if model in worse and precision == "bfloat16_only" else {}
-        )
-        for model in BFLOAT16_MODELS
-        for precision in PRECISIONS
-        for rate in RATES
-    }
-
-
 JUDGED = {
-    "M7": (in_both("expert choice", "token choice"), in_both("MoT")),
     "M8": ({"dense": {}, "MoT": {"curve": QUICK}}, {"dense": {}, "MoT": {"curve": SLOW}}),
     "M11": (
         {"MoT": {}, "MoT, uniform": {"curve": SLOW}},
@@ -292,37 +262,6 @@ def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> Non
     assert verdict((3.0, 3.2, 3.1), (2.99, 3.19, 3.1)) == "does not hold"  # none is not worse
 
 
-def test_every_precision_has_the_rate_that_is_best_for_it() -> None:
-    """Pure bfloat16 loses 0.2 at its own best rate, and 1.0 at the one that is best when mixed."""
-    best = {"bfloat16": {2e-3: 3.0}, "bfloat16_only": {1e-3: 3.2, 4e-3: math.nan}}
-    runs = {
-        in_bfloat16(model, precision, rate): [
-            ending(3.0 if model == "MoT" else best[precision].get(rate, 4.0))
-        ]
-        * 3
-        for model in BFLOAT16_MODELS
-        for precision in PRECISIONS
-        for rate in RATES
-    }
-    for finding in CLAIMS["M7"].judge(runs):
-        assert finding.values == pytest.approx((0.2,) * 3)
-        assert "token choice: lost 0.200 nats, at rates 0.002 and 0.001" in finding.detail
-
-
-def test_the_arms_in_bfloat16_are_trained_in_it_and_have_equally_many_experts_weights() -> None:
-    for model in BFLOAT16_MODELS:
-        for precision in PRECISIONS:
-            for rate in RATES:
-                arm = ARMS[in_bfloat16(model, precision, rate)]
-                config = toy(
-                    arm, seed=0, steps=10, text="embedded", data=Path("data"), device="cpu"
-                )
-                experts = config.model.experts
-                assert experts is not None
-                assert (config.train.precision, config.optim.learning_rate) == (precision, rate)
-                assert experts.num_experts * experts.d_expert == 32 * 256
-
-
 def test_the_second_half_of_the_probes_is_told_and_does_not_decide() -> None:
     falling, rising = (1.0, 8.0, 4.0, 2.0), (8.0, 1.0, 2.0, 4.0)
     runs = {
@@ -349,85 +288,45 @@ def test_every_claim_has_a_picture(claim: str, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def config_of(name: str, *, data: str = "data", text: str = "embedded") -> moebius.Config:
+    return toy(ARMS[name], seed=0, steps=10, text=text, data=data, device="cpu")
+
+
 def test_the_arms_of_a_claim_cost_what_they_should() -> None:
-    def feed_forward(name: str) -> float:
-        return forward_flops(model_of(name), 64).feed_forward
-
-    for claim in ("M7", "M8", "M11", "T3", "X2", "G1"):
-        assert {feed_forward(arm) for arm in CLAIMS[claim].arms} == {feed_forward("dense")}
-    costs = {
-        arm: feed_forward(arm) + forward_flops(model_of(arm), 64).sub_tokens
-        for arm in CLAIMS["H3"].arms
-    }
-    assert len(set(costs.values())) == 1
-
-
-def model_of(name: str) -> ModelConfig:
-    return toy(ARMS[name], seed=0, steps=10, text="embedded", data=Path("data"), device="cpu").model
-
-
-def text_file(folder: Path) -> Path:
-    return write_jsonl(folder / "text.jsonl", sentences(0, 400))
+    flops = {name: moebius.size_of(config_of(name)).flops for name in ARMS}
+    for claim in ("M8", "M11", "T3", "X2", "G1"):
+        of_claim = {flops[arm].feed_forward for arm in CLAIMS[claim].arms}
+        assert of_claim == {flops["dense"].feed_forward}
+    assert len({flops[arm].feed_forward + flops[arm].sub_tokens for arm in CLAIMS["H3"].arms}) == 1
 
 
 def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Path) -> None:
-    config = toy(
-        ARMS["MH-MoE h=2"], seed=0, steps=10, text="embedded", data=tmp_path / "data", device="cpu"
-    )
-    data = PrepareConfig(
-        input=(str(text_file(tmp_path)),),
-        tokenizer="bytes",
-        vocab_size=257,
-        validation_fraction=0.1,
-    )
-    prepare(data, tmp_path / "data")
-    model = Transformer(config.model).eval()
-    initialise(model, 0)
-    layers = routings(model, config, torch.device("cpu"))
-    batch = next(
-        validation_batches(
-            tmp_path / "data", seq_len=64, batch_size=32, rank=0, num_ranks=1, max_rows=256
-        )
-    )
+    text = write_texts(tmp_path / "text.jsonl", 200)
+    config = moebius.prepare(config_of("MH-MoE h=2", data="", text=str(text)), tmp_path)
+    model = moebius.build(config).eval()
+    loaded = moebius.LoadedModel(model, None, config, 0)  # type: ignore[arg-type]
+    layers = routings(loaded)
     assert len(layers) == 2
-    assert batch.valid[0]
     assert layers[0].x_TD.shape[1] == 48  # of a sub-token
+    rows = next(loaded.rows(max_rows=256))
+    asked = []
+    hook = model.get_submodule("group.2.feed_forward.router").register_forward_hook(
+        lambda _, given, out: asked.append(out)
+    )
     with torch.no_grad():
-        alone = torch.from_numpy(batch.tokens[:1, :-1])
-        asked = []
-        hook = model.get_submodule("group.2.feed_forward.router").register_forward_hook(
-            lambda _, given, out: asked.append(out)
-        )
-        model(alone)
-        hook.remove()
+        model(rows.tokens_BS[:1])
+    hook.remove()
     assert torch.equal(layers[0].experts_TK[: 64 * 2], asked[0].wanted_TK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "moebius_science.claims",
-        "--claims",
-        "X2",
-        "--seeds",
-        "1",
-        "--steps",
-        "2",
-        "--jobs",
-        "1",
-        "--text",
-        str(text_file(tmp_path)),
-        "--device",
-        "cpu",
-        "--results",
-        str(tmp_path / "results"),
-        "--folder",
-        str(tmp_path / "runs"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
+    text = write_texts(tmp_path / "text.jsonl", 400)
+    words = ["--claims", "X2", "--seeds", "1", "--steps", "2", "--jobs", "1", "--device", "cpu"]
+    places = ["--text", text, "--results", tmp_path / "results", "--folder", tmp_path / "runs"]
+    command = [sys.executable, "-m", "moebius_science.claims", *words, *map(str, places)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "undecided" in done.stdout
     results = json.loads((tmp_path / "results" / "claims_X2.json").read_text())
@@ -438,35 +337,6 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
         assert all(layer["collapse"] > 0 for probe in run["routings"] for layer in probe["layers"])
         assert [step for step, _ in run["validation_loss"]] == [0, 1, 2]
     assert (tmp_path / "results" / "claims_X2.png").read_bytes().startswith(b"\x89PNG")
-
-
-def train_in_this_process(runs: Sequence[PlannedRun], **_: object) -> list[RunState]:
-    """What `run_all` does, without the time that a process takes to begin."""
-    for run in runs:
-        open_run(run.config, run.folder)
-        train(run.config, run.folder)
-    return [RunState(run, "finished") for run in runs]
-
-
-@pytest.mark.slow
-def test_every_arm_in_bfloat16_can_be_trained_and_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--claims", "M7", "--seeds", "1", "--steps", "2", "--device", "cpu"]
-    places = ["--text", str(text_file(tmp_path)), "--results", str(tmp_path / "results")]
-    places += ["--folder", str(tmp_path / "runs")]
-    monkeypatch.setattr(claims, "run_all", train_in_this_process)
-    monkeypatch.setattr(sys, "argv", ["claims", *words, *places])
-    claims.main()
-    results = json.loads((tmp_path / "results" / "claims_M7.json").read_text())
-    assert [finding["verdict"] for finding in results["findings"]] == ["undecided"] * 2
-    assert {run["arm"] for run in results["runs"]} == set(CLAIMS["M7"].arms)
-    last = {run["arm"]: run["validation_loss"][-1][1] for run in results["runs"]}
-    assert all(math.isfinite(loss) for loss in last.values())
-    for model in BFLOAT16_MODELS:
-        mixed, alone = (last[in_bfloat16(model, precision, 1e-3)] for precision in PRECISIONS)
-        assert mixed != alone
-    assert (tmp_path / "results" / "claims_M7.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None:

@@ -32,34 +32,6 @@ def resolve(
     return _built_with(values, overrides, origin=name_or_file)
 
 
-def resolve_changed(
-    name_or_file: str,
-    changes: Sequence[Mapping[str, Any]],
-    overrides: Sequence[str],
-    recipes: Mapping[str, Callable[[], Config]],
-    *,
-    origin: str,
-) -> Config:
-    """Returns the configuration of a recipe or a TOML file, with sections and then values changed.
-
-    Args:
-        name_or_file: as of `resolve`.
-        changes: sections of values as a TOML file has them, one after the other.
-        overrides: `section.key=value`, which hold against the changes.
-        recipes: by name.
-        origin: whose configuration it is, for messages.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
-    values = _base_values(name_or_file, recipes)
-    for change in changes:
-        values = merge(values, change, KINDS)
-        prepare = change.get("prepare")
-        _choose_input(values, prepare.keys() if isinstance(prepare, Mapping) else ())
-    return _built_with(values, overrides, origin=origin)
-
-
 def _base_values(name_or_file: str, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
     """Returns the plain values of a recipe or a TOML file."""
     if name_or_file.endswith(".toml"):
