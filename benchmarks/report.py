@@ -1,13 +1,21 @@
-"""What every benchmark says beside its figures: hardware, versions, commit, command."""
+"""Writes a benchmark's figures, with the hardware, versions, commit and command that made them."""
 
 import json
+import os
+import platform
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment as place
+import psutil
+import torch
+
+from moebius import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -16,8 +24,56 @@ _ABOUT = ("environment", "measured", "note")  # of a file with parts, beside the
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the software that a figure was measured on."""
-    return place.environment(*LIBRARIES) | {"command": _command()}
+    """Returns the machine and the software that a figure was measured on."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "moebius": __version__,
+        "versions": {library: _version(library) for library in LIBRARIES},
+        "commit": commit(),
+        "command": _command(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+    return facts
+
+
+def cpu_name() -> str:
+    """Returns the processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Returns the commit of the sources; "unknown" where they were copied without their history."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    try:
+        head = _git("rev-parse", "--short", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--", "*.py", "*.cpp", "*.toml")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + (" with local changes" if changed else "")
+
+
+def _git(*words: str) -> str:
+    command = ["git", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout
+
+
+def _version(library: str) -> str | None:
+    """Returns the version of a library; None where it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def save(name: str, figures: dict[str, Any], *, folder: Path = RESULTS) -> Path:

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.kernels.peers import Mode, exact_mode
-from benchmarks.peak_memory import peak_bytes
+from benchmarks.memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, save
 from moebius.data_pipeline.read.loader import Batch
 from moebius.distributed.process.process import Process, start_process

@@ -52,8 +52,7 @@ from benchmarks.kernels.problem import (
     meaning,
     result_of,
 )
-from benchmarks.memory import saved_bytes
-from benchmarks.peak_memory import peak_bytes
+from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, save
 from moebius.distributed.process.host_memory import keep_freed_memory
 from moebius.kernels.cpu import workspace
