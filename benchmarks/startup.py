@@ -66,8 +66,7 @@ def cases(run_dir: Path) -> list[Case]:
     commands = [
         ("--help",),
         *((name, run) for name in ("status", "logs", "stop")),
-        ("jobs", "--root", run),
-        ("top", run, "--once"),
+        ("watch", run, "--json"),
     ]
     return [
         Case("python", "pass"),

@@ -10,7 +10,12 @@ from typing import Any
 from ..train.recipes.names import RECIPE_NAMES
 
 SHELLS = ("bash", "zsh", "fish")
-_FOLDERS = ("RUN", "DIR", "RUN|CHECKPOINT")  # what the help calls an argument that is a folder
+_FOLDERS = (
+    "RUN",
+    "DIR",
+    "RUN|CHECKPOINT",
+    "RUN|FOLDER",
+)  # what the help calls an argument that is a folder
 _FILES = ("FILE", "FILE.json", "NAME|FILE.toml")
 _RECIPES = ("RECIPE", "RECIPE|FILE.toml", "MODEL")
 

@@ -244,7 +244,7 @@ class Bench:
         try:
             code, said = _run_command(["status", "runs/mine", *rng.choice(([], ["--json"]))])
             assert code in (0, 1, 2), said[:500]
-            _run_command(["jobs", "--json", "--all"])
+            _run_command(["status", "--json", "--all"])
             history.read_history(self.run_dir)
             try:
                 view = watch.View(self.run_dir)
@@ -336,10 +336,10 @@ class Bench:
 # Intact things to break ----------------------------------------------------------------------------
 
 COMMANDS = (
-    ["status"], ["status", "runs/mine"], ["status", "runs/mine", "--json"], ["status", "--watch"],
-    ["jobs"], ["jobs", "--root", "runs", "--all", "--json"],
+    ["status"], ["status", "runs/mine"], ["status", "runs/mine", "--json"], ["watch", "runs/mine"],
+    ["status", "runs", "--all", "--json"], ["watch", "runs/mine", "--json"],
     ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2", "--since", "10m"],
-    ["logs", "runs/mine", "--json", "--generation", "1", "--color", "always"],
+    ["logs", "runs/mine", "--json", "--generation", "1"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
     ["plan", "smoke", "--layout"], ["plan", "smoke", "--layout", "--nodes", "2", "--ep", "4"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
@@ -347,7 +347,7 @@ COMMANDS = (
     ["--print-completion", "bash"], ["--version"], ["--help"],
 )  # fmt: skip
 OPTIONS = (
-    "--json", "--all", "--root", "--rank", "--tail", "--since", "--generation", "--color", "--step",
+    "--json", "--all", "--rank", "--tail", "--since", "--generation", "--step",
     "--world-size", "--ep", "--dp-shard", "--dp-replicate", "--out", "--run-dir", "--help", "--x", "-1",
     "--", "-", "--max-shard-size", "--dtype", "--sharding", "runs/mine", "runs", "mine.toml", "circle/x",
     "file/below", "x" * 300, "n/" * 3000, "99999999999999999999", "2147483648", "1e9", "nan", "-5", "0",

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +66,7 @@ def _add_submit(commands: Commands) -> None:
         examples=[
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
-            "submit smoke --emit kuberay --image registry/moebius:1 --claim runs --output job.yaml",
+            "submit smoke --emit kuberay --with image=registry/moebius:1 claim=runs",
             "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
         notes=ENDS,
@@ -88,10 +87,11 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         "--detach", action="store_true", help="return once the supervisor is up (with --address)"
     )
     parser.add_argument(
-        "--ship", action="store_true", help="let the nodes run this code, whatever they have"
-    )
-    parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="with --ship: this code; default: it is built"
+        "--ship",
+        nargs="?",
+        const="",
+        metavar="WHEEL",
+        help="make the nodes run this wheel's code, whatever they have; default: this checkout's",
     )
     add_unauthenticated(parser)
 
@@ -140,9 +140,8 @@ def _submit_to(
     from ...cluster.shipped_code import shipping
     from ...cluster.submit import submit
 
-    if options.wheel is not None and not options.ship:
-        raise ValueError("--wheel says what --ship is to bring along: give --ship, too")
-    with shipping(options.wheel) if options.ship else contextlib.nullcontext() as shipment:
+    ship, wheel = options.ship is not None, Path(options.ship) if options.ship else None
+    with shipping(wheel) if ship else contextlib.nullcontext() as shipment:
         return submit(
             config,
             run_dir,
@@ -229,7 +228,7 @@ def _scale(options: argparse.Namespace) -> int:
 
     request_scale(options.run_dir, options.num_nodes)
     print(
-        f"{options.run_dir}: asked for {options.num_nodes} node(s); `moebius status --watch` tells"
+        f"{options.run_dir}: asked for {options.num_nodes} node(s); `moebius watch` shows the rest"
     )
     return 0
 
@@ -249,21 +248,16 @@ def _add_stop(commands: Commands) -> None:
     parser.add_argument(
         "--preempt", action="store_true", help="call it PREEMPTED: the machines are taken away"
     )
-    parser.add_argument("--json", action="store_true", help="say how it ended as `status --json`")
 
 
 def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
-    from ...cluster.report.run_report import read_report
-    from ...cluster.stop import stop
-
-    status = stop(options.run_dir, now=options.now, preempt=options.preempt)
-    if options.json:
-        print(json.dumps(read_report(options.run_dir).record(), ensure_ascii=False))
-        return 0
     from rich.console import Console
 
     from ...cluster.report.summary import closing_words
+    from ...cluster.stop import stop
+
+    status = stop(options.run_dir, now=options.now, preempt=options.preempt)
 
     Console().print(closing_words(status))
     return 0

@@ -1,13 +1,19 @@
-"""How jobs stand: `moebius status`, `jobs`, `logs` and `top`, from run folders alone."""
+"""How jobs stand: `moebius status`, `watch` and `logs`, from run folders alone."""
 
 import argparse
 import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import RUNS, Commands, add_command, add_run_argument
 from ..messages import print_message
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...cluster.report.run_report import RunReport
 
 _WIDTH_OF_A_PIPE = 10_000  # whoever reads it has room
 EXIT_CODES = (
@@ -20,119 +26,32 @@ def add_commands(commands: Commands) -> None:
     """Declares the commands that show how jobs stand."""
     _add_status(commands)
     _add_watch(commands)
-    _add_jobs(commands)
     _add_logs(commands)
-    _add_top(commands)
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per line (keys: docs/jobs.md)"
-    )
+def _add_json(parser: argparse.ArgumentParser, what: str = "one JSON object per line") -> None:
+    parser.add_argument("--json", action="store_true", help=f"{what} (keys: docs/jobs.md)")
 
 
 # status -------------------------------------------------------------------------------------------
 
 
 def _add_status(commands: Commands) -> None:
-    text = "show how runs stand, from their run folders alone"
     parser = add_command(
         commands,
         "status",
         _status,
-        text,
-        examples=["status", "status runs/mine --watch", "status runs/mine --json"],
-        notes=EXIT_CODES,
+        "show how a run stands, or list the runs below a folder, newest first",
+        examples=["status", "status runs/mine", "status runs/sweep --all", "status --json"],
+        notes=f"{EXIT_CODES}. Of several runs: 0.",
     )
     parser.add_argument(
-        "run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/"
-    )
-    parser.add_argument("--watch", action="store_true", help="follow one run until it has ended")
-    _add_json(parser)
-
-
-def _add_watch(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "watch",
-        _watch,
-        "follow a run in the terminal until it has ended: loss, throughput, expert load, events",
-        examples=["watch runs/mine"],
-        notes=EXIT_CODES,
-    )
-    add_run_argument(parser)
-
-
-def _watch(options: argparse.Namespace) -> int:
-    """Carries out `moebius watch`."""
-    return _show_one(options.run_dir, watch=True)
-
-
-def _status(options: argparse.Namespace) -> int:
-    """Carries out `moebius status`."""
-    from ...cluster.job import JobError
-    from ...cluster.report.run_report import read_report
-
-    folders = options.run_dirs or sorted(path.parent for path in RUNS.glob("*/journal.jsonl"))
-    if not folders:
-        raise JobError(
-            f"no runs under {RUNS.absolute()}: name a run folder, or start one with `moebius "
-            "submit smoke`"
-        )
-    if options.watch and len(options.run_dirs) != 1:
-        raise JobError("--watch follows one run: name it")
-    if options.json and options.watch:
-        raise JobError("--json tells how a run stands now: leave out --watch")
-    if options.json:
-        reports = [read_report(folder) for folder in folders]
-        for report in reports:
-            print(json.dumps(report.record(), ensure_ascii=False))
-        return reports[0].status.exit_code if len(options.run_dirs) == 1 else 0
-    if len(options.run_dirs) == 1:
-        return _show_one(folders[0], watch=options.watch)
-    return _show_several(folders)
-
-
-def _show_one(run_dir: Path, *, watch: bool) -> int:
-    from rich.console import Console
-
-    from ...cluster.report.run_report import read_report
-    from ...cluster.report.summary import closing_words
-
-    console = Console()
-    if watch:
-        from ...cluster.report.live import follow
-
-        follow(run_dir, console=console)
-    report = read_report(run_dir)
-    console.print(closing_words(report.status, story=report.story()))
-    return report.status.exit_code
-
-
-def _show_several(run_dirs: list[Path]) -> int:
-    from rich.console import Console
-
-    from ...cluster.job import read_status
-    from ...cluster.report.summary import status_table
-
-    Console().print(status_table([read_status(folder) for folder in run_dirs]))
-    return 0
-
-
-# jobs ---------------------------------------------------------------------------------------------
-
-
-def _add_jobs(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "jobs",
-        _jobs,
-        "list the runs under a folder, newest first",
-        examples=["jobs", "jobs --root runs/sweep --all", "jobs --json"],
-        notes="exit code: 0, or 2 where the folder cannot be read",
-    )
-    parser.add_argument(
-        "--root", type=Path, metavar="DIR", default=RUNS, help=f"default: {RUNS}/; three levels"
+        "folders",
+        type=Path,
+        nargs="*",
+        metavar="RUN|FOLDER",
+        default=[RUNS],
+        help=f"run folders, or folders of them (three levels); default: {RUNS}/",
     )
     parser.add_argument(
         "--all", action="store_true", help="those that ended more than a week ago, too"
@@ -140,37 +59,105 @@ def _add_jobs(commands: Commands) -> None:
     _add_json(parser)
 
 
-def _jobs(options: argparse.Namespace) -> int:
-    """Carries out `moebius jobs`."""
-    from ...cluster.job import JobError
-    from ...cluster.report.run_list import find_runs, is_recent, read_reports
+def _status(options: argparse.Namespace) -> int:
+    """Carries out `moebius status`."""
+    from ...cluster.job import JOURNAL
 
-    root = options.root.absolute()
-    if options.root != RUNS and not root.is_dir():
-        raise JobError(f"{options.root}: there is no such folder")
-    found = list(find_runs(root)) if root.is_dir() else []
+    if len(options.folders) == 1 and (options.folders[0] / JOURNAL).is_file():
+        return _show_one(options.folders[0], as_json=options.json)
+    return _list_runs(options)
+
+
+def _show_one(run_dir: Path, *, as_json: bool) -> int:
+    from rich.console import Console
+
+    from ...cluster.report.run_report import read_report
+
+    report = read_report(run_dir)
+    if as_json:
+        _print_record(report)
+    else:
+        _print_report(report, Console())
+    return report.status.exit_code
+
+
+def _print_record(report: "RunReport") -> None:
+    print(json.dumps(report.record(), ensure_ascii=False))
+
+
+def _print_report(report: "RunReport", console: "Console") -> None:
+    from ...cluster.report.summary import closing_words
+
+    console.print(closing_words(report.status, story=report.story()))
+
+
+def _list_runs(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ...cluster.job import JobError
+    from ...cluster.report.run_list import find_runs, is_recent, read_reports, run_table
+
+    for folder in options.folders:
+        if folder != RUNS and not folder.is_dir():
+            raise JobError(f"{folder}: there is no such folder")
+    found = [run for folder in options.folders for run in find_runs(folder.absolute())]
     reports, problems = read_reports(found)
     for problem in problems:
         print_message("left out", problem, style="bold yellow")
     shown = [report for report in reports if options.all or is_recent(report)]
     if options.json:
         for report in shown:
-            print(json.dumps(report.record(), ensure_ascii=False))
+            _print_record(report)
         return 0
-    from rich.console import Console
-
-    from ...cluster.report.run_list import jobs_table
-
     console = Console()
     if not (console.is_terminal or "COLUMNS" in os.environ):
         console = Console(width=_WIDTH_OF_A_PIPE)
+    root = options.folders[0].absolute()
     if shown:
-        console.print(jobs_table(shown, root, width=console.width))
+        console.print(run_table(shown, root, width=console.width))
     if hidden := len(reports) - len(shown):
         console.print(f"{hidden} more ended over a week ago: --all", highlight=False)
     elif not shown:
         console.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+# watch --------------------------------------------------------------------------------------------
+
+
+def _add_watch(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "watch",
+        _watch,
+        "follow a run until it has ended: loss, throughput, experts, events, every rank and node",
+        examples=["watch runs/mine", "watch runs/mine --json"],
+        notes=EXIT_CODES,
+    )
+    add_run_argument(parser)
+    _add_json(parser, "one look at the run, its nodes and its ranks")
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Carries out `moebius watch`."""
+    from rich.console import Console
+
+    from ...cluster.job import read_status
+    from ...cluster.report.run_report import read_report
+
+    if options.json:
+        from ...cluster.report.ranks import look_once
+
+        print(json.dumps(look_once(options.run_dir), ensure_ascii=False))
+        return read_status(options.run_dir).exit_code
+
+    from ...cluster.report.live import follow
+
+    console = Console()
+    follow(options.run_dir, console=console)
+    report = read_report(options.run_dir)
+    _print_report(report, console)
+    return report.status.exit_code
 
 
 # logs ---------------------------------------------------------------------------------------------
@@ -202,12 +189,6 @@ def _add_logs(commands: Commands) -> None:
         help="only the last N lines of each rank, over all its generations",
     )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="a colour per rank; auto: on a terminal, unless NO_COLOR is set",
-    )
     _add_json(parser)
 
 
@@ -220,7 +201,7 @@ def _logs(options: argparse.Namespace) -> int:
     as_text = str
     if options.json:
         as_text = LogLine.as_json
-    elif _in_colour(options.color):
+    elif sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         as_text = LogLine.coloured
     lines = follow_logs(
         options.run_dir,
@@ -233,41 +214,3 @@ def _logs(options: argparse.Namespace) -> int:
     for line in lines:
         print(as_text(line), flush=options.follow)
     return 0
-
-
-def _in_colour(choice: str) -> bool:
-    if choice != "auto":
-        return choice == "always"
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-# top ----------------------------------------------------------------------------------------------
-
-
-def _add_top(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "top",
-        _top,
-        "watch what every rank of a run is doing: step, processor, memory",
-        examples=["top runs/mine", "top runs/mine --once --json"],
-        notes=EXIT_CODES,
-    )
-    add_run_argument(parser)
-    parser.add_argument("--once", action="store_true", help="one look instead of a live view")
-    _add_json(parser)
-
-
-def _top(options: argparse.Namespace) -> int:
-    """Carries out `moebius top`."""
-    from rich.console import Console
-
-    from ...cluster.job import read_status
-    from ...cluster.report.ranks import look_once, show_top
-
-    if options.json:
-        if not options.once:
-            raise ValueError("--json prints one look: add --once")
-        print(json.dumps(look_once(options.run_dir), ensure_ascii=False))
-        return read_status(options.run_dir).exit_code
-    return show_top(options.run_dir, Console(), once=options.once).exit_code

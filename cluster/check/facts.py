@@ -1,4 +1,4 @@
-"""What a node says of itself: its software, limits, memory, devices and network interface.
+"""What a node reports of itself: its software, limits, memory, devices and network interface.
 
 Nothing here imports torch or wakes a device: versions are those of the installed packages, GPUs are
 asked of NVIDIA's management library. Cost: some milliseconds.
@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +18,9 @@ import psutil
 
 from ... import __version__
 from ..nodes.agent import interface_of
-from ..watch.evidence import py_spy
 
 UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by the user, of the interface
 _NAME_BYTES = 96
 
@@ -39,13 +36,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Holds what a node says of itself; plain values, as they come from another machine."""
+    """Holds what a node reports of itself; plain values, as they come from another machine."""
 
     address: str
-    host: str
-    machine: str  # the same for nodes that only pretend to be several
     versions: Mapping[str, str]
-    cpus: int
     memory_free_bytes: int
     memory_total_bytes: int
     open_files: int  # that a process may have; UNLIMITED
@@ -57,7 +51,6 @@ class NodeFacts:
     interfaces: Sequence[str] = ()
     driver: str = ""  # NVIDIA's
     gpus: Sequence[Gpu] = ()
-    py_spy: bool = False
 
 
 def gather_facts(address: str) -> NodeFacts:
@@ -66,24 +59,21 @@ def gather_facts(address: str) -> NodeFacts:
     interface = interface_of(address)
     stats = psutil.net_if_stats()
     driver, gpus = nvidia_gpus()
+    shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     return NodeFacts(
         address=address,
-        host=socket.gethostname(),
-        machine=_machine(),
         versions=software(),
-        cpus=os.cpu_count() or 1,
         memory_free_bytes=memory.available,
         memory_total_bytes=memory.total,
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=_limit(resource.RLIMIT_NPROC),
-        shared_memory_bytes=_shared_memory(),
+        shared_memory_bytes=shm,
         interface=interface,
         mtu=stats[interface].mtu if interface in stats else None,
         chosen={name: os.environ[name] for name in _CHOSEN if os.environ.get(name)},
         interfaces=sorted(stats),
         driver=driver,
         gpus=gpus,
-        py_spy=py_spy() is not None,
     )
 
 
@@ -127,17 +117,6 @@ def _version_of(package: str) -> str:
         return "none"
 
 
-def _machine() -> str:
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:  # no Linux
-        return socket.gethostname()
-
-
 def _limit(which: int) -> int:
     soft, _ = resource.getrlimit(which)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
-
-
-def _shared_memory() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None

@@ -1,15 +1,26 @@
-"""What is found out about a machine, and whether that is good enough: pure judgements."""
+"""What a check finds, and whether that is good enough: judgements as pure functions."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Literal
+
+from .facts import UNLIMITED, NodeFacts
 
 Verdict = Literal["ok", "warn", "fail"]
 
+LATE_S, BAD_LATE_S = 0.1, 1.0  # a clock, beyond the error of its measurement
+GOOD_OPEN_FILES, LEAST_OPEN_FILES = 65_536, 4_096
+GOOD_PROCESSES = 16_384
+SLOW_TO_SEE_S = 2.0  # a file that another node has written
 LEAST_FREE_BYTES = 1 << 30  # of the run folder's disk: less will not hold a checkpoint of much
 GOOD_FREE_BYTES = 20 << 30
-SLOW_FSYNC_S = 0.05  # the journal waits for one at every state, a checkpoint for some per file
-BAD_FSYNC_S = 1.0
+SLOW_FSYNC_S, BAD_FSYNC_S = 0.05, 1.0  # the journal waits for one at every state
 GOOD_SHARED_MEMORY_BYTES = 1 << 30
+SLOW_LINK = 2.0  # so many times the median of its kind is worth a name
+NOISE_S = 20e-6  # below this a difference is the operating system's, not the link's
+_NAMED = 8  # nodes or pairs that a finding names; the others are counted
 
 
 @dataclass(frozen=True)
@@ -26,90 +37,326 @@ class Finding:
         return asdict(self)
 
 
-def exit_code(findings: list[Finding]) -> int:
+@dataclass(frozen=True)
+class Offset:
+    """Says by how much a node's clock is ahead of ours."""
+
+    seconds: float
+    error_s: float  # the true offset is at most so far away
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Says whether one node's port was reached from another."""
+
+    seconds: float | None  # None: it was not
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Says how long a file took to the disk, and what is free there."""
+
+    seconds: float
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class FolderTrial:
+    """Holds what became of the files that nodes wrote into the shared folder."""
+
+    written: Mapping[str, Written]
+    faults: Mapping[str, str]  # of nodes that cannot write
+    unseen: Mapping[str, str]  # why, of nodes that do not see what the first has written
+    seconds_to_see: float  # at most; of those that do
+    gaps: Mapping[str, str]  # of nodes that saw a rename as something else than a replacement
+    winners: int  # of nodes that created the same file
+
+
+@dataclass(frozen=True)
+class Link:
+    """Holds the median one-way seconds between two nodes, or two processes of one, by bytes."""
+
+    first: str
+    second: str
+    seconds: Mapping[int, float]
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
     """Returns 1 if anything fails, else 0."""
     return int(any(each.verdict == "fail" for each in findings))
 
 
-def judge_disk(free_bytes: int, folder: str) -> Finding:
-    """Judges the space that is left on the disk of the run folder."""
-    found = f"{free_bytes / 2**30:,.1f} GiB free at {folder}"
-    if free_bytes < LEAST_FREE_BYTES:
-        return Finding("disk space", "fail", found, "free some, or choose another run folder")
-    if free_bytes < GOOD_FREE_BYTES:
-        return Finding(
-            "disk space", "warn", found, "compare it with checkpoint.keep_last + 1 checkpoints"
-        )
-    return Finding("disk space", "ok", found)
+def listed(words: Sequence[str]) -> str:
+    """Returns the first words in a line, and how many more there are."""
+    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
+    return ", ".join(words[:_NAMED]) + more
 
 
-def judge_fsync(seconds: float, folder: str) -> Finding:
-    """Judges how long the disk takes to keep 4 KiB (the median of some tries)."""
-    found = f"{seconds * 1000:.1f} ms at {folder}"
-    advice = "the journal and checkpoints wait for it: choose a faster disk for the run folder"
-    if seconds > BAD_FSYNC_S:
-        return Finding("fsync", "fail", found, advice)
-    return (
-        Finding("fsync", "warn", found, advice)
-        if seconds > SLOW_FSYNC_S
-        else Finding("fsync", "ok", found)
+def _named(reasons: Mapping[str, str]) -> str:
+    return listed([f"{node}: {why}" for node, why in reasons.items()])
+
+
+# Facts of nodes -----------------------------------------------------------------------------------
+
+
+def judge_silent(silent: Mapping[str, str], num_nodes: int, limit_s: float) -> Finding:
+    """Judges which nodes answered at all; `silent`: why the others did not."""
+    if not silent:
+        return Finding("nodes", "ok", f"{num_nodes} of {num_nodes} answer")
+    return Finding(
+        "nodes",
+        "fail",
+        f"{len(silent)} of {num_nodes} fail or give no answer within {limit_s:g} s "
+        f"({_named(silent)})",
+        "look at the raylet's log there (/tmp/ray/session_latest/logs), or take the node out of "
+        "the cluster; what follows is about the others",
     )
 
 
-def judge_shared_memory(free_bytes: int | None) -> Finding:
-    """Judges /dev/shm; None: this system has none."""
-    if free_bytes is None:
-        return Finding("shared memory", "ok", "no /dev/shm here; nothing of ours needs it")
-    found = f"{free_bytes / 2**30:,.1f} GiB free in /dev/shm"
-    if free_bytes < GOOD_SHARED_MEMORY_BYTES:
-        return Finding(
-            "shared memory", "warn", found, "NCCL and Ray want more: docker run --shm-size=8g"
+def judge_versions(facts: Sequence[NodeFacts]) -> Finding:
+    """Judges whether all nodes run the same software."""
+    differing = []
+    for name in facts[0].versions:
+        nodes_by_version: dict[str, list[str]] = {}
+        for each in facts:
+            nodes_by_version.setdefault(each.versions.get(name, "none"), []).append(each.address)
+        if len(nodes_by_version) > 1:
+            rarest_last = sorted(nodes_by_version.items(), key=lambda item: -len(item[1]))
+            spelt = ", ".join(f"{value} on {listed(at)}" for value, at in rarest_last)
+            differing.append(f"{name}: {spelt}")
+    if differing:
+        advice = (
+            "install the same on every node; another moebius alone: `moebius submit --ship` "
+            "brings this one along"
         )
-    return Finding("shared memory", "ok", found)
-
-
-def judge_gpus(devices: list[dict[str, Any]], problem: str) -> Finding:
-    """Judges the GPUs that torch sees.
-
-    Args:
-        devices: name, free and total bytes of each.
-        problem: what an arithmetic test on one said; empty: all gave the right number.
-    """
-    if problem:
-        return Finding(
-            "GPUs", "fail", problem, "see nvidia-smi, and the kernel's log for Xid errors"
-        )
-    if not devices:
-        return Finding("GPUs", "warn", "torch sees none: ranks will compute on the CPU")
-    names = ", ".join(sorted({str(each["name"]) for each in devices}))
-    free = min(each["free_bytes"] / each["total_bytes"] for each in devices)
-    found = f"{len(devices)} × {names}; at least {free:.0%} of the memory free"
-    if free < 0.9:
-        return Finding("GPUs", "warn", found, "another process uses one: see nvidia-smi")
-    if len({each["total_bytes"] for each in devices}) > 1:
-        return Finding("GPUs", "warn", found, "they are unlike; the slowest sets the pace")
-    return Finding("GPUs", "ok", found)
-
-
-def judge_versions(missing: list[str], versions: dict[str, str]) -> Finding:
-    """Judges what is installed; `missing`: what some command needs and cannot be imported."""
-    found = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if missing:
-        advice = f"`moebius submit` and `cluster` need {', '.join(missing)}"
+        return Finding("versions", "fail", "; ".join(differing), advice)
+    found = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
+    if facts[0].versions.get("ray") == "none":
+        advice = "`moebius submit` and `cluster` need it: pip install 'moebius[cluster]'"
         return Finding("versions", "warn", found, advice)
     return Finding("versions", "ok", found)
 
 
-def judge_links(alpha_s: float, beta_s_per_byte: float, *, world: int, sound: bool) -> Finding:
-    """Judges an all-to-all among processes of this machine."""
-    if not sound:
-        return Finding(
-            "all-to-all", "fail", f"{world} processes got wrong numbers", "memory or CPU is faulty"
-        )
-    rate = 1 / beta_s_per_byte / 1e9 if beta_s_per_byte else float("inf")
-    found = f"{world} processes: α {alpha_s * 1e6:,.0f} µs, 1/β {rate:,.2f} GB/s"
-    slow = alpha_s > 5e-3 or rate < 0.1
-    advice = "slower than a loopback should be: is the machine busy?"
-    return (
-        Finding("all-to-all", "warn", found, advice) if slow else Finding("all-to-all", "ok", found)
+def judge_limits(facts: Sequence[NodeFacts]) -> Finding:
+    """Judges how many files and processes may be open."""
+
+    def is_few(value: int, least: int) -> bool:
+        return value != UNLIMITED and value < least
+
+    failing = [each for each in facts if is_few(each.open_files, LEAST_OPEN_FILES)]
+    warned = [
+        each
+        for each in facts
+        if is_few(each.open_files, GOOD_OPEN_FILES) or is_few(each.processes, GOOD_PROCESSES)
+    ]
+    least = min(facts, key=lambda each: float("inf") if each.open_files < 0 else each.open_files)
+    found = f"at least {_count(least.open_files)} open files, {_count(least.processes)} processes"
+    if not warned:
+        return Finding("limits", "ok", found)
+    at = listed([f"{each.address} ({_count(each.open_files)})" for each in failing or warned])
+    advice = "raise them before `ray start` there: ulimit -n 65536 (limits.conf, LimitNOFILE=)"
+    return Finding("limits", "fail" if failing else "warn", f"{found}; low on {at}", advice)
+
+
+def _count(limit: int) -> str:
+    return "any number of" if limit == UNLIMITED else f"{limit:,}"
+
+
+def judge_memory(facts: Sequence[NodeFacts]) -> Finding:
+    """Judges the memory that is free, and /dev/shm."""
+    least = min(facts, key=lambda each: each.memory_free_bytes / each.memory_total_bytes)
+    share = least.memory_free_bytes / least.memory_total_bytes
+    found = f"at least {share:.0%} free ({least.memory_free_bytes / 2**30:,.1f} GiB)"
+    shared = {each.address: each.shared_memory_bytes for each in facts}
+    free = {address: size for address, size in shared.items() if size is not None}
+    if free:
+        found += f"; /dev/shm: at least {min(free.values()) / 2**30:,.1f} GiB free"
+    if small := [address for address, size in free.items() if size < GOOD_SHARED_MEMORY_BYTES]:
+        advice = "NCCL and Ray want more: docker run --shm-size=8g"
+        return Finding("memory", "warn", f"{found}; less than 1 GiB on {listed(small)}", advice)
+    if share < 0.5:
+        return Finding("memory", "warn", found, f"see what else runs on {least.address}")
+    return Finding("memory", "ok", found)
+
+
+def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
+    """Judges whether nodes have the same GPUs and driver, and whether somebody uses them."""
+    kinds = Counter((len(each.gpus), *sorted({gpu.name for gpu in each.gpus})) for each in facts)
+    if set(kinds) == {(0,)}:
+        return Finding("GPUs", "ok", "none: ranks will compute on the CPU")
+    spelt = "; ".join(
+        f"{number} node(s) with {kind[0]} × {', '.join(map(str, kind[1:])) or 'none'}"
+        for kind, number in kinds.items()
     )
+    drivers = Counter(each.driver for each in facts if each.driver)
+    found = f"{spelt}; driver {', '.join(drivers)}"
+    if len(kinds) > 1 or len(drivers) > 1:
+        return Finding("GPUs", "warn", found, "unlike ones: the slowest sets the pace")
+    busy = [
+        each.address
+        for each in facts
+        if any(gpu.free_bytes < 0.9 * gpu.total_bytes for gpu in each.gpus)
+    ]
+    if busy:
+        return Finding("GPUs", "warn", f"{found}; in use on {listed(busy)}", "see nvidia-smi there")
+    return Finding("GPUs", "ok", found)
+
+
+def judge_interfaces(facts: Sequence[NodeFacts]) -> Finding:
+    """Judges through which interface the ranks of each node would talk, and its MTU."""
+
+    def failed(found: str, advice: str) -> Finding:
+        return Finding("interfaces", "fail", found, advice)
+
+    wrong = [
+        f"{name}={value} on {each.address}, which has {', '.join(each.interfaces)}"
+        for each in facts
+        for name, value in each.chosen.items()
+        if not _names_one(value, each.interfaces)
+    ]
+    if wrong:
+        return failed(listed(wrong), "name one that is there, or unset it")
+    if lost := [each.address for each in facts if each.interface is None]:
+        return failed(
+            f"no interface has the node's own address on {listed(lost)}",
+            "start Ray there with --node-ip-address of the network that ranks shall use",
+        )
+    used = Counter(
+        (each.chosen.get("GLOO_SOCKET_IFNAME", each.interface), each.mtu) for each in facts
+    )
+    found = "; ".join(f"{name}, MTU {mtu} ({n} node(s))" for (name, mtu), n in used.items())
+    if len({mtu for _, mtu in used}) > 1:
+        advice = "unlike MTUs: large packets get lost on the way"
+        return Finding("interfaces", "warn", found, advice)
+    return Finding("interfaces", "ok", found)
+
+
+def _names_one(value: str, interfaces: Sequence[str]) -> bool:
+    """Whether NCCL's and Gloo's lists ("eth0,eth1", "=eth0", "^docker", a prefix) name one there."""
+    if value.startswith("^"):
+        return True
+    prefixes = value.removeprefix("=").split(",")
+    return any(name.startswith(prefix) for name in interfaces for prefix in prefixes if prefix)
+
+
+# Between nodes ------------------------------------------------------------------------------------
+
+
+def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
+    """Judges how far the nodes' clocks are apart: each against their median."""
+    ordered = sorted(offset.seconds for offset in offsets.values())
+    usual = ordered[len(ordered) // 2]
+    error_s = max(offset.error_s for offset in offsets.values())
+    off = {
+        node: offset.seconds - usual
+        for node, offset in offsets.items()
+        if abs(offset.seconds - usual) > LATE_S + offset.error_s
+    }
+    if not off:
+        apart_ms = (ordered[-1] - ordered[0]) * 1e3
+        return Finding(
+            "clocks", "ok", f"at most {apart_ms:.1f} ms apart (± {error_s * 1e3:.1f} ms)"
+        )
+    named = listed([f"{node} by {seconds:+.2f} s" for node, seconds in off.items()])
+    return Finding(
+        "clocks",
+        "fail" if max(map(abs, off.values())) > BAD_LATE_S else "warn",
+        f"off: {named} (± {error_s * 1e3:.1f} ms)",
+        "start a time service there (chronyd, systemd-timesyncd): logs come in a wrong order, and "
+        "signed requests to storage are refused",
+    )
+
+
+def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Finding:
+    """Judges whether every node reaches every other; keys: from, to."""
+    if not reached:
+        return Finding("ports", "ok", "one node: there is nobody else to reach")
+    closed = {f"{a} → {b}": way.why for (a, b), way in reached.items() if way.seconds is None}
+    if closed:
+        return Finding(
+            "ports",
+            "fail",
+            f"{len(closed)} of {len(reached)} ways are closed ({_named(closed)})",
+            "let the nodes reach each other on all ports above 1024 (firewall, security group)",
+        )
+    slowest_ms = 1e3 * max(each.seconds or 0.0 for each in reached.values())
+    found = f"all {len(reached)} ways are open, both directions; slowest {slowest_ms:.1f} ms"
+    return Finding("ports", "ok", found)
+
+
+def judge_folder(trial: FolderTrial, where: str) -> list[Finding]:
+    """Judges whether a folder is shared and keeps its promises, its space and its speed."""
+    found = [_judge_shared(trial, where)]
+    if trial.written:
+        free = min(written.free_bytes for written in trial.written.values())
+        verdict = "fail" if free < LEAST_FREE_BYTES else "warn" if free < GOOD_FREE_BYTES else "ok"
+        advice = "" if verdict == "ok" else "compare it with checkpoint.keep_last + 1 checkpoints"
+        space = f"{free / 2**30:,.1f} GiB free at {where}"
+        found.append(Finding("disk space", verdict, space, advice))
+        slowest = max(trial.written, key=lambda node: trial.written[node].seconds)
+        found.append(judge_fsync(trial.written[slowest].seconds, f"{where} on {slowest}"))
+    return found
+
+
+def judge_fsync(seconds: float, where: str) -> Finding:
+    """Judges how long the disk takes to keep a small file."""
+    found = f"{seconds * 1000:.1f} ms at {where}"
+    if seconds <= SLOW_FSYNC_S:
+        return Finding("fsync", "ok", found)
+    verdict = "fail" if seconds > BAD_FSYNC_S else "warn"
+    advice = "the journal and checkpoints wait for it: choose a faster disk for the run folder"
+    return Finding("fsync", verdict, found, advice)
+
+
+def _judge_shared(trial: FolderTrial, where: str) -> Finding:
+    def failed(found: str, advice: str) -> Finding:
+        return Finding("shared folder", "fail", f"{where}: {found}", advice)
+
+    if trial.faults:
+        return failed(
+            f"cannot be written ({_named(trial.faults)})",
+            "mount it there, or give this user the right",
+        )
+    if trial.unseen:
+        return failed(
+            f"is not shared: what one node writes is not seen ({_named(trial.unseen)})",
+            "--run-dir must be a folder that every node reaches under the same path",
+        )
+    if trial.gaps:
+        return failed(
+            f"a rename is no replacement there ({_named(trial.gaps)} seen in between)",
+            "checkpoints rely on it: choose another file system",
+        )
+    if trial.winners > 1:
+        return failed(
+            f"{trial.winners} nodes created the same file, each as the only one",
+            "a checkpoint could be committed twice: choose a file system that knows O_EXCL",
+        )
+    found = f"{where}: seen by all {len(trial.written)} node(s) within {trial.seconds_to_see:.2f} s"
+    if trial.seconds_to_see > SLOW_TO_SEE_S:
+        advice = "its attribute cache is long (mount option actimeo): stops and status come late"
+        return Finding("shared folder", "warn", found, advice)
+    return Finding("shared folder", "ok", found)
+
+
+def judge_links(kind: str, links: Sequence[Link]) -> Finding:
+    """Judges links of one kind: one that is much slower than the median is named."""
+    usual = {size: median(link.seconds[size] for link in links) for size in links[0].seconds}
+    largest = max(usual)
+    found = f"median {usual[largest] * 1e3:.3g} ms for {largest:,} bytes"
+    slow = [spelt for link in links if (spelt := _spell_slow(link, usual))]
+    if not slow:
+        return Finding(kind, "ok", found)
+    advice = "look at its cable, port and neighbours; or leave the node out"
+    return Finding(kind, "warn", f"{found}; slow: {listed(slow)}", advice)
+
+
+def _spell_slow(link: Link, usual: Mapping[int, float]) -> str:
+    """Returns a link and by how much it is worse than its like, where that is most; "" if not."""
+    size = max(usual, key=lambda size: (round(link.seconds[size] / usual[size], 1), size))
+    seconds, factor = link.seconds[size], link.seconds[size] / usual[size]
+    if factor <= SLOW_LINK or seconds - usual[size] < NOISE_S:
+        return ""
+    name = link.first if link.first == link.second else f"{link.first} – {link.second}"
+    return f"{name}: {seconds * 1e3:.3g} ms, {factor:.1f} × the median"

@@ -1,4 +1,4 @@
-"""Does a folder behave as a run folder must? What one node does of that; cluster.py lets all do it.
+"""Does a folder behave as a run folder must? What one node does to find out.
 
 Runs rely on three things of a shared folder: what one node has written and renamed is whole where
 others see it, a rename replaces without a gap, and of several that create the same file one alone
@@ -11,16 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from .findings import Written
+
 LOOK_EVERY_S = 0.01
 PREFIX = ".moebius-doctor-"
-
-
-@dataclass(frozen=True)
-class Written:
-    """Says how long a file took to the disk, and what is free there."""
-
-    seconds: float
-    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -33,11 +27,7 @@ class Seen:
 
 
 def publish(path: str, text: str) -> Written:
-    """Writes a file beside its place, fsyncs it and renames it into place.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Writes a file beside its place, fsyncs it and renames it into place."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}.{os.getpid()}")
@@ -54,10 +44,7 @@ def await_text(path: str, text: str, limit_s: float, *, before: str | None = Non
     """Waits until a file holds a text.
 
     Args:
-        path: of the file.
-        text: what it shall hold.
-        limit_s: how long to wait.
-        before: what it held until now; anything else in between is told as a gap.
+        before: what it held until now; anything else in between is a gap.
     """
     started, gap, why = time.perf_counter(), "", ""
     while (elapsed := time.perf_counter() - started) < limit_s:

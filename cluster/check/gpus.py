@@ -5,8 +5,9 @@
 import torch
 
 from ...train.gpu_check import TOLERANCE, check_graph, check_kernels
+from .doctor import run_exchange
 from .findings import Finding
-from .links import measure_links
+from .probe import NodeFault, Probe
 
 
 def look_at_gpus() -> list[Finding]:
@@ -32,19 +33,17 @@ def look_at_gpus() -> list[Finding]:
 
 def _look_at_nccl() -> Finding:
     """Sends numbers between all GPUs of this machine over NCCL."""
-    world = torch.cuda.device_count()
+    world, here = torch.cuda.device_count(), "127.0.0.1"
     try:
-        rows, sound = measure_links(world, backend="nccl")
-    except RuntimeError as error:
+        measured = run_exchange({here: Probe(here)}, world, backend="nccl")
+    except NodeFault as error:
         return Finding("NCCL", "fail", str(error), "set NCCL_DEBUG=INFO and see what it says")
-    if not sound:
-        return Finding(
-            "NCCL", "fail", f"{world} GPUs got wrong numbers", "see `nvidia-smi topo -m`"
-        )
-    largest = rows[-1]
-    return Finding(
-        "NCCL",
-        "ok",
-        f"all-to-all of {world} GPUs: {largest['bytes'] >> 20} MiB in "
-        f"{largest['seconds'] * 1e6:,.0f} µs, every number right",
-    )
+    if not measured["sound"]:
+        found = f"{world} GPUs got wrong numbers"
+        return Finding("NCCL", "fail", found, "see `nvidia-smi topo -m`")
+    if not measured["rows"]:
+        return Finding("NCCL", "ok", "one GPU: there is no other to send to")
+    largest = measured["rows"][-1]
+    microseconds = f"{largest['seconds'] * 1e6:,.0f} µs"
+    found = f"all-to-all of {world} GPUs: {largest['bytes'] >> 20} MiB in {microseconds}"
+    return Finding("NCCL", "ok", f"{found}, every number right")

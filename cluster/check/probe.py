@@ -1,7 +1,4 @@
-"""What a node does when a cluster is checked; on another machine as a Ray actor (ray_probes.py).
-
-Every method answers within its own limits, so who asks can tell a slow check from a dead node.
-"""
+"""What a node does when it is checked; on another machine as a Ray actor (ray_probes.py)."""
 
 import contextlib
 import secrets
@@ -10,16 +7,16 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.node import Node
 from . import folder
+from .exchange import RESULT
 from .facts import NodeFacts, gather_facts
-from .folder import Seen, Written
-from .pairs import RESULT
+from .findings import Reached, Written
+from .folder import Seen
 
 _NONCE_BYTES = 16
 
@@ -30,34 +27,6 @@ class NodeSilent(Exception):
 
 class NodeFault(Exception):
     """Says that a node answers, and cannot do what it is asked for; with its own words."""
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Says whether one node's port was reached from another."""
-
-    seconds: float | None  # None: it was not
-    why: str = ""
-
-
-class NodeProbe(Protocol):
-    """Declares what a check asks of a node; any call may raise NodeSilent or NodeFault."""
-
-    def facts(self) -> NodeFacts: ...
-    def clock(self) -> float: ...
-    def listen(self) -> int: ...
-    def connect(self, address: str, port: int, limit_s: float) -> Reached: ...
-    def publish(self, path: str, text: str) -> Written: ...
-    def await_text(
-        self, path: str, text: str, limit_s: float, before: str | None = None
-    ) -> Seen: ...
-    def claim(self, path: str) -> bool: ...
-    def clean(self, path: str, token: str) -> None: ...
-    def free_port(self) -> int: ...
-    def start_exchange(self, attempt: Assignment) -> None: ...
-    def exchange_report(self) -> AgentReport | None: ...
-    def exchange_result(self) -> str: ...
-    def end_exchange(self) -> None: ...
 
 
 class Probe:
@@ -78,7 +47,7 @@ class Probe:
         return time.time()
 
     def listen(self) -> int:
-        """Listens on a port of the node's address that is free, and says back what it hears.
+        """Listens on a free port of the node's address, and sends back what it receives.
 
         The listener ends with this process; it answers with 16 bytes at most.
         """
@@ -120,16 +89,16 @@ class Probe:
         """Returns a port of this node's address that is free now."""
         return self._node.free_port()
 
-    def start_exchange(self, attempt: Assignment) -> None:
+    def start_exchange(self, assignment: Assignment, backend: str) -> None:
         """Starts this node's ranks of the self-test, in a private folder of this machine's own."""
-        launch = attempt.launch
-        scratch = Path(launch.run_dir).with_name(f"{Path(launch.run_dir).name}-{attempt.node_rank}")
+        launch = assignment.launch
+        scratch = Path(f"{launch.run_dir}-{assignment.node_rank}")
         scratch.mkdir(mode=0o700)  # its name is random: what is there is somebody else's
         self._scratch = scratch
-        words = (str(scratch), str(launch.ranks_per_node))
+        words = (str(scratch), str(launch.ranks_per_node), backend)
         command = (sys.executable, "-m", f"{__package__}.exchange", *words)
         launch = replace(launch, run_dir=str(scratch), command=command)
-        self._node.start(replace(attempt, launch=launch))
+        self._node.start(replace(assignment, launch=launch))
 
     def exchange_report(self) -> AgentReport | None:
         """Returns how the ranks have ended; None while they run."""

@@ -7,78 +7,52 @@ it is asked for `NodeFault`.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .facts import NodeFacts
-from .folder import Seen, Written
-from .probe import NodeFault, NodeSilent, Probe, Reached
+from .probe import NodeFault, NodeSilent, Probe
 
 _MARGIN_S = 10.0  # for a call beyond what it may wait itself
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _remote(
+    method: Callable[Concatenate[Probe, P], R],
+) -> Callable[Concatenate["RemoteProbe", P], R]:
+    """Returns the method that calls a method of `Probe` on the other node."""
+
+    def call(probe: "RemoteProbe", *arguments: P.args, **_: P.kwargs) -> R:
+        return probe._call(method.__name__, *arguments)
+
+    return call
+
 
 class RemoteProbe:
-    """Stands for the probe on another node."""
+    """Stands for the probe on another node; any call may raise NodeSilent or NodeFault."""
 
     def __init__(self, actor: Any, limit_s: float) -> None:
         self._actor = actor
         self._limit_s = limit_s
 
-    def facts(self) -> NodeFacts:
-        """Calls `Probe.facts` there."""
-        return self._call("facts")
-
-    def clock(self) -> float:
-        """Calls `Probe.clock` there."""
-        return self._call("clock")
-
-    def listen(self) -> int:
-        """Calls `Probe.listen` there."""
-        return self._call("listen")
-
-    def connect(self, address: str, port: int, limit_s: float) -> Reached:
-        """Calls `Probe.connect` there."""
-        return self._call("connect", address, port, limit_s)
-
-    def publish(self, path: str, text: str) -> Written:
-        """Calls `Probe.publish` there."""
-        return self._call("publish", path, text)
-
-    def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
-        """Calls `Probe.await_text` there."""
-        return self._call("await_text", path, text, limit_s, before)
-
-    def claim(self, path: str) -> bool:
-        """Calls `Probe.claim` there."""
-        return self._call("claim", path)
-
-    def clean(self, path: str, token: str) -> None:
-        """Calls `Probe.clean` there."""
-        self._call("clean", path, token)
-
-    def free_port(self) -> int:
-        """Calls `Probe.free_port` there."""
-        return self._call("free_port")
-
-    def start_exchange(self, attempt: Any) -> None:
-        """Calls `Probe.start_exchange` there."""
-        self._call("start_exchange", attempt)
-
-    def exchange_report(self) -> Any:
-        """Calls `Probe.exchange_report` there."""
-        return self._call("exchange_report")
-
-    def exchange_result(self) -> str:
-        """Calls `Probe.exchange_result` there."""
-        return self._call("exchange_result")
-
-    def end_exchange(self) -> None:
-        """Calls `Probe.end_exchange` there."""
-        self._call("end_exchange")
+    facts = _remote(Probe.facts)
+    clock = _remote(Probe.clock)
+    listen = _remote(Probe.listen)
+    connect = _remote(Probe.connect)
+    publish = _remote(Probe.publish)
+    await_text = _remote(Probe.await_text)
+    claim = _remote(Probe.claim)
+    clean = _remote(Probe.clean)
+    free_port = _remote(Probe.free_port)
+    start_exchange = _remote(Probe.start_exchange)
+    exchange_report = _remote(Probe.exchange_report)
+    exchange_result = _remote(Probe.exchange_result)
+    end_exchange = _remote(Probe.end_exchange)
 
     def await_start(self, deadline: float) -> None:
         """Waits until the actor answers; `deadline` is of the monotonic clock."""
@@ -103,7 +77,7 @@ class RemoteProbe:
 
 
 def _words(error: BaseException) -> str:
-    """What went wrong in a line: Ray's own texts are pages, whose last line tells most."""
+    """Returns what went wrong in a line: Ray's own texts are pages, whose last line says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = lines[-1] if isinstance(error, RayError) and lines else " ".join(lines)
     return f"{type(error).__name__}: {told}" if told else type(error).__name__
@@ -111,46 +85,31 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def probes(limit_s: float) -> Iterator[tuple[Mapping[str, RemoteProbe], Mapping[str, str]]]:
-    """Yields a probe on every node of the cluster that this process is connected to, by address.
-
-    And beside them the nodes that have none after `limit_s`, with the reason.
+    """Yields a probe on every node of the cluster that this process is connected to, by address;
+    and why nodes do not begin to answer within `limit_s`.
     """
-    addresses = {
-        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]
-    }
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     started = {
-        address: RemoteProbe(_start(node_id, address), limit_s)
-        for node_id, address in sorted(addresses.items(), key=lambda item: _in_order(item[1]))
+        address: RemoteProbe(_start(nodes[address], address), limit_s)
+        for address in sorted(nodes, key=_in_order)
     }
-    silent = _await_all(started, time.monotonic() + limit_s)
+    silent, deadline = {}, time.monotonic() + limit_s
+    for address, probe in started.items():  # all start at the same time
+        try:
+            probe.await_start(deadline)
+        except (NodeSilent, NodeFault) as error:
+            silent[address] = str(error)
     try:
-        yield {name: node for name, node in started.items() if name not in silent}, silent
+        yield {name: probe for name, probe in started.items() if name not in silent}, silent
     finally:
-        for node in started.values():
-            node.end()
+        for probe in started.values():
+            probe.end()
 
 
 def _start(node_id: str, address: str) -> Any:
-    return (
-        ray.remote(Probe)
-        .options(
-            num_cpus=0,
-            max_concurrency=4,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        .remote(address)
-    )
-
-
-def _await_all(nodes: Mapping[str, RemoteProbe], deadline: float) -> dict[str, str]:
-    """Returns which nodes do not begin to answer, and why; all start at the same time."""
-    silent = {}
-    for name, node in nodes.items():
-        try:
-            node.await_start(deadline)
-        except (NodeSilent, NodeFault) as error:
-            silent[name] = str(error)
-    return silent
+    on_the_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": on_the_node}
+    return ray.remote(Probe).options(**options).remote(address)
 
 
 def _in_order(address: str) -> tuple[int, ...] | tuple[str]:

@@ -3,16 +3,19 @@
 The RayJob starts a Ray cluster of its own, whose head runs `moebius submit … --address auto`, and
 ends it with the job. Our supervisor restarts what fails, so the RayJob itself is not retried. The
 configuration travels as a file and not on the command line: that passes through YAML, a pod's
-shell, Ray's job API and another shell, and nobody can quote a text for all of them.
+shell, Ray's job API and another shell, and nobody can quote a text for all of them. So names, paths
+and values that become part of a command line are held to letters, digits and a few signs that no
+shell, YAML or sbatch takes for anything else.
 
 Fields are those of ray.io/v1 in KubeRay 1.6, and so are the rules beyond the schema by which its
-operator refuses a RayJob (tests/cluster/places/rayjob_schema.py); a cluster with it has not been at
-hand.
+operator refuses a RayJob (tests/cluster/places/rayjob_schema.py). It has not been tried on a
+cluster.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,6 +27,12 @@ CONFIG_FILE = "config.json"
 USER = 1000  # of the image (Dockerfile)
 LEAST_RAY = (2, 52)  # that knows tokens; the operator refuses less, and a version that is not given
 TTL_S = 600  # how long a finished job's pods stay, to be looked at
+MAX_LABEL = 40  # KubeRay adds to a job's name and keeps below Kubernetes' 63
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+%=-]*")
+_PATH = re.compile(r"/[A-Za-z0-9_.,:@/+-]*")
+_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|K|M|G|T)?")
 
 
 @dataclass(frozen=True)
@@ -40,21 +49,37 @@ class KubeRaySettings:
     token_secret: str | None = None  # None: the operator draws a token for this cluster
     queue: str | None = None  # of Kueue; the job is suspended until it is admitted
 
-    def checked(self) -> "KubeRaySettings":
-        """Returns the settings.
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, run_dir: str | None = None) -> "KubeRaySettings":
+        """Returns settings that were given by name.
 
         Raises:
-            JobError: one of them could be taken for something else where it ends up.
+            JobError: one is not known, missing, or could be taken for something else where it ends
+                up.
         """
-        plain_word("--image", self.image)
-        _version_with_tokens(self.ray_version)
-        dns_label("--claim", self.claim)
-        plain_path("--mount", self.mount)
-        quantity("--memory-per-node", self.memory_per_node)
-        for what, name in (("--token-secret", self.token_secret), ("--queue", self.queue)):
+        known = [field.name for field in fields(cls) if field.name != "run_dir"]
+        if unknown := sorted(values.keys() - known):
+            raise JobError(f"--emit kuberay knows no {unknown[0]!r}; it takes {', '.join(known)}")
+        for name in ("image", "claim"):
+            if not values.get(name):
+                raise JobError(f"--emit kuberay needs --with {name}=…")
+        settings = cls(**values, run_dir=run_dir)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raises JobError if a setting could be taken for something else where it ends up."""
+        plain_word("image", self.image)
+        _check_ray_version(self.ray_version)
+        dns_label("claim", self.claim)
+        plain_path("mount", self.mount)
+        if not _QUANTITY.fullmatch(self.memory_per_node):
+            raise JobError(
+                f"memory_per_node {self.memory_per_node!r}: a number with its unit, such as 64Gi"
+            )
+        for what, name in (("token_secret", self.token_secret), ("queue", self.queue)):
             if name is not None:
                 dns_label(what, name)
-        return self
 
 
 def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
@@ -73,7 +98,8 @@ def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    documents = kuberay_objects(config, settings.checked())
+    settings.check()
+    documents = kuberay_objects(config, settings)
     return yaml.dump_all(
         documents, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=100
     )
@@ -104,18 +130,8 @@ def object_name(job_name: str) -> str:
     return name
 
 
-def _version_with_tokens(version: str) -> None:
-    match = re.fullmatch(r"(\d+)\.(\d+)\.\d+", version)
-    if match is None or (int(match[1]), int(match[2])) < LEAST_RAY:
-        least = ".".join(map(str, LEAST_RAY))
-        raise JobError(
-            f"--ray-version {version!r}: the image's version of Ray is needed, as 2.60.0, at least "
-            f"{least}.0, which knows tokens"
-        )
-
-
 def gpus_per_node(config: Config) -> int:
-    """Returns how many GPUs a node of the job is to have: one per rank, none for train.device=cpu."""
+    """Returns how many GPUs a node of the job needs: one per rank, none for train.device=cpu."""
     return 0 if config.train.device == "cpu" else config.job.ranks_per_node
 
 
@@ -123,12 +139,14 @@ def _ray_job(name: str, config: Config, settings: KubeRaySettings) -> dict[str, 
     labels = _labels(name)
     if settings.queue is not None:
         labels |= {"kueue.x-k8s.io/queue-name": settings.queue}
+    run_dir = plain_path("--run-dir", settings.run_dir or f"{settings.mount}/{name}")
+    config_path = f"{CONFIG_FOLDER}/{CONFIG_FILE}"
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": name, "labels": labels},
         "spec": {
-            "entrypoint": _entrypoint(name, settings),
+            "entrypoint": f"moebius submit {config_path} --address auto --run-dir {run_dir}",
             "backoffLimit": 0,
             "suspend": settings.queue is not None,
             "shutdownAfterJobFinishes": True,
@@ -138,24 +156,23 @@ def _ray_job(name: str, config: Config, settings: KubeRaySettings) -> dict[str, 
     }
 
 
-def _entrypoint(name: str, settings: KubeRaySettings) -> str:
-    run_dir = plain_path("--run-dir", settings.run_dir or f"{settings.mount}/{name}")
-    config = f"{CONFIG_FOLDER}/{CONFIG_FILE}"
-    return f"moebius submit {config} --address auto --run-dir {run_dir}"
-
-
 def _ray_cluster(name: str, config: Config, settings: KubeRaySettings) -> dict[str, Any]:
-    cpus = config.job.ranks_per_node * settings.cpus_per_rank
     num_nodes = config.job.num_nodes
     auth = {"mode": "token"}
     if settings.token_secret is not None:
         auth |= {"secretName": settings.token_secret}
+    ranks = {
+        "cpu": str(config.job.ranks_per_node * settings.cpus_per_rank),
+        "memory": settings.memory_per_node,
+    }
+    if gpus := gpus_per_node(config):
+        ranks |= {"nvidia.com/gpu": str(gpus)}
     return {
         "rayVersion": settings.ray_version,
         "authOptions": auth,
         "headGroupSpec": {
             "rayStartParams": {"num-cpus": "0"},  # it holds the supervisor and no ranks
-            "template": _pod(name, settings, role="head", cpus=2, memory="8Gi", gpus=0),
+            "template": _pod(name, settings, "head", {"cpu": "2", "memory": "8Gi"}),
         },
         "workerGroupSpecs": [
             {
@@ -164,25 +181,15 @@ def _ray_cluster(name: str, config: Config, settings: KubeRaySettings) -> dict[s
                 "minReplicas": num_nodes,
                 "maxReplicas": num_nodes,
                 "rayStartParams": {},
-                "template": _pod(
-                    name,
-                    settings,
-                    role="worker",
-                    cpus=cpus,
-                    memory=settings.memory_per_node,
-                    gpus=gpus_per_node(config),
-                ),
+                "template": _pod(name, settings, "worker", ranks),
             }
         ],
     }
 
 
 def _pod(
-    name: str, settings: KubeRaySettings, *, role: str, cpus: int, memory: str, gpus: int
+    name: str, settings: KubeRaySettings, role: str, amounts: Mapping[str, str]
 ) -> dict[str, Any]:
-    amounts = {"cpu": str(cpus), "memory": memory}
-    if gpus:
-        amounts |= {"nvidia.com/gpu": str(gpus)}
     container: dict[str, Any] = {
         "name": f"ray-{role}",
         "image": settings.image,
@@ -216,31 +223,25 @@ def _labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "moebius", "app.kubernetes.io/instance": name}
 
 
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+%=-]*")
-_PATH = re.compile(r"/[A-Za-z0-9_.,:@/+-]*")
-_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|K|M|G|T)?")
-
-MAX_LABEL = 40  # KubeRay adds to a job's name and keeps below Kubernetes' 63
+def _check_ray_version(version: str) -> None:
+    match = re.fullmatch(r"(\d+)\.(\d+)\.\d+", version)
+    if match is None or (int(match[1]), int(match[2])) < LEAST_RAY:
+        least = ".".join(map(str, LEAST_RAY))
+        raise JobError(
+            f"ray_version {version!r}: give the image's version of Ray, as 2.60.0, at least "
+            f"{least}.0, which knows tokens"
+        )
 
 
 def plain_word(what: str, value: str) -> str:
-    """Returns a word that no shell, YAML or sbatch takes for anything else.
-
-    Raises:
-        JobError: it holds another sign.
-    """
+    """Returns a word that no shell, YAML or sbatch takes for anything else, or raises JobError."""
     if not _WORD.fullmatch(value):
         raise JobError(f"{what} {value!r}: letters, digits and _ . , : @ / + % = - only")
     return value
 
 
 def plain_path(what: str, value: str) -> str:
-    """Returns an absolute path of plain signs that leads nowhere back up.
-
-    Raises:
-        JobError: it is another one.
-    """
+    """Returns an absolute path of plain signs without "..", or raises JobError."""
     if not _PATH.fullmatch(value) or ".." in PurePosixPath(value).parts:
         raise JobError(
             f"{what} {value!r}: an absolute path of letters, digits and _ . , : @ + - is needed"
@@ -249,25 +250,10 @@ def plain_path(what: str, value: str) -> str:
 
 
 def dns_label(what: str, value: str) -> str:
-    """Returns a name that Kubernetes takes for an object.
-
-    Raises:
-        JobError: it is none, or too long.
-    """
+    """Returns a name that Kubernetes takes for an object, or raises JobError."""
     if len(value) > MAX_LABEL or not _DNS_LABEL.fullmatch(value):
         raise JobError(
             f"{what} {value!r}: lower-case letters, digits and '-', at most {MAX_LABEL}, beginning "
             "and ending with a letter or digit"
         )
-    return value
-
-
-def quantity(what: str, value: str) -> str:
-    """Returns an amount of memory as Kubernetes and Slurm write it.
-
-    Raises:
-        JobError: it is none.
-    """
-    if not _QUANTITY.fullmatch(value):
-        raise JobError(f"{what} {value!r}: a number with its unit, for example 64Gi")
     return value

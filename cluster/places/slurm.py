@@ -5,15 +5,16 @@ by a shell. Values that become #SBATCH lines are held to plain words, for sbatch
 its own; paths are quoted by shlex. A script that is requeued goes on from the newest checkpoint,
 for it submits the same run folder.
 
-Slurm has not been at hand: the script is checked by bash and shellcheck, and run in the tests with
+It has not been tried under Slurm: bash and shellcheck check the script, and tests run it with
 stand-ins for srun and scontrol.
 """
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Template
+from typing import Any
 
 from ...train.config.run_config import Config
 from ..job import JobError
@@ -103,6 +104,23 @@ class SlurmSettings:
     venv: str | None = None  # a virtual environment on every node, to be activated
     options: Mapping[str, str] = field(default_factory=dict)  # of sbatch: partition, time, account
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, run_dir: str) -> "SlurmSettings":
+        """Returns settings that were given by name; what is none of them is an option of sbatch.
+
+        Raises:
+            JobError: one is no option, holds signs that sbatch could mistake, or is ours.
+        """
+        own = {key: values[key] for key in ("cpus_per_rank", "venv") if key in values}
+        options = {key: value for key, value in values.items() if key not in own}
+        for key, value in options.items():
+            if not key.replace("-", "").isalpha() or not key.isascii():
+                raise JobError(f"{key!r} is no option of sbatch; give for example partition=gpu")
+            if key in _OURS:
+                raise JobError(f"sbatch's {key} comes from the configuration (job.…)")
+            plain_word(f"sbatch's {key}", value)
+        return cls(run_dir, options=options, **own)
+
 
 def slurm_script(config: Config, settings: SlurmSettings) -> str:
     """Returns a job's script for sbatch.
@@ -113,33 +131,15 @@ def slurm_script(config: Config, settings: SlurmSettings) -> str:
     text = json.dumps(config.model_dump(mode="json"), indent=1)
     assert END_OF_CONFIG not in text.splitlines(), "lines of JSON begin with a sign"
     venv = settings.venv
-    activate = f"source {_quoted('--venv', f'{venv}/bin/activate')}" if venv else ""
     return _SCRIPT.substitute(
         directives="\n".join(_directives(config, settings)),
-        activate=activate,
+        activate=f"source {_quoted('venv', f'{venv}/bin/activate')}" if venv else "",
         run_dir=_quoted("--run-dir", settings.run_dir),
         num_nodes=config.job.num_nodes,
         gpus=gpus_per_node(config),
         config=text,
         end=END_OF_CONFIG,
     )
-
-
-def parse_options(words: Sequence[str]) -> dict[str, str]:
-    """Returns sbatch options that were given as KEY=VALUE.
-
-    Raises:
-        JobError: one is not of this form, holds signs that sbatch could mistake, or is ours.
-    """
-    options = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.replace("-", "").isalpha() or not key.isascii():
-            raise JobError(f"--sbatch {word!r}: write KEY=VALUE, for example partition=gpu")
-        if key in _OURS:
-            raise JobError(f"--sbatch {word!r}: {key} comes from the configuration (job.…)")
-        options[key] = plain_word(f"--sbatch {key}", value)
-    return options
 
 
 def _directives(config: Config, settings: SlurmSettings) -> list[str]:
@@ -153,9 +153,8 @@ def _directives(config: Config, settings: SlurmSettings) -> list[str]:
     if gpus := gpus_per_node(config):
         ours |= {"gpus-per-node": str(gpus)}
     usual = {"output": "%x-%j.log", "open-mode": "append", "signal": f"B:TERM@{WARNED_S}"}
-    return [
-        f"#SBATCH --{key}={value}" for key, value in (ours | usual | dict(settings.options)).items()
-    ]
+    directives = ours | usual | dict(settings.options)
+    return [f"#SBATCH --{key}={value}" for key, value in directives.items()]
 
 
 def _quoted(what: str, path: str) -> str:

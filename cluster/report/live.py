@@ -1,8 +1,8 @@
-"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else.
+"""Following a job through its run folder: a live view in a terminal, plain lines everywhere else.
 
-Everything comes from files, so one can watch a job of any cluster, after the fact too, and a
-watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, four
-times a second.
+Everything comes from files, so one can follow a job of any cluster, after the fact too, and a
+watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, twice a
+second; in a terminal a scan of this machine's processes besides, once a second.
 """
 
 import contextlib
@@ -33,26 +33,21 @@ from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
 from .history import ExpertLoad, History
 from .json_lines import JsonLinesTail
+from .ranks import RunMonitor, node_table, rank_table
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
     from ...data_pipeline.make.progress import PrepareProgress
 
 POLL_S = 0.4
+RANKS_EVERY_S = 1.0
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HEAT = (
-    "#3b6fb6",
-    "#6f9fd0",
-    "#9fb9c9",
-    "#8fb78f",
-    "#c9b458",
-    "#dd8b4a",
-    "#c8373f",
-)  # from idle to overloaded
+# From idle to overloaded.
+_HEAT = ("#3b6fb6", "#6f9fd0", "#9fb9c9", "#8fb78f", "#c9b458", "#dd8b4a", "#c8373f")
 
 
 @dataclass(frozen=True)
@@ -73,11 +68,11 @@ class View:
     entry: JournalEntry | None = None  # the newest one of the journal
     total: int | None = None
     status: JobStatus | None = None  # as whoever watches has judged it last
-    preparation: Mapping[str, Any] | None = None  # how far the data is, if it is prepared meanwhile
+    data: Mapping[str, Any] | None = None  # how far the data is, if it is prepared meanwhile
+    ranks: Mapping[str, Any] | None = None  # the last look at nodes and ranks
 
     def __post_init__(self) -> None:
-        preparation = self.run_dir / PREPARATION
-        self._preparation = JsonLinesTail.near_the_end(preparation, num_bytes=BACKLOG_BYTES)
+        self._data = JsonLinesTail.near_the_end(self.run_dir / PREPARATION, num_bytes=BACKLOG_BYTES)
         self._journal = JsonLinesTail(self.run_dir / JOURNAL)
         self._metrics = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=BACKLOG_BYTES)
 
@@ -86,49 +81,36 @@ class View:
         new: list[Event] = []
         for entry in parse_entries(self._journal.stream()):
             self.entry = entry
-            new.append(
-                Event(
-                    entry.time,
-                    f"{entry.state.value}: {entry.reason}",
-                    STATE_STYLES.get(entry.state, ""),
-                )
-            )
+            style = STATE_STYLES.get(entry.state, "")
+            new.append(Event(entry.time, f"{entry.state.value}: {entry.reason}", style))
         for line in self._metrics.stream():
             self.history.add([line])
-            event = self._event_of(line)
-            if event is not None:
+            if (event := self._event_of(line)) is not None:
                 new.append(event)
-        for record in self._preparation.stream():
-            if record.get("kind") != "preparation":
-                continue
-            self.preparation = record
-            if record.get("news"):
-                new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
+        for record in self._data.stream():
+            if record.get("kind") == "preparation":
+                self.data = record
+                if record.get("news"):
+                    new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
         self.total = self.total or total_steps(self.run_dir)
         return sorted(new, key=lambda event: event.time)
 
-    def _event_of(self, line: dict[str, object]) -> Event | None:
-        at = line.get("time", time.time())
-        assert isinstance(at, int | float)
+    def _event_of(self, line: Mapping[str, Any]) -> Event | None:
+        at, starts = line.get("time", time.time()), self.history.starts
         match line.get("kind"):
-            case "start" if (
-                len(self.history.starts) > 1 or self.history.starts[-1].resumed_from is not None
-            ):
-                return Event(at, describe_start(self.history.starts[-1]), "magenta")
+            case "start" if len(starts) > 1 or starts[-1].resumed_from is not None:
+                return Event(at, describe_start(starts[-1]), "magenta")
             case "eval":
-                return Event(
-                    at, f"validation loss {_number(line['loss'])} at step {line['step']}", "cyan"
-                )
+                words = f"validation loss {_number(line['loss'])} at step {line['step']}"
+                return Event(at, words, "cyan")
             case "data_wait":
                 reason = line.get("reason") or "a slow rank"
-                seconds = duration(float(_number(line["seconds"])))
+                seconds = duration(line["seconds"])
                 return Event(at, f"the ranks have waited {seconds} for data: {reason}", "yellow")
             case "checkpoint" if not line.get("error"):  # the journal tells of those that failed
-                return Event(
-                    at,
-                    f"checkpoint of step {line['step']} written in {_number(line['seconds'])} s",
-                    "blue",
-                )
+                seconds = _number(line["seconds"])
+                words = f"checkpoint of step {line['step']} written in {seconds} s"
+                return Event(at, words, "blue")
         return None
 
 
@@ -137,7 +119,7 @@ def follow(
     *,
     console: Console | None = None,
     live: bool | None = None,
-    until: Callable[[JobStatus], bool] | None = None,
+    until: Callable[[JobStatus], bool] = lambda status: False,
 ) -> JobStatus:
     """Shows a job until it has ended; returns how it stands then.
 
@@ -152,11 +134,12 @@ def follow(
     live = console.is_terminal if live is None else live
     view = View(run_dir)
     show = _follow_live if live else _follow_plain
-    return show(view, console, until or (lambda status: False))
+    show(view, console, until)
+    return view.status or read_status(run_dir)
 
 
-def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
-    """New events, again and again, until the job has ended; the last ones included."""
+def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
+    """Yields new events, again and again, until the job has ended; the last ones included."""
     liveness, was_lost = LivenessWatch(view.run_dir), False
     while True:
         status = view.status = read_status(view.run_dir, liveness=liveness)
@@ -165,9 +148,8 @@ def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[E
         if is_lost and not was_lost:
             events.append(Event(time.time(), f"LOST: {status.reason}", STATE_STYLES[State.LOST]))
         elif was_lost and not is_lost:
-            events.append(
-                Event(time.time(), f"{status.state}: the supervisor is back", "bold green")
-            )
+            words = f"{status.state}: the supervisor is back"
+            events.append(Event(time.time(), words, "bold green"))
         was_lost = is_lost
         yield events
         if status.state.is_final or (is_lost and liveness.is_given_up()) or until(status):
@@ -175,52 +157,66 @@ def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[E
         time.sleep(POLL_S)
 
 
-def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
+def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
+    monitor, next_look = RunMonitor(view.run_dir), 0.0
     with Live(render(view), console=console, auto_refresh=False, transient=False) as screen:
-        for events in _statuses(view, until):
+        for events in _looks(view, until):
+            if time.monotonic() >= next_look:
+                view.ranks, next_look = monitor.look(), time.monotonic() + RANKS_EVERY_S
             for event in events:  # they stay, above what is drawn over and over
-                console.print(_event_line(event))
+                words = (event.text, event.style)
+                console.print(Text.assemble((f"{_clock(event.time)} ", "dim"), words))
             screen.update(render(view, width=console.width), refresh=True)
-    return view.status or read_status(view.run_dir)
 
 
-def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
-    shown_step, next_time = None, 0.0
-    shown_data, next_data_time = None, 0.0
-    for events in _statuses(view, until):
+def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
+    steps = _Paced(console, lambda: view.history.step, lambda: step_line(view))
+    data = _Paced(console, lambda: view.data, lambda: _data_line(view))
+    for events in _looks(view, until):
         for event in events:
             _print_line(console, event.time, event.text)
-        if view.preparation != shown_data and time.monotonic() >= next_data_time:
-            shown_data, next_data_time = view.preparation, time.monotonic() + PLAIN_EVERY_S
-            _print_line(console, time.time(), _preparation_line(view))
-        if view.history.step != shown_step and time.monotonic() >= next_time:
-            shown_step, next_time = view.history.step, time.monotonic() + PLAIN_EVERY_S
-            _print_line(console, time.time(), _step_line(view))
-    if view.history.step != shown_step:
-        _print_line(console, time.time(), _step_line(view))
-    if view.preparation != shown_data:
-        _print_line(console, time.time(), _preparation_line(view))
-    return view.status or read_status(view.run_dir)
+        data.print_if_due()
+        steps.print_if_due()
+    steps.print_if_new()
+    data.print_if_new()
 
 
-def _preparation_line(view: View) -> str:
-    assert view.preparation is not None
-    return f"preparing data: {progress_words(view.preparation)}"
+class _Paced:
+    """Prints a line when a value has changed, every few seconds at most."""
+
+    def __init__(self, console: Console, value: Callable[[], Any], line: Callable[[], str]):
+        self._console, self._value, self._line = console, value, line
+        self._shown: Any = None
+        self._due_s = 0.0
+
+    def print_if_due(self) -> None:
+        if time.monotonic() >= self._due_s:
+            self.print_if_new()
+
+    def print_if_new(self) -> None:
+        if (value := self._value()) != self._shown:
+            self._shown, self._due_s = value, time.monotonic() + PLAIN_EVERY_S
+            _print_line(self._console, time.time(), self._line())
 
 
 def _print_line(console: Console, at: float, text: str) -> None:
-    """As it is: square brackets in a cause are no markup."""
+    """Prints a line as it is: square brackets in a cause are no markup."""
     console.print(Text(f"{_clock(at)} {text}"), soft_wrap=True)
 
 
-def _step_line(view: View) -> str:
-    last = view.history.last
+def _data_line(view: View) -> str:
+    return f"preparing data: {progress_words(view.data or {})}"
+
+
+def step_line(view: View) -> str:
+    """Returns the newest step in a line."""
+    last, validation = view.history.last, view.history.validation
     words = [
         f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
         f"loss {_number(last['loss'])}",
     ]
-    if view.history.validation:
-        words.append(f"validation {view.history.validation[max(view.history.validation)]:.4f}")
+    if validation:
+        words.append(f"validation {validation[max(validation)]:.4f}")
     if "tokens_per_s" in last:
         words.append(f"{last['tokens_per_s']:,.0f} tokens/s")
     if "max_violation" in last:
@@ -233,73 +229,56 @@ def _step_line(view: View) -> str:
 
 def render(view: View, *, width: int = 100) -> Group:
     """Returns the live view of one moment."""
-    parts: list[Text | Table | ProgressBar] = [_heading(view)]
-    if view.preparation is not None:
-        parts.append(_preparation_bar(view.preparation, width))
+    parts: list[Any] = [_heading(view)]
+    if view.data is not None:
+        done, total = view.data.get("done", 0), view.data.get("total") or 1
+        parts.append(_bar(done, total, f"data  {progress_words(view.data)}", width))
     if view.history.last:
         parts += [_progress(view, width), _figures(view)]
     if view.history.loads:
         newest = view.history.loads[max(view.history.loads)]
-        parts += [
-            Text(""),
-            Text("expert load per depth step", style="dim"),
-            expert_load_table(newest, width=width),
-        ]
+        title = Text("expert load per depth step", style="dim")
+        parts += [Text(""), title, expert_load_table(newest, width=width)]
+    if view.ranks is not None and view.ranks["nodes"]:
+        nodes, ranks = node_table(view.ranks["nodes"]), rank_table(view.ranks["ranks"])
+        parts += [Text(""), nodes, Text(""), ranks]
     return Group(*parts)
 
 
 def _heading(view: View) -> Text:
     state = view.entry.state if view.entry else State.SUBMITTED
-    generation = view.entry.generation if view.entry else 0
-    words = [(view.run_dir.name, "bold"), "  ", (state.value, STATE_STYLES.get(state, "bold"))]
-    if generation:
-        words.append((f"  generation {generation}", "dim"))
+    style = STATE_STYLES.get(state, "bold")
+    words: list[Any] = [(view.run_dir.name, "bold"), "  ", (state.value, style)]
+    if view.entry and view.entry.generation:
+        words.append((f"  generation {view.entry.generation}", "dim"))
+    if view.ranks is not None and view.ranks["phase"]:
+        words.append((f"  {view.ranks['phase']}", "dim"))
     return Text.assemble(*words)
 
 
-def _preparation_bar(record: Mapping[str, Any], width: int) -> Table:
-    words = f"data  {progress_words(record)}"
+def _bar(done: float, total: float, words: str, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
-    total = record.get("total") or 1
-    bar = ProgressBar(
-        total=total,
-        completed=record.get("done", 0),
-        width=max(10, min(50, width - len(words) - 4)),
-    )
-    grid.add_row(bar, Text(words))
+    bar_width = max(10, min(50, width - len(words) - 4))
+    grid.add_row(ProgressBar(total=total, completed=done, width=bar_width), Text(words))
     return grid
 
 
 def _progress(view: View, width: int) -> Table:
-    step, total = view.history.step or 0, view.total
-    words = f"step {step}" + (f"/{total}" if total else "")
-    left_s = _remaining_s(view)
-    if left_s:
-        words += f"  {duration(left_s)} left"
-    grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=total or step or 1, completed=step, width=max(10, min(50, width - len(words) - 4))
-    )
-    grid.add_row(bar, Text(words))
-    return grid
-
-
-def _remaining_s(view: View) -> float | None:
-    last = view.history.last
-    if not view.total or "step_s" not in last:
-        return None
-    return (view.total - last["step"]) * (last["step_s"] + last.get("data_wait_s", 0.0))
+    last, step = view.history.last, view.history.step or 0
+    words = f"step {step}" + (f"/{view.total}" if view.total else "")
+    if view.total and "step_s" in last:
+        left_s = (view.total - step) * (last["step_s"] + last.get("data_wait_s", 0.0))
+        words += f"  {duration(left_s)} left" if left_s else ""
+    return _bar(step, view.total or step or 1, words, width)
 
 
 def _figures(view: View) -> Text:
     last, validation = view.history.last, view.history.validation
-    words: list[str | tuple[str, str]] = [("loss ", "dim"), (_number(last["loss"]), "bold")]
+    words: list[Any] = [("loss ", "dim"), (_number(last["loss"]), "bold")]
     if validation:
         first, newest = validation[min(validation)], validation[max(validation)]
-        words += [
-            ("   validation ", "dim"),
-            (f"{first:.4f} → {newest:.4f}" if len(validation) > 1 else f"{first:.4f}", "bold cyan"),
-        ]
+        told = f"{first:.4f} → {newest:.4f}" if len(validation) > 1 else f"{first:.4f}"
+        words += [("   validation ", "dim"), (told, "bold cyan")]
     if "tokens_per_s" in last:
         words += [("   tokens/s ", "dim"), f"{last['tokens_per_s']:,.0f}"]
     if "learning_rate" in last:
@@ -312,30 +291,25 @@ def _figures(view: View) -> Text:
 def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
     """Returns a table with a row per depth step and a cell per expert.
 
-    Height and colour of a cell tell the expert's load; the middle is the mean.
+    Height and colour of a cell show the expert's load; the middle is the mean.
     """
     grid = Table.grid(padding=(0, 1))
     num_depths = len(load.fractions)
-    shown = (
-        range(num_depths)
-        if num_depths <= MAX_DEPTH_ROWS
-        else range(0, num_depths, -(-num_depths // MAX_DEPTH_ROWS))
-    )
-    for depth in shown:
+    every = max(1, -(-num_depths // MAX_DEPTH_ROWS))
+    for depth in range(0, num_depths, every):
         fractions = load.fractions[depth]
-        cells = _cells(fractions, max(8, width - 44))
         excess = f"max/mean {1 + load.max_violation[depth]:.2f}"
         in_use = f"in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
         grid.add_row(
             Text(f"{load.depth_name(depth):>3}", style="dim"),
-            cells,
+            _cells(fractions, max(8, width - 44)),
             Text(f"{excess}  {in_use}", style="dim"),
         )
     return grid
 
 
 def _cells(fractions: list[float], limit: int) -> Text:
-    """A bar per expert; with more experts than columns, the most loaded one of each bin."""
+    """Returns a bar per expert; with more experts than columns, the most loaded of each bin."""
     per_cell = -(-len(fractions) // limit)
     columns = max(1, min(3, limit // len(fractions)))
     text = Text()
@@ -346,16 +320,12 @@ def _cells(fractions: list[float], limit: int) -> Text:
     return text
 
 
-def _event_line(event: Event) -> Text:
-    return Text.assemble((f"{_clock(event.time)} ", "dim"), (event.text, event.style))
-
-
 def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
 
 
 def _number(value: object) -> str:
-    """Four significant digits; what is not finite comes from the file as a string."""
+    """Returns four significant digits; what is not finite comes from the file as a string."""
     return f"{float(value):.4g}" if isinstance(value, int | float) else str(value)
 
 
@@ -368,9 +338,8 @@ def show_preparation(
 ) -> Iterator[Callable[["PrepareProgress"], None]]:
     """Shows data preparation while inside; yields the callback that takes its reports."""
     live = console.is_terminal if live is None else live
-    started = time.monotonic()
+    started = shown = time.monotonic()
     last: PrepareProgress | None = None
-    shown = started
 
     with console.status("preparing data") if live else contextlib.nullcontext() as status:
 
@@ -389,12 +358,11 @@ def show_preparation(
 
         yield on_progress
     if last is None:
-        console.print("data is prepared already", highlight=False)
+        words = "data is prepared already"
     else:
-        seconds = time.monotonic() - started
-        console.print(
-            f"data prepared in {duration(seconds)}: {last.tokens:,} tokens", highlight=False
-        )
+        took = duration(time.monotonic() - started)
+        words = f"data prepared in {took}: {last.tokens:,} tokens"
+    console.print(words, highlight=False)
 
 
 def preparation_words(progress: "PrepareProgress") -> str:

@@ -1,4 +1,4 @@
-"""All runs below a folder, newest first: what `moebius jobs` shows.
+"""All runs below a folder, newest first: what `moebius status FOLDER` shows.
 
 A run is a folder with a journal. Runs are looked for three levels deep and not inside each other,
 so that a folder of folders of runs is found and checkpoints and prepared data are not walked
@@ -37,7 +37,7 @@ def find_runs(root: Path, *, depth: int = MAX_DEPTH) -> Iterator[Path]:
     try:
         with os.scandir(root) as entries:
             below = sorted(entry.name for entry in entries if _is_searched(entry))
-    except PermissionError:
+    except (FileNotFoundError, PermissionError):
         return
     for name in below:
         yield from find_runs(root / name, depth=depth - 1)
@@ -67,7 +67,7 @@ def is_recent(report: RunReport) -> bool:
     return ended is None or time.time() - ended < RECENT_S
 
 
-def jobs_table(reports: Sequence[RunReport], root: Path, *, width: int) -> Table:
+def run_table(reports: Sequence[RunReport], root: Path, *, width: int) -> Table:
     """Returns a table with one line per run.
 
     Args:

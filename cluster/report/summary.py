@@ -56,21 +56,6 @@ def closing_words(
     return Group(*parts)
 
 
-def status_table(statuses: Sequence[JobStatus]) -> Table:
-    """Returns a table with one line per job: where it stands and why."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("run", "state", "step", "loss", "restarts", "reason"):
-        table.add_column(name, justify="right" if name in ("step", "loss", "restarts") else "left")
-    for status in statuses:
-        step = "" if status.step is None else f"{status.step}/{status.total_steps or '?'}"
-        loss = "" if status.loss is None else f"{status.loss:.4f}"
-        state = Text(status.state.value, style=STATE_STYLES.get(status.state, "bold"))
-        table.add_row(
-            Text(str(status.run_dir)), state, step, loss, str(status.restarts), Text(status.reason)
-        )
-    return table
-
-
 def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tuple[str, str]]:
     rows = []
     if history.validation:

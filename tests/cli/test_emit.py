@@ -6,55 +6,53 @@ from pathlib import Path
 import pytest
 
 from moebius.cli.configurations import resolve_config
-from moebius.cli.main import main
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import ConfigError
 from moebius.train.recipes.smoke import RECIPES
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", "smoke", *words])
-    printed = capsys.readouterr()
-    return ended.value.code, printed.out + printed.err
-
-
-def test_a_manifest_and_a_script_are_written(tmp_path: Path, capsys, monkeypatch):
+def test_a_manifest_and_a_script_are_written(tmp_path: Path, moebius, monkeypatch):
     yaml = pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
-    words = ["--emit", "kuberay", "--image", "m:1", "--claim", "runs"]
-    assert answer(capsys, *words, "job.name=mine", "--output", "job.yaml") == (0, "")
-    config_map, ray_job = yaml.safe_load_all(Path("job.yaml").read_text())
+    words = ["submit", "smoke", "--emit", "kuberay", "--with", "image=m:1", "claim=runs"]
+    manifest = moebius(*words, "job.name=mine")
+    assert manifest.code == 0
+    config_map, ray_job = yaml.safe_load_all(manifest.out)
     data = json.loads(config_map["data"]["config.json"])["data"]
     assert data["directory"].startswith("/runs/data/")
     assert ray_job["spec"]["entrypoint"].endswith("--run-dir /runs/mine")
-    words = ["--emit", "slurm", "--run-dir", "runs/mine", "--sbatch", "time=1:00"]
-    code, said = answer(capsys, *words)
-    assert code == 0
-    assert said.startswith("#!/bin/bash\n#SBATCH --job-name=smoke\n")
-    assert f"run_dir={tmp_path}/runs/mine\n" in said
-    assert "#SBATCH --time=1:00\n" in said
-    assert list(tmp_path.iterdir()) == [tmp_path / "job.yaml"], "nothing was started or prepared"
+    words = ["submit", "smoke", "--emit", "slurm", "--run-dir", "runs/mine", "--with", "time=1:00"]
+    script = moebius(*words)
+    assert script.code == 0
+    assert script.out.startswith("#!/bin/bash\n#SBATCH --job-name=smoke\n")
+    assert f"run_dir={tmp_path}/runs/mine\n" in script.out
+    assert "#SBATCH --time=1:00\n" in script.out
+    assert list(tmp_path.iterdir()) == [], "nothing was started or prepared"
+
+
+SLURM = ("slurm", "--run-dir", "a")
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--emit", "kuberay", "--claim", "runs"], "--emit kuberay needs --image"),
-        (["--emit", "kuberay", "--image", "m"], "--emit kuberay needs --claim"),
-        (["--emit", "slurm"], "--emit slurm needs --run-dir"),
-        (["--emit", "slurm", "--run-dir", "a", "--detach"], "--emit starts nothing"),
-        (["--emit", "slurm", "--run-dir", "a", "--cpus-per-rank", "0"], "at least 1"),
-        (["--emit", "slurm", "--run-dir", "a", "--sbatch", "nodes=4"], "comes from the config"),
-        (["--emit", "slurm", "--run-dir", "a", "job.name=$(id)"], "job.name"),
-        (["--emit", "slurm", "--run-dir", "a", "job.name=a; rm -rf ~"], "job.name"),
-        (["--emit", "slurm", "--run-dir", "a", "job.name=a\nb"], "job.name"),
+        (["kuberay", "--with", "claim=runs"], "needs --with image"),
+        (["kuberay", "--with", "image=m"], "needs --with claim"),
+        (["kuberay", "--with", "image=m", "claim=r", "colour=red"], "knows no 'colour'"),
+        (["kuberay", "--with", "image"], "write KEY=VALUE"),
+        (["slurm"], "--emit slurm needs --run-dir"),
+        ([*SLURM, "--detach"], "--emit starts nothing"),
+        ([*SLURM, "--with", "cpus_per_rank=0"], "at least 1"),
+        ([*SLURM, "--with", "nodes=4"], "comes from the config"),
+        ([*SLURM, "job.name=$(id)"], "job.name"),
+        ([*SLURM, "job.name=a; rm -rf ~"], "job.name"),
+        ([*SLURM, "job.name=a\nb"], "job.name"),
     ],
 )
-def test_what_is_missing_or_refused(words, told, capsys):
-    code, said = answer(capsys, *words)
-    assert code == 2
-    assert told in " ".join(said.split())
+def test_what_is_missing_or_refused(words, told, moebius):
+    done = moebius("submit", "smoke", "--emit", *words)
+    assert done.code == 2
+    assert told in done.text
 
 
 def test_a_runs_configuration_is_a_configuration(tmp_path):

@@ -64,9 +64,8 @@ def write_finished_run(folder: Path) -> Path:
 
 def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> None:
     run = str(write_finished_run(tmp_path / "run"))
-    root = ["--root", str(tmp_path)]
-    commands = [["--help"], ["logs", run], ["status", run], ["stop", run], ["jobs", *root]]
-    commands += [["top", run, "--once"]]
+    commands = [["--help"], ["logs", run], ["status", run], ["stop", run]]
+    commands += [["watch", run, "--json"]]
     asked = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(commands)],
         capture_output=True,
@@ -162,7 +161,6 @@ def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("status a b --watch", "--watch follows one run: name it"),
         ("logs run model.d_model=8", "unrecognized arguments: model.d_model=8"),
         ("train smoke --stepz=3", "unrecognized arguments: --stepz=3"),
     ],

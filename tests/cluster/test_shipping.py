@@ -13,7 +13,6 @@ import pytest
 from small_corpus import sentences
 
 from moebius import __version__
-from moebius.cli.main import main
 from moebius.cluster import shipped_code as record
 from moebius.cluster import shipped_code as wheel
 from moebius.cluster.job import JobError, Launch, read_status
@@ -87,7 +86,7 @@ def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
     copy_sources(tmp_path / "source")
     copied = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*.py")}
     assert Path("cluster/shipped_code.py") in copied
-    assert (tmp_path / "source" / "kernels" / "brgemm" / "brgemm.cpp").exists()
+    assert (tmp_path / "source" / "kernels" / "cpu" / "brgemm.cpp").exists()
     assert not any(path.parts[0] in ("tests", "benchmarks") for path in copied)
     assert all((ROOT / path).is_file() for path in copied)
 
@@ -164,13 +163,6 @@ def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
     assert code_here().words() is None, "of another project, in which it is installed"
 
 
-def test_a_wheel_without_shipping_is_a_mistake(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", "smoke", "--wheel", "some.whl"])
-    assert ended.value.code == 2
-    assert "give --ship, too" in capsys.readouterr().err
-
-
 # On a cluster -------------------------------------------------------------------------------------
 
 OTHER = f"{__version__}+brought"
@@ -214,7 +206,7 @@ def test_ranks_run_the_code_that_was_brought_along(tmp_path, brought, warm):
     ]
     program = "from moebius.cli.main import main; main()"
     run_dir = tmp_path / "run"
-    options = ["--run-dir", str(run_dir), "--ship", "--wheel", str(brought)]
+    options = ["--run-dir", str(run_dir), "--ship", str(brought)]
     ended = subprocess.run(
         [sys.executable, "-c", program, "submit", "smoke", *changes, *options],
         cwd=tmp_path,

@@ -1,94 +1,469 @@
-"""What `moebius doctor` finds is judged by figures, and the whole command runs on this machine."""
+"""A cluster is checked: what its nodes say is judged, first with nodes that only pretend."""
 
+import itertools
 import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moebius.cli.main import main
+from moebius.cluster.check import doctor, folder
+from moebius.cluster.check.doctor import Examination, examine
+from moebius.cluster.check.exchange import rounds
+from moebius.cluster.check.facts import UNLIMITED, Gpu, NodeFacts, gather_facts
 from moebius.cluster.check.findings import (
     Finding,
+    FolderTrial,
+    Link,
+    Reached,
+    Written,
     exit_code,
-    judge_disk,
+    judge_folder,
     judge_fsync,
     judge_gpus,
+    judge_interfaces,
+    judge_limits,
     judge_links,
-    judge_shared_memory,
+    judge_memory,
     judge_versions,
 )
-from moebius.planning.measured import read_table
+from moebius.cluster.check.folder import Seen
+from moebius.cluster.check.probe import NodeFault, NodeSilent, Probe
+from moebius.cluster.nodes.assignment import AgentReport, RankFailure
+from moebius.planning.measured import fit_hockney, read_table
 
-GB = 10**9
+GIB = 1 << 30
+SIZES = [4096, 1 << 20]
 
 
-def gpu(free: float = 80 * GB, total: float = 80 * GB) -> dict[str, object]:
-    return {"name": "H100", "free_bytes": free, "total_bytes": total}
+def facts_of(number: int, **values: Any) -> NodeFacts:
+    facts = NodeFacts(
+        address=f"10.0.0.{number}",
+        versions={"moebius": "1.0", "torch": "2.13.0", "nccl": "2.27"},
+        memory_free_bytes=900 * GIB,
+        memory_total_bytes=1000 * GIB,
+        open_files=1 << 20,
+        processes=UNLIMITED,
+        shared_memory_bytes=400 * GIB,
+        interface="eth0",
+        mtu=9000,
+        interfaces=("eth0", "lo"),
+        driver="580.1",
+        gpus=(Gpu("H100", 80 * GIB, 80 * GIB),) * 8,
+    )
+    return replace(facts, **values)
+
+
+def one_way_s(size: int) -> float:
+    return 50e-6 + size / 1e9
+
+
+class FakeNode:
+    """A node without faults but those that it is given."""
+
+    def __init__(self, number: int, root: Path, **faults: Any) -> None:
+        self.number, self.root, self.faults = number, root, faults
+        self.name = f"10.0.0.{number}"
+
+    def facts(self) -> NodeFacts:
+        if "dies" in self.faults:
+            raise NodeSilent("no answer within 30 s")
+        return facts_of(self.number, **self.faults.get("facts", {}))
+
+    def clock(self) -> float:
+        return time.time() + self.faults.get("clock_s", 0.0)
+
+    def listen(self) -> int:
+        return 20_000 + self.number
+
+    def connect(self, address: str, port: int, limit_s: float) -> Reached:
+        if (self.name, address) in self.faults.get("closed", ()):
+            return Reached(None, "Connection refused")
+        return Reached(0.001)
+
+    def publish(self, path: str, text: str) -> Written:
+        if "read_only" in self.faults:
+            raise NodeFault("PermissionError: [Errno 13] Permission denied")
+        written = folder.publish(self._own(path), text)
+        return replace(written, free_bytes=100 * GIB, seconds=0.001)
+
+    def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
+        if before is not None and "gap" in self.faults:
+            return Seen(0.1, gap=self.faults["gap"])
+        return folder.await_text(self._own(path), text, limit_s, before=before)
+
+    def claim(self, path: str) -> bool:
+        return self.faults.get("claims_always") or folder.claim(self._own(path))
+
+    def clean(self, path: str, token: str) -> None:
+        folder.clean(self._own(path), token)
+
+    def _own(self, path: str) -> str:
+        """The path as this node sees it: below a root that may be another than the others'."""
+        return f"{self.faults.get('elsewhere', self.root)}{path}"
+
+    def free_port(self) -> int:
+        return 1000
+
+    def start_exchange(self, assignment, backend: str) -> None:
+        assert assignment.master_address == "10.0.0.1"
+        assert assignment.secret
+        assert backend == "gloo"
+        self.num_nodes = assignment.launch.num_nodes
+
+    def exchange_report(self) -> AgentReport | None:
+        return self.faults.get("report", AgentReport(ok=True))
+
+    def exchange_result(self) -> str:
+        number = self.num_nodes
+        pairs = [[self._seconds(a, b) for b in range(number)] for a in range(number)]
+        rows = [
+            {"op": "all_to_all", "world": world, "bytes": size, "seconds": 2 * one_way_s(size)}
+            for world in (2, 2 * number)
+            for size in SIZES
+        ]
+        sound = self.faults.get("sound", True)
+        return json.dumps({"sound": sound, "sizes": SIZES, "pairs": pairs, "rows": rows})
+
+    def _seconds(self, a: int, b: int) -> list[float]:
+        if a > b:
+            return [0.0] * len(SIZES)
+        factor = self.faults.get("slow", {}).get((a, b), 1.0)
+        return [factor * one_way_s(size) for size in SIZES]
+
+    def end_exchange(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(doctor, "_SEEN_LIMIT_S", 0.2)
+    monkeypatch.setattr(doctor, "_POLL_S", 0.01)
+
+
+def checked(tmp_path: Path, *faults: dict[str, Any], **more: Any) -> Examination:
+    nodes = [FakeNode(number, tmp_path, **each) for number, each in enumerate(faults, 1)]
+    named = {node.name: node for node in nodes}
+    done = examine(named, "/runs", fit=fit_hockney, limit_s=30, **more)
+    left = [path.name for path in tmp_path.rglob("*") if path.name.startswith(folder.PREFIX)]
+    assert left == []
+    return done
+
+
+def by_check(findings: Sequence[Finding]) -> Mapping[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def test_a_cluster_without_faults(tmp_path):
+    done = checked(tmp_path, {}, {}, {})
+    assert {each.check: each.verdict for each in done.findings} == dict.fromkeys(
+        [
+            *("nodes", "versions", "limits", "memory", "GPUs", "interfaces"),
+            *("clocks", "ports", "shared folder", "disk space", "fsync", "all-to-all"),
+            *("links on a node", "links between nodes"),
+        ],
+        "ok",
+    )
+    found = by_check(done.findings)
+    assert "all 6 ways are open" in found["ports"].found
+    assert "median 1.1 ms for 1,048,576 bytes" in found["links between nodes"].found
+
+
+NONE: dict[str, Any] = {}
+FAULTS = {
+    "another version": (
+        {"facts": {"versions": {"moebius": "1.0", "torch": "2.12.1", "nccl": "2.27"}}},
+        *("versions", "fail", "torch: 2.13.0 on 10.0.0.1, 10.0.0.2, 2.12.1 on 10.0.0.3"),
+    ),
+    "a clock 3 s off": ({"clock_s": -3.0}, "clocks", "fail", "off: 10.0.0.3 by -3.00 s"),
+    "a clock a little off": ({"clock_s": 0.5}, "clocks", "warn", "off: 10.0.0.3 by +0.50 s"),
+    "a closed port": (
+        {"closed": {("10.0.0.3", "10.0.0.1")}},
+        *("ports", "fail", "1 of 6 ways are closed (10.0.0.3 → 10.0.0.1: Connection refused)"),
+    ),
+    "a folder of its own": (
+        {"elsewhere": "below tmp_path"},
+        *("shared folder", "fail", "what one node writes is not seen (10.0.0.3: No such file"),
+    ),
+    "a folder that cannot be written": (
+        {"read_only": True},
+        *("shared folder", "fail", "cannot be written (10.0.0.3: PermissionError"),
+    ),
+    "a rename with a gap": ({"gap": "no file"}, "shared folder", "fail", "10.0.0.3: no file"),
+    "a file that two create": (
+        {"claims_always": True},
+        *("shared folder", "fail", "2 nodes created the same file"),
+    ),
+    "few files": (
+        {"facts": {"open_files": 1024}},
+        *("limits", "fail", "at least 1,024 open files, any number of processes; low on 10.0.0.3"),
+    ),
+    "an interface that is not there": (
+        {"facts": {"chosen": {"GLOO_SOCKET_IFNAME": "ib0"}}},
+        *("interfaces", "fail", "GLOO_SOCKET_IFNAME=ib0 on 10.0.0.3, which has eth0, lo"),
+    ),
+    "another MTU": ({"facts": {"mtu": 1500}}, "interfaces", "warn", "MTU 1500 (1 node(s))"),
+    "a rank that fails": (
+        {"report": AgentReport(ok=False, failures=(RankFailure(4, 1, 0.0, "OSError: no route"),))},
+        *("self-test", "fail", "the ranks on 10.0.0.3 failed: rank 4: OSError: no route"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_is_found_named_and_answered(tmp_path, fault):
+    given, check, verdict, words = FAULTS[fault]
+    if "elsewhere" in given:
+        given = {"elsewhere": str(tmp_path / "elsewhere")}
+    done = checked(tmp_path, NONE, NONE, given)
+    finding = by_check(done.findings)[check]
+    assert finding.verdict == verdict
+    assert words in finding.found
+    assert finding.advice
+    others = [each for each in done.findings if each.check != check]
+    assert all(each.verdict == "ok" for each in others)
+
+
+def test_one_slow_link_is_named(tmp_path):
+    done = checked(tmp_path, {"slow": {(1, 2): 3.0}}, {}, {})
+    finding = by_check(done.findings)["links between nodes"]
+    assert finding.verdict == "warn"
+    assert "slow: 10.0.0.2 – 10.0.0.3: 3.3 ms, 3.0 × the median" in finding.found
+    assert finding.advice
+
+
+def test_wrong_numbers_are_no_measurement(tmp_path):
+    done = checked(tmp_path, {"sound": False}, {})
+    assert "4 ranks on 2 node(s) got wrong numbers" in by_check(done.findings)["self-test"].found
+    assert done.links is None
+
+
+def test_who_gives_no_answer_is_left_out_of_the_rest(tmp_path):
+    done = checked(tmp_path, {}, {"dies": True}, {}, silent={"10.0.0.9": "its raylet is gone"})
+    first = done.findings[0]
+    assert (first.check, first.verdict) == ("nodes", "fail")
+    assert "2 of 4 fail or give no answer within 30 s" in first.found
+    assert "10.0.0.9: its raylet is gone" in first.found
+    assert "10.0.0.2: no answer" in first.found
+    assert "all 2 ways are open" in by_check(done.findings)["ports"].found
+    assert done.links is not None
+    assert done.links["nodes"] == ["10.0.0.1", "10.0.0.3"]
+
+
+def test_no_node_at_all_is_a_finding_too(tmp_path):
+    done = checked(tmp_path, {"dies": True})
+    assert [each.verdict for each in done.findings] == ["fail"]
+
+
+def test_one_node_has_nobody_to_reach(tmp_path):
+    found = by_check(checked(tmp_path, {}).findings)
+    assert found["ports"].found == "one node: there is nobody else to reach"
+    assert "links between nodes" not in found
+
+
+def test_the_planner_reads_what_was_measured(tmp_path):
+    done = checked(tmp_path, {}, {}, {})
+    assert done.links is not None
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(done.links))
+    table = read_table(file)
+    assert table.worlds("all_to_all") == [2, 6]
+    assert table.seconds("all_to_all", world=6, ranks_per_node=2, num_bytes=4096) == pytest.approx(
+        2 * one_way_s(4096)
+    )
+    assert [pair["nodes"] for pair in done.links["pairs"] if len(set(pair["nodes"])) > 1] == [
+        ["10.0.0.1", "10.0.0.2"],
+        ["10.0.0.1", "10.0.0.3"],
+        ["10.0.0.2", "10.0.0.3"],
+    ]
+
+
+# Pure functions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_every_two_nodes_meet_once_and_nobody_has_two_partners(number):
+    schedule = rounds(number)
+    assert sorted(itertools.chain(*schedule)) == list(itertools.combinations(range(number), 2))
+    for pairs in schedule:
+        nodes = list(itertools.chain(*pairs))
+        assert len(nodes) == len(set(nodes))
+
+
+def test_what_is_slow_by_less_than_noise_has_no_name():
+    links = [Link("a", node, {4096: seconds, 8192: seconds})
+             for node, seconds in (("b", 5e-6), ("c", 5e-6), ("d", 15e-6))]  # fmt: skip
+    assert judge_links("links", links).verdict == "ok"
+
+
+def judged(judge, *changes: dict[str, Any]) -> tuple[str, str]:
+    finding = judge([facts_of(number, **each) for number, each in enumerate(changes, 1)])
+    return finding.verdict, finding.found
+
+
+H100 = Gpu("H100", 80 * GIB, 80 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("finding", "verdict", "words"),
+    ("judge", "changes", "verdict", "words"),
     [
-        (judge_disk(100 << 30, "/r"), "ok", "100.0 GiB free at /r"),
-        (judge_disk(5 << 30, "/r"), "warn", "5.0 GiB"),
-        (judge_disk(1 << 20, "/r"), "fail", "0.0 GiB"),
-        (judge_fsync(0.002, "/r"), "ok", "2.0 ms"),
-        (judge_fsync(0.2, "/r"), "warn", "200.0 ms"),
-        (judge_fsync(2.0, "/r"), "fail", "2000.0 ms"),
-        (judge_shared_memory(None), "ok", "no /dev/shm"),
-        (judge_shared_memory(8 << 30), "ok", "8.0 GiB"),
-        (judge_shared_memory(64 << 20), "warn", "0.1 GiB"),
-        (judge_gpus([], ""), "warn", "none"),
-        (judge_gpus([gpu(), gpu()], ""), "ok", "2 × H100; at least 100% of the memory free"),
-        (judge_gpus([gpu(), gpu(free=8 * GB)], ""), "warn", "at least 10%"),
-        (judge_gpus([gpu(), gpu(40 * GB, 40 * GB)], ""), "warn", "2 × H100"),
-        (judge_gpus([gpu()], "GPU 1 gives wrong numbers"), "fail", "GPU 1 gives wrong numbers"),
-        (judge_versions([], {"torch": "2"}), "ok", "torch 2"),
-        (judge_versions(["ray"], {"torch": "2"}), "warn", "torch 2"),
-        (judge_links(2e-4, 1e-9, world=2, sound=True), "ok", "α 200 µs, 1/β 1.00 GB/s"),
-        (judge_links(2e-4, 0.0, world=2, sound=True), "ok", "inf GB/s"),
-        (judge_links(2e-2, 1e-9, world=2, sound=True), "warn", "α 20,000 µs"),
-        (judge_links(2e-4, 1e-9, world=2, sound=False), "fail", "wrong numbers"),
+        (judge_gpus, [{"gpus": ()}, {"gpus": ()}], "ok", "none: ranks"),
+        (judge_gpus, [{}, {}], "ok", "2 node(s) with 8 × H100; driver 580.1"),
+        (judge_gpus, [{}, {"gpus": (H100,) * 7}], "warn", "1 node(s) with 7 × H100"),
+        (judge_gpus, [{}, {"driver": "570.9"}], "warn", "driver 580.1, 570.9"),
+        (judge_gpus, [{}, {"gpus": (replace(H100, free_bytes=GIB),) * 8}], "warn", "in use on"),
+        (judge_memory, [{}, {"memory_free_bytes": 100 * GIB}], "warn", "at least 10% free"),
+        (judge_memory, [{}, {"shared_memory_bytes": 64 << 20}], "warn", "1 GiB on 10.0.0.2"),
+        (judge_memory, [{"shared_memory_bytes": None}], "ok", "at least 90% free (900.0 GiB)"),
+        (judge_limits, [{"open_files": UNLIMITED}], "ok", "any number of open files"),
+        (judge_limits, [{}, {"processes": 1000}], "warn", "low on 10.0.0.2"),
+        (judge_interfaces, [{}, {"interface": None}], "fail", "own address on 10.0.0.2"),
+        (judge_interfaces, [{"chosen": {"NCCL_SOCKET_IFNAME": "=eth0"}}], "ok", "eth0, MTU 9000"),
+        (judge_interfaces, [{"chosen": {"NCCL_SOCKET_IFNAME": "^docker"}}], "ok", "eth0"),
+        (judge_versions, [{}], "ok", "moebius 1.0, torch 2.13.0, nccl 2.27"),
+        (judge_versions, [{"versions": {"ray": "none"}}], "warn", "ray none"),
     ],
 )
-def test_figures_are_judged(finding: Finding, verdict: str, words: str) -> None:
-    assert finding.verdict == verdict
-    assert words in finding.found
-    assert (finding.verdict == "fail") == bool(exit_code([finding]))
+def test_facts_are_judged(judge, changes, verdict, words):
+    assert judged(judge, *changes)[0] == verdict
+    assert words in judged(judge, *changes)[1]
 
 
-def test_a_number_of_processes_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--processes", "1"])
-    assert ended.value.code == 2
-    assert "--processes 1: 2 to 16" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("free_gib", "fsync_s", "verdicts"),
+    [(100, 0.002, ("ok", "ok")), (5, 0.2, ("warn", "warn")), (0.1, 2.0, ("fail", "fail"))],
+)
+def test_the_disk_of_the_run_folder_is_judged(free_gib, fsync_s, verdicts):
+    written = {"10.0.0.1": Written(fsync_s, int(free_gib * GIB))}
+    _, space, fsync = judge_folder(FolderTrial(written, {}, {}, 0.0, {}, 1), "/runs")
+    assert (space.verdict, fsync.verdict) == verdicts
+    assert exit_code([space, fsync]) == ("fail" in verdicts)
+    assert fsync == judge_fsync(fsync_s, "/runs on 10.0.0.1")
+
+
+def test_many_nodes_are_counted_and_not_all_named():
+    versions = [{"versions": {"torch": str(number % 2)}} for number in range(40)]
+    finding = judge_versions([facts_of(n, **each) for n, each in enumerate(versions)])
+    assert finding.found.count("and 12 more") == 2
+    assert len(finding.found) < 400
+
+
+# What a node does ---------------------------------------------------------------------------------
+
+
+def test_facts_of_this_machine():
+    facts = gather_facts("127.0.0.1")
+    assert facts.versions["torch"].startswith("2.")
+    assert facts.interface in ("lo", "lo0")
+    assert facts.mtu
+    assert 0 < facts.memory_free_bytes <= facts.memory_total_bytes
+
+
+def test_a_node_reaches_another_and_not_a_stranger():
+    probe = Probe("127.0.0.1")
+    assert probe.connect("127.0.0.1", probe.listen(), 60.0).seconds is not None
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        thread = threading.Thread(target=lambda: stranger.accept()[0].close())
+        thread.start()
+        reached = probe.connect("127.0.0.1", port, 60.0)
+        thread.join()
+    assert reached.seconds is None
+    assert reached.why in ("somebody else answers there", "Connection reset by peer")
+    closed = probe.connect("127.0.0.1", port, 60.0)
+    assert (closed.seconds, closed.why) == (None, "Connection refused")
+
+
+def test_a_gap_is_seen(tmp_path):
+    """The file goes away before it comes back, as where a rename is a copy."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    looks = iter(
+        [lambda: path.unlink(), lambda: path.write_text("ne"), lambda: path.write_text("new")]
+    )
+
+    class Clock:
+        perf_counter = staticmethod(time.perf_counter)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            next(looks)()
+
+    original, folder.time = folder.time, Clock  # type: ignore[assignment]
+    try:
+        seen = folder.await_text(str(path), "new", 60.0, before="old")
+    finally:
+        folder.time = original
+    assert seen.seconds is not None
+    assert seen.gap == "2 of 3 characters"
+
+
+def test_a_file_is_claimed_once(tmp_path):
+    assert [folder.claim(str(tmp_path / "one")) for _ in range(3)] == [True, False, False]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_machine_without_gpus_has_none_to_check(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--gpu"], "torch sees no GPU here"),
-        (["--gpu", "--address", "auto"], "does not go with --address"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", *words])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--gpu"], "torch sees no GPU here"),
+     (["--gpu", "--address", "auto"], "does not go with --address")],
+)  # fmt: skip
+def test_a_machine_without_gpus_has_none_to_check(words, said, moebius):
+    done = moebius("doctor", *words)
+    assert done.code == 2
+    assert said in done.text
+
+
+def test_this_machine(tmp_path, moebius):
+    """The whole command: one node, whose ranks run under a job's own agent."""
+    links = tmp_path / "links.json"
+    done = moebius("doctor", "--run-dir", tmp_path / "runs", "--links", links, "--json")
+    findings = [json.loads(line) for line in done.out.splitlines()]
+    verdicts = {each["check"]: each["verdict"] for each in findings}
+    assert verdicts.keys() >= {"versions", "disk space", "fsync", "memory", "GPUs", "all-to-all"}
+    assert done.code == int("fail" in verdicts.values())
+    assert verdicts["all-to-all"] == "ok"
+    assert os.listdir(tmp_path / "runs") == []
+    assert read_table(links).worlds("all_to_all") == [2]
 
 
 @pytest.mark.slow
-def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    links = tmp_path / "links.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--run-dir", str(tmp_path / "runs"), "--links", str(links), "--json"])
-    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    verdicts = {each["check"]: each["verdict"] for each in findings}
-    assert set(verdicts) == {
-        *("versions", "disk space", "fsync", "shared memory", "ports", "GPUs", "all-to-all")
-    }
-    assert ended.value.code == int("fail" in verdicts.values())
-    assert verdicts["all-to-all"] != "fail"
-    assert read_table(links).worlds("all_to_all") == [2]
+def test_a_simulated_cluster_and_the_planner(tmp_path, monkeypatch, capsys):
+    """Two pretended nodes, the whole command, and a plan that uses what it measured."""
+    pytest.importorskip("ray")
+    from moebius.cluster.places.standing import end_cluster, start_cluster
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    links, runs = tmp_path / "links.json", tmp_path / "runs"
+    standing = start_cluster(2, cpus_per_node=2)
+    try:
+        words = ["--address", "simulated", "--run-dir", str(runs)]
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *words, "--links", str(links), "--json"])
+    finally:
+        end_cluster(standing, force=True)
+    found = {line["check"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    for check in ("nodes", "versions", "clocks", "ports", "shared folder", "all-to-all"):
+        assert found[check]["verdict"] == "ok", found[check]
+    assert "2 of 2 answer" in found["nodes"]["found"]
+    assert ended.value.code == int(any(each["verdict"] == "fail" for each in found.values()))
+    assert os.listdir(runs) == []
     measured = json.loads(links.read_text())
-    assert measured["alpha_s"] >= 0
-    assert measured["beta_s_per_byte"] >= 0
+    assert measured["nodes"] == ["127.0.0.2", "127.0.0.3"]
+    assert [pair["nodes"] for pair in measured["pairs"]] == [
+        ["127.0.0.2", "127.0.0.2"],
+        ["127.0.0.2", "127.0.0.3"],
+        ["127.0.0.3", "127.0.0.3"],
+    ]
+    assert read_table(links).worlds("all_to_all") == [2, 4]
+    with pytest.raises(SystemExit) as planned:
+        main(["plan", "smoke", "--nodes", "1", "--measured", str(links), "--json"])
+    assert planned.value.code == 0

@@ -89,7 +89,7 @@ def test_the_operators_rules_refuse_what_the_schema_lets_through():
 
 @pytest.mark.parametrize("version", ["", "2.51.1", "2.60", "latest", "2.60.0; x"])
 def test_a_version_of_ray_without_tokens_is_refused(version):
-    with pytest.raises(JobError, match=r"^--ray-version .* at least 2\.52\.0"):
+    with pytest.raises(JobError, match=r"^ray_version .* at least 2\.52\.0"):
         kuberay_manifest(config(), replace(SETTINGS, ray_version=version))
 
 
@@ -141,7 +141,7 @@ def test_hostile_settings_are_refused(field, text):
     settings = replace(SETTINGS, **{field: text})
     if field == "run_dir" and text == "":
         return  # as if none were given
-    with pytest.raises(JobError, match=f"^--{field.replace('_', '-')} "):
+    with pytest.raises(JobError, match=f"^{'--run-dir' if field == 'run_dir' else field} "):
         kuberay_manifest(config(), settings)
 
 

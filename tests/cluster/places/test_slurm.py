@@ -12,7 +12,7 @@ import pytest
 from jobs import wait_for
 
 from moebius.cluster.job import JobError
-from moebius.cluster.places.slurm import SlurmSettings, parse_options, slurm_script
+from moebius.cluster.places.slurm import SlurmSettings, slurm_script
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.recipes.smoke import RECIPES
@@ -82,13 +82,14 @@ def test_what_slurm_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["partition", "=gpu", "partition=", "partition=a b", "partition=$(id)", "time=1;id", "a\nb=c",
-     "nodes=9", "job-name=x", "partition=a\n#SBATCH --uid=0"],
+    ("key", "value"),
+    [("", "gpu"), ("partition", ""), ("partition", "a b"), ("partition", "$(id)"),
+     ("time", "1;id"), ("a\nb", "c"), ("nodes", "9"), ("job-name", "x"),
+     ("partition", "a\n#SBATCH --uid=0")],
 )  # fmt: skip
-def test_options_of_sbatch_that_are_refused(word):
-    with pytest.raises(JobError, match="--sbatch"):
-        parse_options([word])
+def test_options_of_sbatch_that_are_refused(key, value):
+    with pytest.raises(JobError, match="sbatch"):
+        SlurmSettings.of({key: value}, run_dir="/runs/a")
 
 
 def test_paths_that_cannot_be_printed_are_refused():

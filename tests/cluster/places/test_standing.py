@@ -42,6 +42,7 @@ class FakeNodes:
 
     def __init__(self) -> None:
         self.killed: list[int] = []
+        self.added = 0
 
     def describe(self) -> list[dict[str, Any]]:
         return [
@@ -56,6 +57,7 @@ class FakeNodes:
         return 7
 
     def add(self) -> int:
+        self.added += 1
         return 2
 
 
@@ -97,21 +99,24 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str
     return ended.value.code, " ".join((printed.out + printed.err).split())
 
 
-def test_the_commands_ask_the_host(fake, capsys):
-    code, said = answer(capsys, "cluster", "status")
-    assert code == 0
-    assert "fake 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in said
-    record = json.loads(answer(capsys, "cluster", "status", "fake", "--json")[1])
+def test_the_commands_ask_the_host(fake, moebius):
+    shown = moebius("cluster", "up")
+    assert shown.code == 0
+    assert "fake 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in shown.text
+    record = json.loads(moebius("cluster", "up", "fake", "--json").out)
     page = (Path(__file__).parents[3] / "docs" / "cluster_up.md").read_text()
     table = page.partition("<!-- cluster -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
-    assert answer(capsys, "cluster", "kill-node", "1") == (0, "node 1 is gone, with 7 processes")
+    assert moebius("cluster", "up", "fake", "--simulate", "4").out == shown.out, "it is up"
+    assert moebius("cluster", "down", "--node", "1").out == "node 1 is gone, with 7 processes\n"
     assert fake.killed == [1]
-    code, said = answer(capsys, "cluster", "kill-node", "0")
-    assert (code, said) == (2, "error: simulated cluster 'fake': node 0 is the head")
-    assert answer(capsys, "cluster", "add-node") == (0, "node 2 has joined")
-    assert answer(capsys, "cluster", "status", "other")[0] == 2
+    refused = moebius("cluster", "down", "--node", "0")
+    assert refused.code == 2
+    assert "simulated cluster 'fake': node 0 is the head" in refused.text
+    assert moebius("cluster", "up", "--add-node").code == 0
+    assert fake.added == 1
+    assert moebius("cluster", "up", "other").code == 2
 
 
 def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):
@@ -214,10 +219,8 @@ with cluster_at("simulated") as ray:
 
 
 @pytest.mark.slow
-def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, capsys):
-    """Everything by hand, as the page says: up, a job, kill-node, add-node, down; then a killed
-    host.
-    """
+def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, moebius):
+    """Everything by hand, as the page says: up, a job, a node less, another one, down."""
     pytest.importorskip("ray")
     cluster = start_cluster(2, cpus_per_node=2)
     everything = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
@@ -236,8 +239,8 @@ def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, s
         assert cluster.ask("status")["runs"] == [str(run_dir)]
         with pytest.raises(JobError, match="jobs are at work"):
             end_cluster(cluster)
-        assert answer(capsys, "cluster", "kill-node", "1")[0] == 0
-        assert answer(capsys, "cluster", "add-node") == (0, "node 2 has joined")
+        assert moebius("cluster", "down", "--node", "1").code == 0
+        assert "node 2" in moebius("cluster", "up", "--add-node").text
         let_go(run_dir)
         asked = subprocess.run(
             [sys.executable, "-c", USE], capture_output=True, text=True, check=True, timeout=120

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moebius.cluster.job import Journal, JournalEntry, RootCause, State, as_details
 from moebius.cluster.liveness import beat
-from moebius.cluster.report.run_list import find_runs, is_recent, jobs_table, read_reports
+from moebius.cluster.report.run_list import find_runs, is_recent, read_reports, run_table
 from moebius.cluster.report.run_report import last_checkpoint, read_report, short_cause
 
 HOUR = 3600.0
@@ -182,7 +182,7 @@ def test_a_run_folder_is_not_broken_in_a_narrow_terminal(tmp_path, width, shown)
     folder = tmp_path / "sweep" / "learning_rate_7"
     write_night(folder, begun=time.time() - HOUR)
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(jobs_table([read_report(folder)], tmp_path, width=width))
+    screen.print(run_table([read_report(folder)], tmp_path, width=width))
     assert isinstance(screen.file, io.StringIO)
     header, row = screen.file.getvalue().splitlines()
     assert "sweep/learning_rate_7" in row

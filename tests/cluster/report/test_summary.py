@@ -12,7 +12,7 @@ from rich.console import Console
 from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
 from moebius.cluster.report.live import follow
 from moebius.cluster.report.logs import follow_logs
-from moebius.cluster.report.summary import closing_words, draw_summary, duration, status_table
+from moebius.cluster.report.summary import closing_words, draw_summary, duration
 
 
 def write_metrics(
@@ -136,22 +136,6 @@ def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
     assert f"log: {tmp_path}/logs/g001/node1/rank3.log" in text
 
 
-def test_table_of_jobs(tmp_path):
-    statuses = [
-        JobStatus(
-            tmp_path / "a", State.RUNNING, step=3, total_steps=9, loss=1.5, reason="first step"
-        ),
-        JobStatus(tmp_path / "b", State.FAILED, restarts=2, reason="gave up [x]"),
-    ]
-    console = Console(file=io.StringIO(), width=250)
-    console.print(status_table(statuses))
-    assert isinstance(console.file, io.StringIO)
-    header, first, second = console.file.getvalue().splitlines()
-    assert header.split() == ["run", "state", "step", "loss", "restarts", "reason"]
-    assert first.split()[1:5] == ["RUNNING", "3/9", "1.5000", "0"]
-    assert second.split()[1:] == ["FAILED", "2", "gave", "up", "[x]"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
 )
@@ -191,7 +175,6 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     screen = io.StringIO()
     console = Console(file=screen, width=400)
     console.print(closing_words(status, picture=picture))
-    console.print(status_table([status]))
     said = screen.getvalue()
     shown = ["reason", "summary"]
     shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []

@@ -1,0 +1,337 @@
+"""Checks machines before money is spent there: asks all nodes the same, and judges their answers.
+
+    nodes answer → facts of each → clocks → ports between all → the shared folder → the self-test
+
+Nodes are those of a Ray cluster (ray_probes.py), or this machine alone, as the one node. A node that
+is silent, or cannot do what it is asked for, becomes a finding and is left out of what follows;
+nothing waits for it longer than its limit. The self-test runs ranks under the job's own agents.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from ..job import Launch
+from ..nodes.assignment import AgentReport, Assignment
+from .facts import NodeFacts
+from .findings import (
+    Finding,
+    FolderTrial,
+    Link,
+    Offset,
+    Reached,
+    Written,
+    judge_clocks,
+    judge_folder,
+    judge_gpus,
+    judge_interfaces,
+    judge_limits,
+    judge_links,
+    judge_memory,
+    judge_ports,
+    judge_silent,
+    judge_versions,
+)
+from .folder import PREFIX, Seen
+from .probe import NodeFault, NodeSilent
+
+T = TypeVar("T")
+
+CONNECT_LIMIT_S = 5.0
+RANKS_PER_NODE = 2  # of the self-test
+_AT_ONCE = 64  # nodes that are asked at the same time
+_CLOCK_ASKED = 8  # times; the quickest answer tells most
+_EXCHANGE_LIMIT_S = 180.0
+_POLL_S = 0.2
+_SEEN_LIMIT_S = 5.0  # how late a network file system may show a new file
+_FAULTS = (NodeSilent, NodeFault, OSError)
+
+
+class Fitted(Protocol):
+    """Declares what is fitted to times: t = α + β · bytes."""
+
+    @property
+    def alpha_s(self) -> float: ...
+    @property
+    def beta_s_per_byte(self) -> float: ...
+
+
+# Of (bytes, seconds): planning/measured.py has it, which stands on another floor.
+Fit = Callable[[Sequence[tuple[float, float]]], Fitted]
+
+
+@dataclass
+class Examination:
+    """Collects what is found out."""
+
+    findings: list[Finding] = field(default_factory=list)
+    links: dict[str, Any] | None = None  # what the planner reads, and more
+
+
+class _Nodes:
+    """The nodes that still answer."""
+
+    def __init__(self, nodes: Mapping[str, Any], silent: Mapping[str, str]) -> None:
+        self.alive = dict(nodes)
+        self.silent = dict(silent)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.alive)
+
+    def ask(
+        self, what: Callable[[str, Any], T], *, of: Sequence[str] | None = None
+    ) -> dict[str, T]:
+        """Asks nodes (all, where none are named) at the same time; who is silent is left out."""
+        asked = [name for name in (self.names if of is None else of) if name in self.alive]
+        given: dict[str, T] = {}
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            answers = {name: pool.submit(what, name, self.alive[name]) for name in asked}
+            for name, answer in answers.items():
+                try:
+                    given[name] = answer.result()
+                except _FAULTS as error:
+                    self.silent[name] = str(error)
+                    del self.alive[name]
+        return given
+
+
+def examine(
+    nodes: Mapping[str, Any],
+    run_dir: str,
+    *,
+    fit: Fit,
+    limit_s: float,
+    silent: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> Examination:
+    """Checks nodes.
+
+    Args:
+        nodes: a `Probe` or `RemoteProbe` each, by the address at which the others reach it.
+        run_dir: where runs go.
+        fit: finds α and β of measured times.
+        limit_s: for a node to answer.
+        silent: nodes that did not even begin to answer, and why.
+        tell: called with what is being done.
+    """
+    group, done = _Nodes(nodes, silent or {}), Examination()
+    tell("facts of each node")
+    if facts := group.ask(lambda _, node: node.facts()):
+        done.findings += _judge_facts([*facts.values()])
+        tell("clocks")
+        if offsets := group.ask(lambda _, node: _offset(node)):
+            done.findings.append(judge_clocks(offsets))
+        tell("ports between all nodes")
+        done.findings.append(judge_ports(_try_ports(group)))
+        tell("the shared folder")
+        done.findings += judge_folder(_try_folder(group, run_dir), run_dir)
+        tell("self-test: ranks on all nodes")
+        _self_test(done, group, fit)
+    num_nodes = len(nodes) + len(silent or {})
+    done.findings.insert(0, judge_silent(group.silent, num_nodes, limit_s))
+    return done
+
+
+def _judge_facts(facts: list[NodeFacts]) -> list[Finding]:
+    judges = (judge_versions, judge_limits, judge_memory, judge_gpus, judge_interfaces)
+    return [judge(facts) for judge in judges]
+
+
+def _offset(node: Any) -> Offset:
+    """Reads a clock as Cristian did: half of the quickest round trip is the error's bound."""
+    best = Offset(0.0, float("inf"))
+    for _ in range(_CLOCK_ASKED):
+        asked = time.time(), time.monotonic()
+        theirs = node.clock()
+        half_s = (time.monotonic() - asked[1]) / 2
+        if half_s < best.error_s:
+            best = Offset(theirs - (asked[0] + half_s), half_s)
+    return best
+
+
+def _try_ports(group: _Nodes) -> dict[tuple[str, str], Reached]:
+    """Makes every node connect to every other, one listener after the other."""
+    reached = {}
+    for there, port in group.ask(lambda _, node: node.listen()).items():
+        others = [name for name in group.names if name != there]
+        answers = group.ask(
+            lambda _, node, at=there, port=port: node.connect(at, port, CONNECT_LIMIT_S), of=others
+        )
+        reached |= {(here, there): answer for here, answer in answers.items()}
+    return reached
+
+
+# The shared folder --------------------------------------------------------------------------------
+
+
+def _try_folder(group: _Nodes, where: str) -> FolderTrial:
+    token = secrets.token_hex(8)
+    path = f"{where}/{PREFIX}{token}"
+    first, others = group.names[0], group.names[1:]
+    written, faults = _write(group, path)
+    unseen: dict[str, str] = {}
+    gaps: dict[str, str] = {}
+    seconds, winners = [0.0], 1
+    if not faults and others:
+        seen = _await(group, others, f"{path}-{first}", first, None)
+        unseen = {node: each.why for node, each in seen.items() if each.seconds is None}
+        seconds += [each.seconds for each in seen.values() if each.seconds is not None]
+    if not faults and others and not unseen:
+        winners = sum(group.ask(lambda _, node: node.claim(f"{path}-claimed")).values())
+        gaps = _try_rename(group, f"{path}-{first}", first)
+    group.ask(lambda _, node: _quietly(lambda: node.clean(where, token)))
+    return FolderTrial(written, faults, unseen, max(seconds), gaps, winners)
+
+
+def _write(group: _Nodes, path: str) -> tuple[dict[str, Written], dict[str, str]]:
+    """Makes every node write a file with its own name into the folder."""
+    faults: dict[str, str] = {}
+
+    def write(name: str, node: Any) -> Written | None:
+        try:
+            return node.publish(f"{path}-{name}", name)
+        except (NodeFault, OSError) as error:
+            faults[name] = str(error)
+        return None
+
+    answers = group.ask(write)
+    return {name: each for name, each in answers.items() if each is not None}, faults
+
+
+def _await(
+    group: _Nodes, readers: Sequence[str], path: str, text: str, before: str | None
+) -> dict[str, Seen]:
+    return group.ask(lambda _, node: node.await_text(path, text, _SEEN_LIMIT_S, before), of=readers)
+
+
+def _try_rename(group: _Nodes, path: str, first: str) -> dict[str, str]:
+    """Replaces the first node's file while all others look at it; returns what they saw between."""
+    others, text = [name for name in group.names if name != first], secrets.token_hex(2048)
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(_await, group, others, path, text, first)
+        time.sleep(_POLL_S)  # who begins to look later sees less, and nothing wrong
+        _quietly(lambda: group.alive[first].publish(path, text))
+        seen = looking.result()
+    return {node: each.gap for node, each in seen.items() if each.gap}
+
+
+def _quietly(act: Callable[[], object]) -> None:
+    """Does something whose failure was found out before, or leaves an empty file behind."""
+    try:
+        act()
+    except (NodeFault, OSError):
+        return
+
+
+# The self-test ------------------------------------------------------------------------------------
+
+
+def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
+    """Runs ranks on all nodes, and judges the links by what they measure."""
+    names = group.names
+    try:
+        measured = run_exchange(group.alive, RANKS_PER_NODE)
+    except _FAULTS as error:
+        advice = "see the findings above; `moebius submit` would fail in the same way"
+        done.findings.append(Finding("self-test", "fail", str(error), advice))
+        return
+    world = len(names) * RANKS_PER_NODE
+    if not measured["sound"]:
+        advice = "memory, a cable or a card is faulty: split the nodes and look again"
+        found = f"{world} ranks on {len(names)} node(s) got wrong numbers"
+        done.findings.append(Finding("self-test", "fail", found, advice))
+        return
+    links = list(_links_of(measured, names))
+    done.links = _links_record(measured, links, names, fit)
+    rate = 1 / (done.links["beta_s_per_byte"] or float("inf")) / 1e9
+    found = (
+        f"{world} ranks on {len(names)} node(s): α {done.links['alpha_s'] * 1e6:,.0f} µs, "
+        f"1/β {rate:,.2f} GB/s, every number right"
+    )
+    done.findings.append(Finding("all-to-all", "ok", found))
+    on_nodes = [link for link in links if link.first == link.second]
+    between = [link for link in links if link.first != link.second]
+    for kind, some in (("links on a node", on_nodes), ("links between nodes", between)):
+        if some:
+            done.findings.append(judge_links(kind, some))
+
+
+def run_exchange(
+    nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
+) -> dict[str, Any]:
+    """Returns what rank 0 has measured (exchange.py).
+
+    Raises:
+        NodeFault: ranks have failed, or were not done in time; with the first cause.
+        NodeSilent: a node does not answer any more.
+    """
+    names, probes = list(nodes), list(nodes.values())
+    launch = Launch(
+        run_dir=f"/tmp/moebius-doctor-{secrets.token_hex(8)}",
+        num_nodes=len(probes),
+        ranks_per_node=ranks_per_node,
+        name="doctor",
+        warm_start=False,
+    )
+    port, secret = probes[0].free_port(), secrets.token_hex(32)
+    try:
+        for number, (name, probe) in enumerate(nodes.items()):
+            assignment = Assignment(launch, 1, number, names[0], port, name, secret=secret)
+            probe.start_exchange(assignment, backend)
+        _await_exchange(nodes)
+        return json.loads(probes[0].exchange_result())
+    finally:
+        _Nodes(nodes, {}).ask(lambda _, probe: _quietly(probe.end_exchange))
+
+
+def _await_exchange(nodes: Mapping[str, Any]) -> None:
+    deadline = time.monotonic() + _EXCHANGE_LIMIT_S
+    while True:
+        reports = {name: probe.exchange_report() for name, probe in nodes.items()}
+        for name, report in reports.items():
+            if report is not None and not report.ok:
+                raise NodeFault(f"the ranks on {name} failed: {_why(report)}")
+        if None not in reports.values():
+            return
+        if time.monotonic() > deadline:
+            late = [name for name, report in reports.items() if report is None]
+            raise NodeFault(f"no end after {_EXCHANGE_LIMIT_S:.0f} s on {', '.join(late)}")
+        time.sleep(_POLL_S)
+
+
+def _why(report: AgentReport) -> str:
+    failure = next(iter(report.failures), None)
+    if failure is None:
+        return report.message or "without a word"
+    return f"rank {failure.rank}: {failure.error or f'exit code {failure.exit_code}'}"
+
+
+def _links_of(measured: Mapping[str, Any], names: Sequence[str]) -> Iterator[Link]:
+    """Yields the links that were measured: each pair in one direction."""
+    for first, row in zip(names, measured["pairs"], strict=True):
+        for second, seconds in zip(names, row, strict=True):
+            if any(seconds):
+                yield Link(first, second, dict(zip(measured["sizes"], seconds, strict=True)))
+
+
+def _links_record(
+    measured: Mapping[str, Any], links: Sequence[Link], names: Sequence[str], fit: Fit
+) -> dict[str, Any]:
+    """Returns the file that `moebius plan --measured` reads, with more for people and scripts."""
+    rows = measured["rows"]
+    widest = max(row["world"] for row in rows)
+    fitted = fit([(row["bytes"], row["seconds"]) for row in rows if row["world"] == widest])
+    pairs = [{"nodes": [link.first, link.second], "seconds": dict(link.seconds)} for link in links]
+    return {
+        "rows": rows,
+        "ranks_per_node": RANKS_PER_NODE,
+        "alpha_s": fitted.alpha_s,
+        "beta_s_per_byte": fitted.beta_s_per_byte,
+        "nodes": list(names),
+        "pairs": pairs,
+    }
