@@ -1,4 +1,4 @@
-"""What prepares a job's data beside its ranks: a process of its own, bound to the supervision.
+"""Preparing data on a cluster, and beside a job's ranks: a process of its own, bound to the supervisor.
 
     python -m moebius.cluster.prepare_data RUN_DIR --workers N
     python -m moebius.cluster.prepare_data RUN_DIR --address HOST:PORT --capacity N
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
-from ..data_pipeline.make.prepare import prepare
+from ..data_pipeline.make.prepare import OnPoison, prepare
+from ..data_pipeline.manifest import DatasetManifest
 from ..data_pipeline.prepare_config import PrepareConfig
 from .nodes import processes
 from .report.data_progress import COMPLETE, EXIT_FAILED, FAILED, ProgressLog
@@ -69,6 +70,41 @@ def _pool(options: argparse.Namespace) -> Iterator[TaskPool]:
 
     with connected(options.address), RayPool(capacity=options.capacity) as pool:
         yield pool
+
+
+def prepare_on_cluster(
+    config: PrepareConfig,
+    directory: str | Path,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+    on_poison: OnPoison = "auto",
+) -> DatasetManifest:
+    """Prepares a folder with Ray tasks, for `moebius prepare`, and shows it.
+
+    The tasks run on the cluster at `address`, or in `workers` processes here.
+    """
+    from rich.console import Console
+
+    from .places.ray_session import require_ray
+    from .places.simulated import simulated_cluster
+    from .places.standing import cluster_at
+    from .ray_tasks import RayPool
+    from .report.live import show_preparation
+
+    require_ray()
+    workers = workers or os.cpu_count() or 1
+    place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
+    with place, RayPool(capacity=workers if address is None else None) as pool:
+        with show_preparation(Console()) as on_progress:
+            return prepare(
+                config,
+                directory,
+                pool=pool,
+                on_progress=on_progress,
+                on_poison=on_poison,
+                report=True,
+            )
 
 
 if __name__ == "__main__":

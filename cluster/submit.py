@@ -1,9 +1,15 @@
-"""Submitting a job: what the command line calls.
+"""Submitting a job to a cluster: what `moebius submit` calls.
 
-`submit` connects to a cluster (the one at `address`, or a simulated one on this machine), prepares
-the data there, starts the job's supervisor and watches. On a real cluster the job does not need us
-from then on: it outlives the command line, and `stop`, `read_status` and `watch.follow` find it
-through its run folder. A simulated cluster ends with its user.
+    1. open       the run folder is made, or found to hold this run
+    2. connect    to the cluster at an address, or to one that is simulated here for this job
+    3. prepare    the data, as Ray tasks
+    4. start      the job's supervisor, a detached actor (supervise/actor.py)
+    5. follow     the run folder, until the job has ended
+
+On a real cluster the job does not need this process from step 4 on: it outlives the command line,
+and `stop`, `read_status` and `follow` find it through its run folder. A simulated cluster ends with
+its user, so there the nodes and the supervisor come up while data is prepared, and the embedded
+corpus, which needs no cluster, is prepared while the cluster comes up.
 """
 
 import contextlib
@@ -12,28 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from ..data_pipeline.make.pools import TaskPool
-from ..data_pipeline.make.prepare import OnPoison, prepare
-from ..data_pipeline.manifest import DatasetManifest
+from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
-from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
-from .job import (
-    SIMULATED,
-    JobError,
-    JobStatus,
-    Launch,
-    begin_submission,
-    read_status,
-    refuse_if_running,
-)
+from .job import JobError, JobStatus, Launch, read_status, refuse_if_running
+from .launch import begin_job, make_launch, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import disconnect, require_ray
 from .places.simulated import simulated_cluster
@@ -41,26 +38,14 @@ from .places.standing import cluster_at
 from .ray_tasks import RayPool
 from .report.live import follow, show_preparation
 from .report.summary import closing_words, draw_summary
-from .scale import ScaleRequest, write_request
-from .shipped_code import Shipment, record_environment
+from .scale import ScaleRequest
+from .shipped_code import Shipment
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
 
-FORWARDED = (
-    "MOEBIUS_",
-    "NCCL_",
-    "FI_",  # libfabric's, beneath NCCL
-    "GLOO_",
-    "TORCH_",
-    "PYTORCH_",
-    "TRITON_",
-    "CUDA_",
-    "OMP_",
-)  # settings of the submitter's shell that ranks get
-FORWARDED_NAMES = ("CC", "CXX")  # the compilers of kernels
-_NEVER = "CUDA_VISIBLE_DEVICES"  # which GPUs a rank has is its own node's affair
-# and those of the services that the run's metrics go to, keys too, in memory and in no file of ours
-_OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
+if TYPE_CHECKING:
+    from .supervise.actor import HeldSupervisor
+
 RELEASE_TIMEOUT_S = 30.0
 
 
@@ -90,7 +75,7 @@ def submit(
             process.
         command: of one rank, instead of the training loop.
         scale: another number of nodes than the configuration's, from an earlier `moebius scale`.
-        shipment: the code that the nodes are given, while `shipping` (shipping/runtime.py).
+        shipment: the code that the nodes are given, while `shipping` (shipped_code.py).
         live: redraw in place or write lines; by default as the console can.
 
     Raises:
@@ -103,37 +88,18 @@ def submit(
             "a simulated cluster ends with this command: to leave a job alone, give the address of "
             "a real one"
         )
+    require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    require_ray()
-    refuse_if_running(run_dir)
-    open_run(config, run_dir)
-    beside = prepares_beside(config)
+    open_folder(config, run_dir)
+    data = _Data(config, console, live)
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
-    is_ours = address is None
-    # the corpus that needs no cluster is prepared while the cluster comes up
-    is_first = is_ours and not beside and _needs_no_cluster(config.prepare)
-    show = partial(_prepare, config.prepare, config.data.directory, console, live=live)
-    meanwhile = partial(show, pool=None) if is_first else None
-    with _cluster(config, address, console, num_nodes=num_nodes, meanwhile=meanwhile):
-        from .supervise.actor import hold_supervisor, place_ahead, start_supervisor
+    with _connected(config, address, console, num_nodes=num_nodes, meanwhile=data.prepare_early):
+        from .supervise.actor import start_supervisor
 
-        launch = make_launch(
-            config,
-            run_dir,
-            address=address,
-            command=command,
-            prepares_data=beside,
-        )
-        if is_ours and scale is None:  # its nodes may be held, and import, while data is prepared
-            launch = place_ahead(launch)
-        held = hold_supervisor(launch) if is_ours else None
-        if not beside and not is_first:
-            with RayPool(capacity=os.cpu_count() if is_ours else None) as pool:
-                show(pool=pool)
-        _begin(launch, scale, shipment)
-        if not is_ours and scale is None:
-            launch = place_ahead(launch)
+        launch = make_launch(config, run_dir, address=address, command=command)
+        make_ready = _make_ready_here if address is None else _make_ready_at
+        launch, held = make_ready(launch, data, scale, shipment)
         with interrupts_stop_the_job(run_dir):
             start_supervisor(launch, held)
             if detach:
@@ -141,194 +107,113 @@ def submit(
             disconnect()  # Ray ends its clients when its control store is gone; files stay
             status = follow(run_dir, console=console, live=live)
             _await_release(run_dir)
-    picture = draw_summary(run_dir) if status.step is not None else None
-    console.print(closing_words(status, picture=picture))
+    show_end(status, console)
     return status
 
 
-def _begin(
-    launch: Launch, scale: ScaleRequest | None = None, shipment: Shipment | None = None
-) -> None:
-    code = record_environment(Path(launch.run_dir), shipment)
-    if scale is None:
-        return begin_submission(launch, **code)
-    note = f"; goes on with {scale.num_nodes} node(s), as `moebius scale` asked before"
-    begin_submission(launch, note=note, **code)
-    write_request(Path(launch.run_dir), scale)
+def open_folder(config: Config, run_dir: Path) -> None:
+    """Makes the run folder, or checks that it holds this run and that no job is at work there."""
+    refuse_if_running(run_dir)
+    open_run(config, run_dir)
 
 
-def prepare_on_cluster(
-    config: PrepareConfig,
-    directory: str | Path,
-    *,
-    address: str | None = None,
-    workers: int | None = None,
-    on_poison: OnPoison = "auto",
-    console: Console | None = None,
-) -> DatasetManifest:
-    """Prepares a folder with Ray tasks.
-
-    On the cluster at `address`, or with `workers` processes here.
-    """
-    console = console or Console()
-    require_ray()
-    workers = workers or os.cpu_count() or 1
-    place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
-    with place, RayPool(capacity=workers if address is None else None) as pool:
-        return _prepare(config, directory, console, live=None, pool=pool, on_poison=on_poison)
-
-
-def make_launch(
-    config: Config,
-    run_dir: Path,
-    *,
-    address: str | None,
-    command: Sequence[str] = (),
-    prepares_data: bool = False,
-) -> Launch:
-    """Returns the launch of a job on the cluster that this process is connected to."""
-    job = config.job
-    gpus = _simulated_gpus(config) if address is None else _cluster_gpus(config)
-    return Launch(
-        run_dir=str(run_dir),
-        num_nodes=job.num_nodes,
-        ranks_per_node=job.ranks_per_node,
-        name=job.name,
-        command=tuple(command),
-        environment=_forwarded(config),
-        gpus_per_node=gpus,
-        start_timeout_s=job.start_timeout_s,
-        rehearse_failure_at_step=job.rehearse_failure_at_step,
-        warm_start=job.warm_start,
-        prepares_data=prepares_data,
-        where=SIMULATED if address is None else address,
-        needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
-        layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
-        **patience(config),
-    )
-
-
-def _forwarded(config: Config) -> dict[str, str]:
-    """Returns what ranks get of this shell's environment."""
-    sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.metrics.sinks)
-    prefixes = (*FORWARDED, *sinks)
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if (key.startswith(prefixes) or key in FORWARDED_NAMES) and key != _NEVER
-    }
-
-
-def patience(config: Config) -> dict[str, Any]:
-    """Returns what a launch puts up with, as the configuration says."""
-    job = config.job
-    return {
-        "max_restarts": job.max_restarts,
-        "max_node_losses": job.max_node_losses,
-        "min_nodes": job.min_nodes,
-        "wait_for_node_s": job.wait_for_node_s,
-        "give_up_after_s": job.give_up_after_s,
-    }
+def show_end(status: JobStatus, console: Console) -> None:
+    """Prints how a job has ended, and draws its curves into the run folder."""
+    picture = draw_summary(status.run_dir) if status.step is not None else None
+    console.print(closing_words(status, picture=picture))
 
 
 @contextlib.contextmanager
-def _cluster(
+def _connected(
     config: Config,
     address: str | None,
     console: Console,
     *,
     num_nodes: int,
-    meanwhile: Callable[[], object] | None,
+    meanwhile: Callable[[], None],
 ) -> Iterator[None]:
-    job = config.job
+    """Connects to a cluster while inside; `meanwhile` is called while one that is ours comes up."""
     if address is not None:
         with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return
     gpus = None
-    if per_node := _simulated_gpus(config):
+    if per_node := simulated_gpus(config):
         gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
     started = time.monotonic()
     # what a node claims for preparing is beyond what its ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
-    cpus = job.ranks_per_node + for_data
+    cpus = config.job.ranks_per_node + for_data
     place = simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus, meanwhile=meanwhile)
     with place:
         seconds = time.monotonic() - started
-        console.print(
-            f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s",
-            highlight=False,
-        )
+        words = f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s"
+        console.print(words, highlight=False)
         yield
 
 
-def _simulated_gpus(config: Config) -> int:
-    """GPUs of each pretended node: one per rank when this machine has enough, for ranks cannot
-    share one under NCCL.
-    """
-    if config.train.device == "cpu":
-        return 0
-    import torch
-
-    have = torch.cuda.device_count()
-    if have >= config.world_size:
-        return config.job.ranks_per_node
-    if config.train.device == "cuda":
-        raise JobError(
-            f"train.device=cuda needs one GPU per rank, {config.world_size} in all, and this "
-            f"machine has {have}: "
-            "lower job.num_nodes or job.ranks_per_node, or set train.device=cpu"
-        )
-    return 0
+def needs_no_cluster(config: PrepareConfig) -> bool:
+    """Returns whether the embedded corpus is all there is, which is read in this process."""
+    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
-def _cluster_gpus(config: Config) -> int:
-    """GPUs of each node of a real cluster: one per rank, and with device "auto" none if too few
-    nodes have them.
-    """
-    import ray
+class _Data:
+    """Prepares the data of a run, once, and shows it."""
 
-    per_node = config.job.ranks_per_node
-    fitting = sum(
-        node["Alive"] and node["Resources"].get("GPU", 0) >= per_node for node in ray.nodes()
-    )
-    enough = fitting >= config.job.num_nodes
-    return (
-        per_node
-        if config.train.device == "cuda" or (config.train.device == "auto" and enough)
-        else 0
-    )
+    def __init__(self, config: Config, console: Console, live: bool | None) -> None:
+        self._config = config
+        self._show = partial(show_preparation, console, live=live)
+        self._is_done = prepares_beside(config)  # by a process of the supervisor's
+
+    def prepare_early(self) -> None:
+        """Prepares the data in this process if that needs no cluster."""
+        if needs_no_cluster(self._config.prepare):
+            self.prepare(None)
+
+    def prepare(self, pool: TaskPool | None) -> None:
+        """Prepares the data, unless that was done or is left to a process beside the ranks."""
+        if self._is_done:
+            return
+        directory = self._config.data.directory
+        with self._show() as on_progress:
+            prepare(
+                self._config.prepare, directory, pool=pool, on_progress=on_progress, report=True
+            )
+        self._is_done = True
 
 
-def _needs_no_cluster(prepare: PrepareConfig) -> bool:
-    """Returns whether the embedded corpus is all there is; `prepare` reads it in this process."""
-    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in prepare.all_sources)
+def _make_ready_here(
+    launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
+) -> "tuple[Launch, HeldSupervisor | None]":
+    """Prepares the data while the nodes and the supervisor come up on a cluster of our own."""
+    from .supervise.actor import hold_supervisor, place_ahead
+
+    if scale is None:
+        launch = place_ahead(launch)
+    held = hold_supervisor(launch)
+    with RayPool(capacity=os.cpu_count()) as pool:
+        data.prepare(pool)
+    begin_job(launch, scale, shipment)
+    return launch, held
 
 
-def _prepare(
-    config: PrepareConfig,
-    directory: str | Path,
-    console: Console,
-    *,
-    live: bool | None,
-    pool: TaskPool | None,
-    on_poison: OnPoison = "auto",
-) -> DatasetManifest:
-    with show_preparation(console, live=live) as on_progress:
-        return prepare(
-            config,
-            directory,
-            pool=pool,
-            on_progress=on_progress,
-            on_poison=on_poison,
-            report=True,
-        )
+def _make_ready_at(
+    launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
+) -> "tuple[Launch, HeldSupervisor | None]":
+    """Prepares the data on a cluster that others use, too; its nodes are taken afterwards."""
+    from .supervise.actor import place_ahead
+
+    with RayPool() as pool:
+        data.prepare(pool)
+    begin_job(launch, scale, shipment)
+    return (place_ahead(launch) if scale is None else launch), None
 
 
 def _await_release(run_dir: Path) -> None:
-    """Waits until the supervisor has given its nodes back, so that nothing is left when we return;
-    its heartbeat is the last thing that it takes away.
+    """Waits until the supervisor has given its nodes back, so that nothing is left when we return.
+
+    Its heartbeat is the last thing that it takes away.
     """
     if not read_status(run_dir).state.is_final:
         return  # it is lost, and gives nothing back

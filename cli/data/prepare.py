@@ -123,7 +123,7 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ValueError(f"--workers {options.workers}: at least 1")
     config, directory = prepare_config(options), options.output.absolute()
     if options.address is not None or options.ray:
-        from ...cluster.submit import prepare_on_cluster
+        from ...cluster.prepare_data import prepare_on_cluster
 
         allow_unauthenticated(options)
         manifest = prepare_on_cluster(

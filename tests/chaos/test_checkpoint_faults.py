@@ -16,6 +16,7 @@ from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_fo
 from world import run_ranks
 
 from moebius.cluster.job import JobStatus, Journal, State, begin_submission, read_status
+from moebius.cluster.launch import make_launch
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
@@ -23,7 +24,6 @@ from moebius.cluster.places.standing import (
     end_cluster,
     start_cluster,
 )
-from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.resolve import resolve

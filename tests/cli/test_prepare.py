@@ -7,7 +7,7 @@ import pytest
 
 from moebius.cli.data.prepare import prepare_config
 from moebius.cli.main import main, parse
-from moebius.cluster import submit
+from moebius.cluster import prepare_data
 from moebius.cluster.places.ray_session import ALLOW_UNAUTHENTICATED
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -153,7 +153,7 @@ def test_a_cluster_that_asks_for_no_token_is_used_if_that_is_said(allowed, tmp_p
         said.append(os.environ.get(ALLOW_UNAUTHENTICATED))
         raise ValueError("seen")
 
-    monkeypatch.setattr(submit, "prepare_on_cluster", prepare_on_cluster)
+    monkeypatch.setattr(prepare_data, "prepare_on_cluster", prepare_on_cluster)
     monkeypatch.setenv(ALLOW_UNAUTHENTICATED, "")
     words = ["prepare", "--output", str(tmp_path / "d"), "--address", "10.0.0.1:6379"]
     with pytest.raises(SystemExit):

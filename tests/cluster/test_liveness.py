@@ -72,7 +72,7 @@ def test_who_comes_late_knows_how_long_it_has_been_silent(run_dir):
 def test_a_lost_job_can_come_back_while_it_is_watched(run_dir, monkeypatch):
     monkeypatch.setattr(life, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr(watch, "POLL_S", 0.01)
-    looks = watch._statuses(watch.View(run_dir), lambda status: False)
+    looks = watch._looks(watch.View(run_dir), lambda status: False)
     texts = [event.text for event in next(looks)]
     monkeypatch.setattr(life, "LOST_AFTER_S", 0.02)
 

@@ -15,11 +15,11 @@ from moebius.cluster.job import (
     begin_submission,
     read_status,
 )
+from moebius.cluster.launch import begin_job
 from moebius.cluster.nodes.assignment import AgentReport
 from moebius.cluster.nodes.node import Node
 from moebius.cluster.nodes.provider import Capacity, ThisMachine
 from moebius.cluster.scale import ScaleRequest, request_scale, scale_requested
-from moebius.cluster.submit import _begin
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.run_config import Config
@@ -182,7 +182,7 @@ def test_what_does_not_fit_any_more_is_refused(tmp_path, resumed, capsys):
 
 def test_the_journal_of_a_resumed_job_says_so(tmp_path):
     launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
-    _begin(launch, ScaleRequest(2, None))
+    begin_job(launch, ScaleRequest(2, None))
     assert scale_requested(tmp_path) == ScaleRequest(2, None)
     assert "goes on with 2 node(s)" in Journal(tmp_path).entries()[0].reason
     Journal(tmp_path).append(State.STOPPED, generation=1, reason="")

@@ -16,6 +16,7 @@ from moebius import __version__
 from moebius.cluster import shipped_code as record
 from moebius.cluster import shipped_code as wheel
 from moebius.cluster.job import JobError, Launch, read_status
+from moebius.cluster.launch import begin_job
 from moebius.cluster.report.run_report import read_report
 from moebius.cluster.shipped_code import (
     ROOT,
@@ -29,7 +30,6 @@ from moebius.cluster.shipped_code import (
     runtime_env,
     shipping,
 )
-from moebius.cluster.submit import _begin
 
 
 def a_wheel(folder: Path, *, package: str = "moebius") -> Path:
@@ -115,7 +115,7 @@ def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, mo
     shipment = make_shipment(a_wheel(tmp_path), tmp_path / "into")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    _begin(Launch(str(run_dir)), shipment=shipment)
+    begin_job(Launch(str(run_dir)), shipment=shipment)
     written = json.loads((run_dir / "environment.json").read_text())
     assert written["moebius"] == {
         "version": "1.2",

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
 
-from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
+from moebius.cluster.launch import make_launch, simulated_gpus
 from moebius.cluster.places import ray_session
 from moebius.cluster.stop import stop
-from moebius.cluster.submit import make_launch, submit
+from moebius.cluster.submit import needs_no_cluster, submit
 from moebius.data_pipeline.manifest import manifest_name
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train.config.run_config import Config
@@ -245,7 +245,7 @@ def test_pretended_nodes_get_a_gpu_per_rank_or_none(tmp_path, monkeypatch, devic
     monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
     config = config_of(tmp_path, num_nodes=2, ranks_per_node=2)
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
-    assert submitting._simulated_gpus(config) == per_node
+    assert simulated_gpus(config) == per_node
 
 
 def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
@@ -314,4 +314,4 @@ def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
     ],
 )
 def test_only_the_embedded_corpus_is_prepared_while_a_cluster_comes_up(prepare, needs_none):
-    assert submitting._needs_no_cluster(PrepareConfig(**prepare)) == needs_none
+    assert needs_no_cluster(PrepareConfig(**prepare)) == needs_none

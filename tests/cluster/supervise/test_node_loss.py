@@ -26,6 +26,7 @@ from jobs import (
 from tiny_job import TINY_JOB
 
 from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission, read_status
+from moebius.cluster.launch import make_launch
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import (
     StandingCluster,
@@ -35,7 +36,6 @@ from moebius.cluster.places.standing import (
 )
 from moebius.cluster.scale import request_scale
 from moebius.cluster.stop import stop
-from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import Loader
 from moebius.train.config.resolve import resolve

@@ -1,0 +1,134 @@
+"""From a configuration to a launch: what ranks need, what they inherit, and how a job is announced."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..train.config.resize import layouts_for
+from ..train.config.run_config import Config
+from .job import SIMULATED, THIS_MACHINE, JobError, Launch, begin_submission
+from .scale import ScaleRequest, write_request
+from .shipped_code import Shipment, record_environment
+from .supervise.background_data import prepares_beside
+
+# Settings of the submitter's shell that ranks get. FI_ is libfabric's, beneath NCCL.
+FORWARDED = ("MOEBIUS_", "NCCL_", "FI_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "OMP_")
+FORWARDED_NAMES = ("CC", "CXX")  # the compilers of kernels
+_NEVER = "CUDA_VISIBLE_DEVICES"  # which GPUs a rank has is its own node's affair
+# and those of the services that the run's metrics go to, keys too, in memory and in no file of ours
+_OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
+
+
+def make_launch(
+    config: Config, run_dir: Path, *, address: str | None, command: Sequence[str] = ()
+) -> Launch:
+    """Returns the launch of a job on the cluster that this process is connected to.
+
+    `address` is the cluster's; None: it is simulated for this job. `command` is one of a rank,
+    instead of the training loop.
+    """
+    job = config.job
+    gpus = simulated_gpus(config) if address is None else _cluster_gpus(config)
+    return Launch(
+        num_nodes=job.num_nodes,
+        ranks_per_node=job.ranks_per_node,
+        command=tuple(command),
+        environment=_forwarded(config),
+        gpus_per_node=gpus,
+        where=SIMULATED if address is None else address,
+        needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
+        min_nodes=job.min_nodes,
+        wait_for_node_s=job.wait_for_node_s,
+        give_up_after_s=job.give_up_after_s,
+        layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
+        **_of_any_job(config, run_dir),
+    )
+
+
+def launch_here(config: Config, run_dir: Path) -> Launch:
+    """Returns the launch of a job whose ranks are all on this machine, without a cluster."""
+    return Launch(
+        ranks_per_node=config.world_size,
+        where=THIS_MACHINE,
+        needs_gpus=config.world_size if config.train.device == "cuda" else 0,
+        **_of_any_job(config, run_dir),
+    )
+
+
+def begin_job(
+    launch: Launch, scale: ScaleRequest | None = None, shipment: Shipment | None = None
+) -> None:
+    """Opens the job's journal, with the code that it runs.
+
+    Args:
+        scale: an earlier `moebius scale` to go on with; the journal says so.
+        shipment: the code that the nodes are given.
+    """
+    code = record_environment(Path(launch.run_dir), shipment)
+    if scale is None:
+        return begin_submission(launch, **code)
+    note = f"; goes on with {scale.num_nodes} node(s), as `moebius scale` asked before"
+    begin_submission(launch, note=note, **code)
+    write_request(Path(launch.run_dir), scale)
+
+
+def simulated_gpus(config: Config) -> int:
+    """Returns the GPUs of each pretended node: one per rank if this machine has enough, else none.
+
+    Ranks cannot share one under NCCL.
+    """
+    if config.train.device == "cpu":
+        return 0
+    import torch
+
+    have = torch.cuda.device_count()
+    if have >= config.world_size:
+        return config.job.ranks_per_node
+    if config.train.device == "cuda":
+        raise JobError(
+            f"train.device=cuda needs one GPU per rank, {config.world_size} in all, and this "
+            f"machine has {have}: "
+            "lower job.num_nodes or job.ranks_per_node, or set train.device=cpu"
+        )
+    return 0
+
+
+def _cluster_gpus(config: Config) -> int:
+    """Returns the GPUs of each node of a real cluster: one per rank; with device "auto" none if too
+    few nodes have them.
+    """
+    import ray
+
+    per_node = config.job.ranks_per_node
+    if config.train.device != "auto":
+        return per_node if config.train.device == "cuda" else 0
+    fitting = sum(
+        node["Alive"] and node["Resources"].get("GPU", 0) >= per_node for node in ray.nodes()
+    )
+    return per_node if fitting >= config.job.num_nodes else 0
+
+
+def _of_any_job(config: Config, run_dir: Path) -> dict[str, Any]:
+    job = config.job
+    return {
+        "run_dir": str(run_dir),
+        "name": job.name,
+        "max_restarts": job.max_restarts,
+        "max_node_losses": job.max_node_losses,
+        "start_timeout_s": job.start_timeout_s,
+        "rehearse_failure_at_step": job.rehearse_failure_at_step,
+        "warm_start": job.warm_start,
+        "prepares_data": prepares_beside(config),
+    }
+
+
+def _forwarded(config: Config) -> dict[str, str]:
+    """Returns what ranks get of this shell's environment."""
+    sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.metrics.sinks)
+    prefixes = (*FORWARDED, *sinks)
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if (key.startswith(prefixes) or key in FORWARDED_NAMES) and key != _NEVER
+    }
