@@ -7,7 +7,8 @@ from typing import Any
 
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
-from .job import SIMULATED, THIS_MACHINE, JobError, Launch, begin_submission
+from ..train.record.run_folder import open_run
+from .job import SIMULATED, THIS_MACHINE, JobError, Launch, begin_submission, refuse_if_running
 from .scale import ScaleRequest, write_request
 from .shipped_code import Shipment, record_environment
 from .supervise.background_data import prepares_beside
@@ -54,6 +55,12 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
         **_of_any_job(config, run_dir),
     )
+
+
+def open_folder(config: Config, run_dir: Path) -> None:
+    """Makes the run folder, or checks that it holds this run and that no job is at work there."""
+    refuse_if_running(run_dir)
+    open_run(config, run_dir)
 
 
 def begin_job(

@@ -11,12 +11,12 @@ from rich.text import Text
 from ..data_pipeline.make.prepare import prepare
 from ..train.config.run_config import Config
 from .job import JobStatus, Launch, read_status
-from .launch import begin_job, launch_here
+from .launch import begin_job, launch_here, open_folder
 from .nodes.processes import difference_from_linux
 from .nodes.provider import ThisMachine
 from .report.live import follow, show_preparation
+from .report.summary import show_end
 from .stop import interrupts_stop_the_job
-from .submit import open_folder, show_end
 from .supervise.background_data import BackgroundData, workers_beside
 from .supervise.job_supervisor import supervise
 

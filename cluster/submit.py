@@ -28,16 +28,15 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from ..train.record.run_folder import open_run
-from .job import JobError, JobStatus, Launch, read_status, refuse_if_running
-from .launch import begin_job, make_launch, simulated_gpus
+from .job import JobError, JobStatus, Launch, read_status
+from .launch import begin_job, make_launch, open_folder, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import disconnect, require_ray
 from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
 from .ray_tasks import RayPool
 from .report.live import follow, show_preparation
-from .report.summary import closing_words, draw_summary
+from .report.summary import show_end
 from .scale import ScaleRequest
 from .shipped_code import Shipment
 from .stop import interrupts_stop_the_job
@@ -109,18 +108,6 @@ def submit(
             _await_release(run_dir)
     show_end(status, console)
     return status
-
-
-def open_folder(config: Config, run_dir: Path) -> None:
-    """Makes the run folder, or checks that it holds this run and that no job is at work there."""
-    refuse_if_running(run_dir)
-    open_run(config, run_dir)
-
-
-def show_end(status: JobStatus, console: Console) -> None:
-    """Prints how a job has ended, and draws its curves into the run folder."""
-    picture = draw_summary(status.run_dir) if status.step is not None else None
-    console.print(closing_words(status, picture=picture))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +33,12 @@ STATE_STYLES = {
     State.RESIZING: "bold magenta",
     State.PREPARING: "bold cyan",
 }
+
+
+def show_end(status: JobStatus, console: Console) -> None:
+    """Prints how a job has ended, and draws its curves into the run folder."""
+    picture = draw_summary(status.run_dir) if status.step is not None else None
+    console.print(closing_words(status, picture=picture))
 
 
 def closing_words(

@@ -146,7 +146,7 @@ def test_the_run_folder_is_opened_once_and_asked_for_a_job_before_and_after_the_
 ):
     """`moebius train`, from the command line to the supervision, which is left out."""
     from moebius.cli import main as command
-    from moebius.cluster import job, local
+    from moebius.cluster import job, launch, local
 
     monkeypatch.chdir(tmp_path)
     happened = []
@@ -160,8 +160,8 @@ def test_the_run_folder_is_opened_once_and_asked_for_a_job_before_and_after_the_
 
         monkeypatch.setattr(module, name, noting)
 
-    note(local, "refuse_if_running")
-    note(local, "open_run")
+    note(launch, "refuse_if_running")
+    note(launch, "open_run")
     note(job, "refuse_if_running")
     monkeypatch.setattr(local, "prepare", lambda *_, **__: happened.append("prepare"))
     monkeypatch.setattr(

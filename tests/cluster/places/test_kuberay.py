@@ -127,7 +127,7 @@ def test_hostile_values_of_the_configuration_are_data_and_nothing_else(text):
     """Wherever they come from, they are in the ConfigMap's text only, and come back as they were."""
     override = f"prepare.input={json.dumps([text])}"
     config_map, ray_job = documents(override)
-    assert json.loads(config_map["data"]["config.json"])["data"]["input"] == [text]
+    assert json.loads(config_map["data"]["config.json"])["prepare"]["input"] == [text]
     assert re.fullmatch(r"[A-Za-z0-9_./ -]+", ray_job["spec"]["entrypoint"])
     assert documents()[1] == ray_job
 
