@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..train.record.route_tap import RoutedCall
 from ..train.record.route_trace import RecordedRank, read_rank, recorded_steps
-from ..train.record.routed_call import RoutedCall
 
 
 @dataclass(frozen=True)

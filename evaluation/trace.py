@@ -26,8 +26,7 @@ from ..model.layers import wide_dtype
 from ..model.transformer import Layer, Transformer
 from ..train.config.run_config import Config
 from ..train.micro_batches import document_use
-from ..train.record.route_tap import tap
-from ..train.record.routed_call import RoutedCall
+from ..train.record.route_tap import RoutedCall, tap
 from .restore import Restored
 
 ChosenBy = Literal["tokens", "experts", "nobody"]

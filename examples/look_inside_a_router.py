@@ -16,8 +16,7 @@ from torch import Tensor
 
 import moebius
 from moebius.model.transformer import Transformer
-from moebius.train.record.route_tap import tap
-from moebius.train.record.routed_call import RoutedCall
+from moebius.train.record.route_tap import RoutedCall, tap
 
 BYTES = {"prepare": {"tokenizer": "bytes", "vocab_size": 257}, "model": {"vocab_size": 257}}
 

@@ -24,9 +24,8 @@ from ..model.initialise import draw, initialise
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config
-from ..train.record.route_tap import sparse_layers, tap
+from ..train.record.route_tap import RoutedCall, sparse_layers, tap
 from ..train.record.route_trace import read_rank, recorded_steps
-from ..train.record.routed_call import RoutedCall
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
 from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster

@@ -38,7 +38,7 @@ from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from ..distributed.dispatch.table import is_exact, needs_nodes, resolved_dispatcher, same_traffic
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer
-from ..train.record.routed_call import CallId, RoutedCall
+from ..train.record.route_tap import CallId, RoutedCall
 from .threads import TrafficCounter, run_threads
 
 # Outputs may differ from one rank's by so much of the largest: sums are grouped by rank, and

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..model.routing import Routes, slot_routes
+from ..train.record.route_tap import CallId, RoutedCall
 from ..train.record.route_trace import RecordedRank, read_rank
-from ..train.record.routed_call import CallId, RoutedCall
 
 
 def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[list[RoutedCall]]:

@@ -1,8 +1,7 @@
-"""Looks whether this machine's GPUs compute what they should: every kernel of the experts, of
-norms, rotation and routers against plain PyTorch, and a CUDA graph.
+"""Checks that this machine's GPUs compute what they should: every kernel of the experts, of norms,
+rotation and routers against plain PyTorch.
 
-In under a minute, of which most is compiling. Speed is not looked at: that is `python -m
-benchmarks.gpu`.
+It takes less than a minute, most of which is compiling. `python -m benchmarks.gpu` measures speed.
 """
 
 import time
@@ -227,40 +226,3 @@ def _router_errors(device: torch.device) -> dict[str, float]:
 
 def _square_gradients(logits_THA: Tensor, gates_THK: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(logits_THA.square().sum() + 9 * gates_THK.square().sum(), of)
-
-
-def check_graph(device: torch.device) -> GpuCheck:
-    """Captures a forward and backward pass in a CUDA graph, and replays it with other rows."""
-    check = "CUDA graph"
-    if reason := reason_against("triton", device.type, torch.bfloat16):
-        return GpuCheck(check, False, f"not tried: {reason}", "see docs/kernels.md")
-    call = next(_calls())
-    weights = [weight.to(device, torch.bfloat16).requires_grad_() for weight in call.weights]
-    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
-    choice = torch.arange(TOKENS * TOP_K, device=device).view(TOKENS, TOP_K) % EXPERTS
-    gates = torch.rand(TOKENS, TOP_K, device=device)
-
-    def step() -> list[Tensor]:
-        y = call.run(x, weights, token_routes(choice, gates, num_experts=EXPERTS), "triton")
-        return [y, *torch.autograd.grad(y.float().square().mean(), [x, *weights])]
-
-    try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        same = all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-    except RuntimeError as error:
-        words = str(error).strip().splitlines()[0]
-        return GpuCheck(check, False, f"could not be captured: {words}", "run without graphs")
-    if not same:
-        return GpuCheck(check, False, "a replay gives other numbers", "run without graphs")
-    return GpuCheck(check, True, "a layer's forward and backward replay with the same bits")

@@ -232,10 +232,9 @@ def check_generation(run_dir: Path) -> int:
 
 
 def resume(run: Run) -> dict[str, Any] | None:
-    """Continues from the newest whole checkpoint of the run folder, if there ever was one.
+    """Continues from the newest whole checkpoint of the run folder, if there is one.
 
-    Newer ones that are damaged are set aside, once the state is loaded. What the run has left out
-    stays left out.
+    Newer checkpoints that are damaged are set aside. Samples that were left out stay left out.
 
     Returns:
         The checkpoint's position in the data; None: the run starts at its beginning.

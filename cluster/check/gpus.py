@@ -1,10 +1,10 @@
-"""What `moebius doctor --gpu` finds of this machine's GPUs: their kernels and a CUDA graph
+"""What `moebius doctor --gpu` finds of this machine's GPUs: their kernels
 (train/gpu_check.py), and an all-to-all over NCCL.
 """
 
 import torch
 
-from ...train.gpu_check import TOLERANCE, check_graph, check_kernels
+from ...train.gpu_check import TOLERANCE, check_kernels
 from .doctor import run_exchange
 from .findings import Finding
 from .probe import NodeFault, Probe
@@ -23,7 +23,7 @@ def look_at_gpus() -> list[Finding]:
             "built for it, or look at nvidia-smi; `moebius doctor` checks the rest"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    checks = [*(check_kernels(device, dtype) for dtype in TOLERANCE), check_graph(device)]
+    checks = [check_kernels(device, dtype) for dtype in TOLERANCE]
     findings = [
         Finding(check.name, "ok" if check.is_ok else "fail", check.found, check.advice)
         for check in checks

@@ -30,7 +30,7 @@ from moebius.simulation.dispatch import (
     simulate,
 )
 from moebius.simulation.threads import RankFailed, run_threads
-from moebius.train.record.routed_call import CallId, RoutedCall
+from moebius.train.record.route_tap import CallId, RoutedCall
 
 WIDTH, HIDDEN, TOP_K = 12, 8, 3
 

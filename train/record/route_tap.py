@@ -4,11 +4,13 @@ the outputs.
 Forward hooks that only look: nothing is computed, no random number is drawn, nothing is kept that
 autograd would follow. They are there while `tap` is open and not a moment longer, so neither a
 backward pass that recomputes nor an evaluation is recorded.
+
+Legend: U source rows of width D, T target rows of width O.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +18,49 @@ from torch import Tensor
 from ...model.moe import SparseLayer
 from ...model.routing import Routes
 from ...model.transformer import Transformer
-from .routed_call import CallId, RoutedCall
+
+
+@dataclass(frozen=True, order=True)
+class CallId:
+    """Which pass through which sparse layer: the same on every rank of a step."""
+
+    step: int  # of the optimizer, from 1
+    micro_batch: int  # of that step, from 0
+    depth: int  # the depth step, from 1
+    layer: str  # the module's name
+
+    @property
+    def kind(self) -> str:
+        """What the layer does: feed_forward, value, output or query."""
+        return kind_of(self.layer)
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, micro-batch {self.micro_batch}, depth step {self.depth}, "
+            f"{self.kind}"
+        )
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """What one rank routed in one call and, where they were kept, the values."""
+
+    id: CallId
+    routes: Routes  # detached; the gate weights are 1 where they were not recorded
+    num_rows: int  # U
+    width_in: int  # D
+    width_out: int  # O
+    rows_UD: Tensor | None = None  # as the layer got them
+    outputs_TO: Tensor | None = None
+
+
+def kind_of(layer: str) -> str:
+    """Returns what a sparse layer does, by its module's name.
+
+    group.0.attention.value is a `value`, group.0.feed_forward.sparse the `feed_forward`.
+    """
+    last = layer.rpartition(".")[2]
+    return "feed_forward" if last == "sparse" else last
 
 
 @contextmanager

@@ -45,8 +45,7 @@ from torch import Tensor
 
 from ...model.routing import Routes, slot_routes
 from ...model.transformer import Transformer
-from .route_tap import tap
-from .routed_call import CallId, RoutedCall
+from .route_tap import CallId, RoutedCall, tap
 
 logger = logging.getLogger(__name__)
 

@@ -12,61 +12,33 @@ from pathlib import Path
 
 from ..config.run_config import Config, ConfigError
 
-# What may change when a run is continued: where it runs, how long, and what it reports. The rest
-# decides what is computed.
-_MAY_CHANGE = frozenset(
-    {
-        "mesh.ep",
-        "mesh.dp_shard",
-        "mesh.dp_replicate",
-        "mesh.pp",
-        "mesh.cp",
-        "mesh.tp",
-        "mesh.sharding",
-        "mesh.dispatcher",
-        "mesh.check_every",
-        "mesh.rebalance_every",
-        "mesh.replicas",
-        "kernels.backend",
-        "data.directory",
-        "data.when_corrupt",
-        "data.replicas",
-        "data.max_skipped_batches",
-        "data.override_position",
-        "data.server",
-        "data.server_bytes",
-        "train.steps",
-        "train.micro_batch",
-        "train.device",
-        "train.log_every",
-        "train.eval_every",
-        "train.eval_rows",
-        "train.eval_batch",
-        "train.threads",
-        "train.start_when",
-        "train.record_routing",
-        "train.recompute",
-        "train.timeout_s",
-        "train.spikes",
-        "train.metrics",
-        "checkpoint.every",
-        "checkpoint.keep_last",
-        "checkpoint.verify",
-        "checkpoint.on_failure",
-        "checkpoint.copy_to",
-        "job.name",
-        "job.num_nodes",
-        "job.ranks_per_node",
-        "job.min_nodes",
-        "job.wait_for_node_s",
-        "job.give_up_after_s",
-        "job.max_restarts",
-        "job.max_node_losses",
-        "job.start_timeout_s",
-        "job.limits",
-        "job.rehearse_failure_at_step",
-    }
-)
+# What may change when a run is continued: where it runs, how long, and what it reports. All other
+# keys decide what is computed.
+_SECTIONS_THAT_MAY_CHANGE = {"mesh", "checkpoint", "job"}
+_KEYS_THAT_MAY_CHANGE = {
+    "kernels.backend",
+    "data.directory",
+    "data.when_corrupt",
+    "data.replicas",
+    "data.max_skipped_batches",
+    "data.override_position",
+    "data.server",
+    "data.server_bytes",
+    "train.steps",
+    "train.micro_batch",
+    "train.device",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_rows",
+    "train.eval_batch",
+    "train.threads",
+    "train.start_when",
+    "train.record_routing",
+    "train.recompute",
+    "train.timeout_s",
+    "train.spikes",
+    "train.metrics",
+}
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
@@ -137,8 +109,8 @@ def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
         for key, value in values.items():
             name = f"{section}.{key}"
             is_of_data = section in ("data", "prepare") and asked.data.override_position
-            may_change = name in _MAY_CHANGE or is_of_data
-            if value != now[section][key] and not may_change:
+            may_change = section in _SECTIONS_THAT_MAY_CHANGE or name in _KEYS_THAT_MAY_CHANGE
+            if value != now[section][key] and not (may_change or is_of_data):
                 differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
     if differences:
         raise ConfigError(

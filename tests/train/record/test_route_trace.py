@@ -32,7 +32,7 @@ from moebius.train.config.run_config import (
 )
 from moebius.train.loop import train
 from moebius.train.optim import OptimConfig
-from moebius.train.record.route_tap import tap
+from moebius.train.record.route_tap import CallId, RoutedCall, tap
 from moebius.train.record.route_trace import (
     RecordedRank,
     StepTrace,
@@ -40,7 +40,6 @@ from moebius.train.record.route_trace import (
     recorded_steps,
     write_rank,
 )
-from moebius.train.record.routed_call import CallId, RoutedCall
 
 MODEL = ModelConfig(
     vocab_size=257,
