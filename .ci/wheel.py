@@ -33,7 +33,7 @@ SOURCES = (".py", ".cpp", ".css")
 TRITON = "moebius.kernels.triton."
 TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a model
 # The parts of moebius[lm-eval] whose command names the missing extra; and a plugin of pytest.
-WITH_EXTRAS = ("moebius.evaluation.harness", "moebius_conform.plugin")
+WITH_EXTRAS = ("moebius.evaluation.lm_eval_model", "moebius_conform.plugin")
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4
 

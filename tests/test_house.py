@@ -7,25 +7,35 @@ tree: a rule that cannot fail proves nothing.
 """
 
 import ast
-import functools
 import graphlib
 import json
-import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from source_tree import (
+    PACKAGE,
+    SATELLITES,
+    Sources,
+    imports_of,
+    module_name,
+    module_of,
+    package,
+    package_imports,
+    pulled_in,
+    python,
+    read_sources,
+    room_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "moebius"
-Sources = dict[str, str]  # path relative to the root, with slashes -> text
 Rule = Callable[[Sources], list[str]]
 
 # Who may import whom, top floor first. Also under TYPE_CHECKING and inside functions.
@@ -67,9 +77,6 @@ HELD_BY = {
     "megablocks": "kernels",
     "pyarrow": "data_pipeline",
 }
-# Distributions of their own in this repository. The core imports none of them, and is complete without.
-SATELLITES = {"conform", "science", "dashboard"}
-BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci", "experimental", *SATELLITES}
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 # The patterns must not match themselves: this file is one of the sources.
@@ -79,138 +86,12 @@ MACHINE_PATH = re.compile(
 UNFINISHED = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b")
 
 
-# Reading the sources ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported name, made absolute."""
-
-    importer: str  # dotted name of the module that imports
-    target: str  # "moebius.model.moe.Sent": the attribute or submodule included
-    is_relative: bool
-    where: str  # "train/loop.py:19"
-
-    @property
-    def top(self) -> str:
-        return self.target.split(".")[0]
-
-    @property
-    def target_room(self) -> str | None:
-        """The room that is entered; None if the target is not of the package."""
-        return self.target.split(".")[1] if self.target.startswith(f"{PACKAGE}.") else None
-
-
-def tracked_files(root: Path) -> list[str]:
-    """What git tracks and is there; without a repository, all that is not hidden, built or run."""
-    if (root / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True
-        )
-        return [path for path in listed.stdout.split("\0") if path and (root / path).is_file()]
-    found = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name == ".ci" or not _is_made(name)]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
-    return sorted(found)
-
-
-def _is_made(folder: str) -> bool:
-    return (
-        folder.startswith(".")
-        or folder in ("__pycache__", "build", "dist", "runs")
-        or folder.endswith(".egg-info")
-    )
-
-
-def read_sources(root: Path) -> Sources:
-    """All tracked text files."""
-    sources = {}
-    for path in tracked_files(root):
-        try:
-            sources[path] = (root / path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # a picture or recorded data
-    return sources
-
-
 @pytest.fixture(scope="module")
 def sources() -> Sources:
     found = read_sources(ROOT)
     assert f"{PACKAGE}" in found["pyproject.toml"]
     assert len(found) > 50, "the sources were not found"
     return found
-
-
-def python(sources: Sources) -> Sources:
-    return {path: text for path, text in sources.items() if path.endswith(".py")}
-
-
-def package(sources: Sources) -> Sources:
-    """The modules of the package: those in its rooms, and those at the root."""
-    return {
-        path: text
-        for path, text in python(sources).items()
-        if path.split("/")[0] not in BESIDE_THE_PACKAGE
-    }
-
-
-def module_name(path: str) -> str:
-    """train/loop.py -> moebius.train.loop; kernels/__init__.py -> moebius.kernels."""
-    parts = PurePosixPath(path).with_suffix("").parts
-    return ".".join([PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)])
-
-
-def room_of(path: str) -> str:
-    """model/moe.py -> model; cli/main.py -> cli; __init__.py (of the package) -> __init__."""
-    return path.split("/")[0].removesuffix(".py")
-
-
-@functools.cache
-def imports_of(path: str, text: str) -> tuple[Import, ...]:
-    """Every import of a file, wherever it stands; `import_module("…")` with a literal name as well."""
-    return tuple(_imports_of(path, text))
-
-
-def _imports_of(path: str, text: str) -> Iterator[Import]:
-    name = module_name(path)
-    for node in ast.walk(ast.parse(text, path)):
-        where = f"{path}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(name, alias.name, False, where)
-        elif isinstance(node, ast.ImportFrom):
-            origin = _origin(path, node)
-            for alias in node.names:
-                yield Import(
-                    name, f"{origin}.{alias.name}" if origin else alias.name, node.level > 0, where
-                )
-        elif isinstance(node, ast.Call) and (target := _imported_by_call(node)):
-            yield Import(name, target, False, where)
-
-
-def _origin(path: str, node: ast.ImportFrom) -> str:
-    """The absolute name of what stands between `from` and `import`."""
-    if node.level == 0:
-        return node.module or ""
-    containing = [PACKAGE, *PurePosixPath(path).parts[:-1]]
-    kept = containing[: len(containing) - node.level + 1]
-    return ".".join([*kept, *([node.module] if node.module else [])])
-
-
-def _imported_by_call(node: ast.Call) -> str | None:
-    called = (
-        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    )
-    first = node.args[0] if node.args else None
-    is_import = called in ("import_module", "__import__") and isinstance(first, ast.Constant)
-    return str(first.value) if is_import and isinstance(first, ast.Constant) else None
-
-
-def package_imports(sources: Sources) -> Iterator[tuple[str, Import]]:
-    for path, text in package(sources).items():
-        for found in imports_of(path, text):
-            yield path, found
 
 
 # The rules ----------------------------------------------------------------------------------------------------------
@@ -285,7 +166,7 @@ def imports_make_no_circle(sources: Sources) -> list[str]:
     between_modules: dict[str, set[str]] = {}
     between_rooms: dict[str, set[str]] = {}
     for path, found in package_imports(sources):
-        if (target := _module_of(found.target, modules)) and target != found.importer:
+        if (target := module_of(found.target, modules)) and target != found.importer:
             between_modules.setdefault(found.importer, set()).add(target)
         if found.target_room in MAY_IMPORT and found.target_room != room_of(path):
             between_rooms.setdefault(room_of(path), set()).add(found.target_room)
@@ -295,15 +176,6 @@ def imports_make_no_circle(sources: Sources) -> list[str]:
         for kind, graph in graphs.items()
         if (circle := _circle(graph))
     ]
-
-
-def _module_of(target: str, modules: set[str]) -> str | None:
-    """The longest known module that a dotted name begins with; a package's own __init__ only if
-    nothing below it.
-    """
-    parts = target.split(".")
-    names = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
-    return next((name for name in names if name in modules), None)
 
 
 def _circle(graph: dict[str, set[str]]) -> str | None:
@@ -427,6 +299,41 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
     return violations
 
 
+# Sizes. Each is a ratchet: it may be lowered, and is raised only with a reason that a reader accepts.
+
+FOLDER_MODULES = 21  # __init__.py not counted
+FILE_LINES = {"train/loop.py": 200, "train/run.py": 310}
+PULLED_IN = {"train/loop.py": 170}  # files
+CORE_LINES = 76_000
+
+
+def folders_are_small(sources: Sources) -> list[str]:
+    """A folder holds as many modules as a reader takes in at once."""
+    folders = (PurePosixPath(path) for path in package(sources))
+    count = Counter(path.parent for path in folders if path.name != "__init__.py")
+    return [
+        f"{folder}: {number} modules; a folder holds {FOLDER_MODULES}, so group them"
+        for folder, number in count.items()
+        if number > FOLDER_MODULES
+    ]
+
+
+def the_loop_is_short_and_imports_little(sources: Sources) -> list[str]:
+    violations = []
+    for path, most in FILE_LINES.items():
+        if (lines := sources.get(path, "").count("\n")) > most:
+            violations.append(f"{path}: {lines} lines; it has at most {most}")
+    for path, most in PULLED_IN.items():
+        if path in sources and (files := len(pulled_in(path, sources))) > most:
+            violations.append(f"{path}: pulls in {files} files; at most {most}")
+    return violations
+
+
+def the_core_is_small(sources: Sources) -> list[str]:
+    lines = sum(text.count("\n") for text in package(sources).values())
+    return [f"the core has {lines} lines; at most {CORE_LINES}"] if lines > CORE_LINES else []
+
+
 RULES: list[Rule] = [
     imports_go_down,
     heavy_libraries_stay_in_their_room,
@@ -439,6 +346,9 @@ RULES: list[Rule] = [
     names_say_something,
     dependencies_are_pinned,
     sources_are_finished_and_portable,
+    folders_are_small,
+    the_loop_is_short_and_imports_little,
+    the_core_is_small,
 ]
 
 
@@ -520,6 +430,13 @@ FAULTS: list[tuple[Rule, Sources, str]] = [
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.9\nray==2.60"}, r"torch==2.9 is outside"),
     (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch>=2.13\nray==2.60"}, r"is not name==version"),
     (dependencies_are_pinned, {"science/pyproject.toml": PYPROJECT.replace("ray>", "six>")}, r"science/.*: six>.* not pinned"),
+    (folders_are_small, {f"model/f{n}.py": "" for n in range(FOLDER_MODULES)}, r"model: 23 modules"),
+    (the_loop_is_short_and_imports_little, {"train/loop.py": "\n" * 201}, r"train/loop.py: 201 lines"),
+    (the_loop_is_short_and_imports_little, {"train/run.py": "\n" * 311}, r"train/run.py: 311 lines"),
+    (the_loop_is_short_and_imports_little, {
+        "train/loop.py": "from ..model import f0", **{f"model/f{n}.py": f"from . import f{n + 1}" for n in range(170)},
+    }, r"pulls in 17\d files"),
+    (the_core_is_small, {"model/a.py": "\n" * CORE_LINES}, r"the core has 76\d+ lines"),
     (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
     (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
 ]
