@@ -15,7 +15,7 @@ ENV PATH=/opt/moebius/bin:${PATH}
 COPY constraints.txt ./
 RUN pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} -c constraints.txt torch
 COPY . ./
-RUN pip install -c constraints.txt ".[cluster,dashboard,dedup,export,hub,remote,sentencepiece]"
+RUN pip install -c constraints.txt ".[cluster,dashboard,export,hub,remote,sentencepiece]"
 
 FROM python:${PYTHON}-slim-bookworm
 # g++: torch's extension loader compiles the kernels for processors, Triton its launchers. wget: KubeRay's probes.

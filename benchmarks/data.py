@@ -1,7 +1,7 @@
 """The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
 
     python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only prepare read ...]
-                              [--rounds 7] [--prepare-rounds 3] [--steady] [--peers]
+                              [--rounds 7] [--prepare-rounds 3] [--steady]
 
 Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
 drawn with a seed (real English; a record batch holds as many tokens as a quarter of the corpus, so
@@ -25,9 +25,9 @@ the index take: what they grow by with the tokens, from one era opened to all, a
 beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
 of what a folder of thousands of such shards takes, in many small eras and in few of the usual size.
 `prepare` compares preparations by two processes, and on a Ray of two CPUs, with two processes that
-only read and encode the same text, in turns (data_prepare.py). `--peers` adds mosaicml-streaming and
-Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json; with
-`--only` the parts that are named, of which the file says when and from which commit they are.
+only read and encode the same text, in turns (data_prepare.py). Prints a table and writes
+results/data.json; with `--only` the parts that are named, of which the file says when and from which
+commit they are.
 """
 
 import argparse
@@ -47,7 +47,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import data_peers, data_prepare
+from benchmarks import data_prepare
 from benchmarks.report import save_parts
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.pools import LocalPool
@@ -129,9 +129,7 @@ def main() -> None:
         if "prepare" in options.only:
             figures["prepare"] = made
         if "read" in options.only:
-            readings = read(
-                config, folder, options.rounds, steady=options.steady, peers=options.peers
-            )
+            readings = read(config, folder, options.rounds, steady=options.steady)
             figures["read"] = [
                 asdict(one)
                 | {
@@ -161,7 +159,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prepare-rounds", type=int, default=3)
     parser.add_argument("--steady", action="store_true", help="also without opening the folder")
-    parser.add_argument("--peers", action="store_true")
     return parser.parse_args()
 
 
@@ -182,12 +179,12 @@ def write_text(folder: Path, num_bytes: int) -> Path:
 # Preparing ---------------------------------------------------------------------------------------
 
 
-def prepared(config: DataConfig, folder: Path, *, rounds: int) -> dict[str, Any]:
+def prepared(source: PrepareConfig, shards: Path, folder: Path, *, rounds: int) -> dict[str, Any]:
     """Prepares the folder that all else reads; says how fast, beside bare tokenisation."""
     began = time.perf_counter()
     with LocalPool(2) as pool:
-        prepare(config, config.directory, pool=pool)
-    manifest = read_manifest(config.directory)
+        prepare(source, shards, pool=pool)
+    manifest = read_manifest(shards)
     tokens = sum(shard.num_tokens for shard in manifest.shards)
     found: dict[str, Any] = {
         "tokens": tokens,
@@ -196,7 +193,7 @@ def prepared(config: DataConfig, folder: Path, *, rounds: int) -> dict[str, Any]
         "first_seconds": time.perf_counter() - began,  # with the training of the tokenizer
     }
     if rounds:  # with that tokenizer: what is compared is the way of every document
-        again = config.model_copy(update={"tokenizer": config.directory})
+        again = source.model_copy(update={"tokenizer": str(shards)})
         found |= data_prepare.compare(again, folder, rounds)
     return found
 
@@ -204,9 +201,7 @@ def prepared(config: DataConfig, folder: Path, *, rounds: int) -> dict[str, Any]
 # Reading -----------------------------------------------------------------------------------------
 
 
-def read(
-    config: DataConfig, folder: Path, rounds: int, *, steady: bool, peers: bool
-) -> list[Reading]:
+def read(config: DataConfig, folder: Path, rounds: int, *, steady: bool) -> list[Reading]:
     """Reads in every way, all of them in each round."""
     stores = train_stores(config)
     flat = folder / "tokens.bin"
@@ -224,8 +219,6 @@ def read(
         "concat": lambda: in_order(config, num_rows),
         "best_fit": lambda: in_order(fitted, num_rows),
     }
-    if peers:
-        ways |= data_peers.ways(flat, folder, seq_len=SEQ_LEN, batch=BATCH)
     found = {name: Reading(name, way()) for name, way in ways.items()}  # once for the caches
     opened: dict[str, OpenFolder] = {}
     if steady:

@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.pools import LocalPool, TaskPool, import_tasks
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
 from moebius.data_pipeline.tokenizers.tokenizer import tokenizer_of
@@ -46,7 +46,7 @@ class Timed:
     servants_s: list[float] = field(default_factory=list)  # of Ray itself
 
 
-def compare(config: DataConfig, folder: Path, rounds: int) -> dict[str, Any]:
+def compare(config: PrepareConfig, folder: Path, rounds: int) -> dict[str, Any]:
     """Prepares into new folders in every way, all of them in each round.
 
     Args:
@@ -97,7 +97,7 @@ def _ratio(bare: list[float], other: list[float]) -> float:
 class Bare:
     """Is two processes that read and encode, and keep nothing. Use it as a context manager."""
 
-    def __init__(self, config: DataConfig):
+    def __init__(self, config: PrepareConfig):
         self._jobs = [(config, split) for split in plan_splits(config)]
         self._pool: Pool = multiprocessing.get_context("spawn").Pool(2)
 
@@ -117,7 +117,7 @@ class Bare:
         self._pool.join()
 
 
-def encode(job: tuple[DataConfig, InputSplit]) -> float:
+def encode(job: tuple[PrepareConfig, InputSplit]) -> float:
     """Reads and encodes a split; returns the processor seconds that it took."""
     began = time.process_time()
     config, split = job
@@ -134,7 +134,7 @@ def encode(job: tuple[DataConfig, InputSplit]) -> float:
 # Processes of this machine -----------------------------------------------------------------------
 
 
-def _local(config: DataConfig, folder: Path, found: dict[str, Timed]) -> None:
+def _local(config: PrepareConfig, folder: Path, found: dict[str, Timed]) -> None:
     """Prepares twice with one pool: while its processes start, and when they are there."""
     cold, warm = (found.setdefault(name, Timed()) for name in ("local", "local again"))
     before, began = _ended_s(), time.perf_counter()
@@ -147,7 +147,7 @@ def _local(config: DataConfig, folder: Path, found: dict[str, Timed]) -> None:
     cold.processor_s.append(_ended_s() - before - warm.processor_s[-1])
 
 
-def _seconds(config: DataConfig, folder: Path, pool: TaskPool) -> float:
+def _seconds(config: PrepareConfig, folder: Path, pool: TaskPool) -> float:
     began = time.perf_counter()
     prepare(config, folder, pool=pool)
     return time.perf_counter() - began
@@ -195,7 +195,7 @@ class Cluster:
         ray.get([ray.remote(_begin).remote() for _ in range(2)])
         self._settle()
 
-    def measure(self, config: DataConfig, folder: Path, timed: Timed) -> None:
+    def measure(self, config: PrepareConfig, folder: Path, timed: Timed) -> None:
         """Prepares once."""
         from moebius.cluster.ray_tasks import RayPool
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     log = ProgressLog(options.run_dir)
     try:
         with _pool(options) as pool:
-            prepare(config, directory, pool=pool, on_progress=log.write, report=True)
+            prepare(config, directory, pool=pool, on_progress=log.write)
     except DataError as error:
         log.end(FAILED, str(error))
         return EXIT_FAILED
@@ -103,7 +103,6 @@ def prepare_on_cluster(
                 pool=pool,
                 on_progress=on_progress,
                 on_poison=on_poison,
-                report=True,
             )
 
 

@@ -54,10 +54,6 @@ class RayPool:
         self._submitted = 0
 
     @property
-    def description(self) -> str:
-        """Implements `TaskPool.description`."""
-        return f"{self.capacity} Ray tasks at a time"
-
     @property
     def capacity(self) -> int:
         """Implements `TaskPool.capacity`."""

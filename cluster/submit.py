@@ -164,9 +164,7 @@ class _Data:
             return
         directory = self._config.data.directory
         with self._show() as on_progress:
-            prepare(
-                self._config.prepare, directory, pool=pool, on_progress=on_progress, report=True
-            )
+            prepare(self._config.prepare, directory, pool=pool, on_progress=on_progress)
         self._is_done = True
 
 

@@ -1,7 +1,4 @@
-"""A language function that some texts do harm to: what a crash in a library looks like from outside.
-
-Prepared data names it as "poison:language".
-"""
+"""A filter that some texts do harm to: what a crash in a library looks like from outside."""
 
 import errno
 import os
@@ -44,9 +41,8 @@ _HARM = {
 }
 
 
-def language(text: str) -> str:
-    """Says that every text is English that does no harm."""
+def keep_what_does_no_harm(text: str) -> None:
+    """Keeps every text that does no harm."""
     for word, harm in _HARM.items():
         if f"POISON {word}" in text:
             harm()
-    return "en"

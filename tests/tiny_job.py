@@ -36,17 +36,15 @@ TINY_TRAINING = (
 )
 TINY_JOB = (*TINY_DATA, *TINY_MODEL, *TINY_TRAINING)
 
-# Reading a document takes SLOW_S seconds of the environment; see `write_slow_language`.
+# Reading a document takes SLOW_S seconds of the environment; see `write_slow_filter`.
 SLOW_READING = (
     "prepare.era_tokens=2000",
-    "prepare.language.function=slow_language:language",
-    "prepare.language.allow=['en']",
+    "prepare.filters=['slow_filter:keep']",
 )
-_SLOW_LANGUAGE = """
+_SLOW_FILTER = """
 import os, time
-def language(text):
+def keep(text):
     time.sleep(float(os.environ.get("SLOW_S", "0")))
-    return "en"
 """
 _WORDS = ("one", "two", "three", "band", "expert", "route")
 
@@ -71,6 +69,6 @@ def write_jsonl_files(folder: Path, *, files: int, documents: int, words: int) -
         (folder / "texts" / f"{number:04}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def write_slow_language(folder: Path) -> None:
+def write_slow_filter(folder: Path) -> None:
     """Writes the rule of `SLOW_READING`; the folder has to be among those that Python imports from."""
-    (folder / "slow_language.py").write_text(_SLOW_LANGUAGE)
+    (folder / "slow_filter.py").write_text(_SLOW_FILTER)

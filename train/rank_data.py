@@ -74,7 +74,7 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
         server=open_data_server(config, run.process, run.progress.samples),
-        left_out=run.left_out,
+        skipped_samples=run.skipped_samples,
         continues=None if config.data.override_position else position,
     )
     try:
@@ -91,7 +91,7 @@ def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> No
     if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
-    last = run.left_out.step_at(config.train.steps, config.train.global_batch)
+    last = run.skipped_samples.step_at(config.train.steps, config.train.global_batch)
     loader.check_enough(last.stop)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data_pipeline.read.loader import Batch, Loader
-from ..data_pipeline.read.skipped_samples import LeftOut
+from ..data_pipeline.read.skipped_samples import SkippedSamples
 from ..distributed.checkpoint.checkpoint_folder import DamagedCheckpoint
 from ..distributed.checkpoint.checkpointer import Checkpointer
 from ..distributed.checkpoint.format import CheckpointMeta
@@ -41,8 +41,8 @@ from .spikes.record import (
     Rollback,
     as_values,
     from_values,
-    left_out_by,
     read_rollbacks,
+    skipped_by,
     why_abandoned,
     write_rollbacks,
 )
@@ -107,9 +107,9 @@ class Run:
         return end_is_asked(self.run_dir) or self.checkpoints.must_stop
 
     @property
-    def left_out(self) -> LeftOut:
+    def skipped_samples(self) -> SkippedSamples:
         """Returns the samples that no step takes, since the run has gone back from them."""
-        return left_out_by(self.rollbacks)
+        return skipped_by(self.rollbacks)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:

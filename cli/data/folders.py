@@ -1,10 +1,19 @@
-"""`moebius data`: what is in prepared folders (data_report.py, data_peek.py)."""
+"""`moebius data`: what is in prepared folders, and whether every byte is as it was written."""
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import RUNS, Commands, add_command
-from .peek import add_order, add_peek
+from .peek import add_peek
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ...data_pipeline.manifest import DatasetManifest
+    from ...data_pipeline.verify import FoundFolder
 
 
 def add_commands(commands: Commands) -> None:
@@ -13,32 +22,13 @@ def add_commands(commands: Commands) -> None:
         commands,
         "data",
         _ls,
-        "list, describe, show and verify prepared data, and say what comes when",
-        examples=[
-            "data ls",
-            "data stats shards",
-            "data peek shards",
-            "data order runs/mine --step 120",
-            "data verify shards",
-        ],
+        "list, show and verify prepared data",
+        examples=["data ls", "data peek shards", "data verify shards"],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add_ls(actions)
-    _add_stats(actions)
     add_peek(actions)
-    add_order(actions)
     _add_verify(actions)
-
-
-def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=Path, metavar="DATA|RUN", help="a prepared folder, or a run that reads one"
-    )
-    _add_json_argument(parser)
-
-
-def _add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def _add_ls(actions: Commands) -> None:
@@ -46,58 +36,113 @@ def _add_ls(actions: Commands) -> None:
         actions,
         "ls",
         _ls,
-        "list prepared folders: sources, tokens, whether they are complete",
-        examples=["data ls", "data ls shards other/data", "data ls --json"],
+        "list prepared folders: tokens and documents of each source, and what was dropped",
+        examples=["data ls", "data ls shards other/data"],
     )
     parser.add_argument(
         "paths",
         nargs="*",
         type=Path,
-        metavar="DIR",
-        help="prepared folders, or folders of some, two levels deep (runs)",
+        metavar="DATA",
+        help=f"prepared folders, or folders of some, two levels deep ({RUNS})",
     )
-    _add_json_argument(parser)
 
 
 def _ls(options: argparse.Namespace) -> int:
     """Carries out `moebius data ls`."""
-    from .data_report import list_json, list_table, print_json
+    from ...data_pipeline.verify import find_folders
 
     paths = options.paths or [RUNS]
-    if options.json:
-        print_json(list_json(paths))
-    else:
-        _print_table(list_table(paths))
+    found = [folder for path in paths for folder in find_folders(path)]
+    if not found:
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"no prepared data in {names}: name its folder, or run `moebius prepare`")
+    print_folders(found)
     return 0
 
 
-def _add_stats(actions: Commands) -> None:
-    parser = add_command(
-        actions,
-        "stats",
-        _stats,
-        "count tokens, documents and what was dropped, per source",
-        examples=["data stats shards", "data stats runs/mine --lengths"],
+def print_folders(found: "Sequence[FoundFolder]") -> None:
+    """Prints a table of the sources in prepared folders, and what of their input was dropped."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(found))
+    for folder in found:
+        for line in _losses(folder):
+            console.print(line)
+
+
+def _table(found: "Sequence[FoundFolder]") -> "Table":
+    """Returns a line for every source of every folder.
+
+    Names that come from data are shown as `Text`: rich would take their brackets for markup.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("folder", "source", "licence", "tokenizer", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("segments", "train tokens", "documents", "held out", "bytes/token", "MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for folder in found:
+        manifest = folder.manifest
+        if manifest is None:
+            table.add_row(Text(str(folder.path)), "", "", "", Text(folder.problem, style="red"))
+            continue
+        tokenizer = manifest.header.tokenizer
+        for source in manifest.sources:
+            table.add_row(
+                Text(str(folder.path)),
+                Text(source.name),
+                Text(source.licence or "not stated"),
+                Text(f"{tokenizer.kind} {tokenizer.vocab_size:,}"),
+                _state(manifest),
+                *_numbers(manifest, source.name),
+            )
+    return table
+
+
+def _state(manifest: "DatasetManifest") -> "Text":
+    from rich.text import Text
+
+    if manifest.completion is None:
+        return Text("growing", style="yellow")
+    if quarantined := len(manifest.completion.quarantined):
+        return Text(f"complete without {quarantined} input splits", style="yellow")
+    return Text("complete", style="green")
+
+
+def _numbers(manifest: "DatasetManifest", source: str) -> tuple[str, ...]:
+    eras = manifest.eras(source)
+    shards = [shard for era in eras for shard in era.shards]
+    train = [shard for shard in shards if shard.split == "train"]
+    tokens = sum(shard.num_tokens for shard in shards)
+    text_bytes = sum(shard.num_text_bytes for shard in shards)
+    documents = sum(shard.num_documents for shard in train)
+    held_out = sum(shard.num_documents for shard in shards) - documents
+    return (
+        f"{len(eras):,}",
+        f"{sum(shard.num_tokens for shard in train):,}",
+        f"{documents:,}",
+        f"{held_out:,}",
+        f"{text_bytes / max(1, tokens):.3f}",
+        f"{sum(shard.num_bytes for shard in shards) / 2**20:,.1f}",
     )
-    _add_data_arguments(parser)
-    parser.add_argument(
-        "--lengths",
-        action="store_true",
-        help="read every document's length too (some 400 M tokens/s)",
-    )
 
 
-def _stats(options: argparse.Namespace) -> int:
-    """Carries out `moebius data stats`."""
-    from .data_report import find_stats, print_json, stats_tables
+def _losses(folder: "FoundFolder") -> "Iterator[Text]":
+    """Yields what of the input is not in a folder, by source and reason."""
+    from rich.text import Text
 
-    found = find_stats(options.path, lengths=options.lengths)
-    if options.json:
-        print_json(found)
-    else:
-        for table in stats_tables(found):
-            _print_table(table)
-    return 0
+    completion = folder.manifest and folder.manifest.completion
+    if not completion:
+        return
+    for source, reasons in completion.dropped.items():
+        for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+            yield Text(f"{folder.path}, {source}: {count:,} documents dropped: {reason}")
+    for split in completion.quarantined:
+        yield Text(f"{folder.path}, {split.source}: {split.input} is left out: {split.error}")
 
 
 def _add_verify(actions: Commands) -> None:
@@ -108,28 +153,30 @@ def _add_verify(actions: Commands) -> None:
         "read every byte: manifests, tokenizer, every shard and every record batch",
         examples=["data verify shards"],
     )
-    _add_data_arguments(parser)
+    parser.add_argument(
+        "path", type=Path, metavar="DATA|RUN", help="a prepared folder, or a run that reads one"
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
     """Carries out `moebius data verify`."""
     from rich.console import Console
 
+    from ...data_pipeline.manifest import read_manifest
+    from ...data_pipeline.verify import data_folder, verify
     from ..progress import progress_bars
-    from .data_report import print_json, verify_folder
 
+    folder = data_folder(options.path)
+    manifest = read_manifest(folder)
+    num_bytes = sum(entry.num_bytes for entry in manifest.shards)
     with progress_bars(Console(stderr=True)) as start_progress:
-        verdict = verify_folder(options.path, start_progress)
-    if options.json:
-        print_json(verdict.as_json())
-        return 0 if verdict.is_intact else 1
-    if verdict.problems:
-        raise ValueError("\n".join(verdict.problems))
-    print(verdict.words)
+        on_bytes = start_progress(f"reading {folder.name}", 2 * num_bytes)
+        problems = list(verify(folder, manifest, on_bytes))
+    if problems:
+        raise ValueError("\n".join(problems))
+    state = "" if manifest.complete else " so far; it is still growing"
+    print(
+        f"{folder}: intact ({len(manifest.shards):,} shards in {len(manifest.sealed):,} eras, "
+        f"{num_bytes / 2**20:,.1f} MiB{state})"
+    )
     return 0
-
-
-def _print_table(table: object) -> None:
-    from rich.console import Console
-
-    Console().print(table)

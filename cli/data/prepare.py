@@ -20,7 +20,6 @@ from ..arguments import (
 
 if TYPE_CHECKING:
     from ...data_pipeline.make.pools import TaskPool
-    from ...data_pipeline.manifest import DatasetManifest
     from ...data_pipeline.prepare_config import PrepareConfig
 
 _OVERRIDE = re.compile(r"prepare(\.\w+)+=")
@@ -38,8 +37,7 @@ def add_commands(commands: Commands) -> None:
             "prepare --input https://example.com/books.jsonl.zst --output shards",
             "prepare --input chats.jsonl --output shards prepare.prompt_field=question "
             "prepare.answer_field=answer",
-            "prepare --input web --output shards prepare.filters.min_words=50 "
-            "prepare.filters.quality=true prepare.near_duplicates={}",
+            "prepare --input web --output shards prepare.filters=\"['my_filters:too_short']\"",
             "prepare --config mine.toml --output shards --workers 8 prepare.era_tokens=1000000",
         ],
     )
@@ -59,13 +57,6 @@ def add_commands(commands: Commands) -> None:
         "python:package.module:function; `embedded`, the default, is the prose that Python carries",
     )
     parser.add_argument(
-        "--validation-input",
-        nargs="+",
-        metavar="TEXT",
-        default=[],
-        help="default: a share of --input",
-    )
-    parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer"
     )
     parser.add_argument(
@@ -73,17 +64,6 @@ def add_commands(commands: Commands) -> None:
         metavar="NAME",
         help="bpe (trained on the text, default), bytes, or one that exists: a .json or .model "
         "file, its folder, or hf://owner/name",
-    )
-    parser.add_argument(
-        "--end-of-document",
-        metavar="TOKEN",
-        help="special token that ends a document, of a tokenizer that exists (its eos_token)",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="of the BPE tokenizer (8000); of one that exists the most ids it may have",
     )
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes; 1: this one alone"
@@ -97,12 +77,6 @@ def add_commands(commands: Commands) -> None:
         "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
     )
     add_unauthenticated(parser)
-    parser.add_argument(
-        "--shuffle-documents",
-        action="store_true",
-        help="spread the documents over all shards (needs a second pass, and training cannot begin "
-        "before it)",
-    )
     parser.add_argument(
         "--on-poison",
         choices=["auto", "fail", "quarantine"],
@@ -118,6 +92,8 @@ def _prepare(options: argparse.Namespace) -> int:
 
     from ...cluster.report.live import show_preparation
     from ...data_pipeline.make.prepare import prepare
+    from ...data_pipeline.verify import FoundFolder
+    from .folders import print_folders
 
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")
@@ -136,14 +112,9 @@ def _prepare(options: argparse.Namespace) -> int:
     else:
         with _pool(options.workers) as pool, show_preparation(Console()) as on_progress:
             manifest = prepare(
-                config,
-                directory,
-                pool=pool,
-                on_progress=on_progress,
-                on_poison=options.on_poison,
-                report=True,
+                config, directory, pool=pool, on_progress=on_progress, on_poison=options.on_poison
             )
-    _print_manifest(manifest, options.output)
+    print_folders([FoundFolder(options.output, manifest)])
     return 0
 
 
@@ -158,14 +129,13 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
 
     values: dict[str, Any] = {}
     overrides = list(options.overrides)
-    for name in ("input", "validation_input"):  # they take all words that follow
-        words = getattr(options, name)
-        overrides += [word for word in words if _OVERRIDE.match(word)]
-        values[name] = [word for word in words if not _OVERRIDE.match(word)]
-    for name in ("tokenizer", "end_of_document", "vocab_size", "shuffle_documents"):
-        values[name] = getattr(options, name)
-    given = {name: value for name, value in values.items() if value not in (None, False, [])}
-    return resolve_prepare(options.config, overrides, RECIPES, options=given)
+    # --input takes all words that follow
+    overrides += [word for word in options.input if _OVERRIDE.match(word)]
+    if inputs := [word for word in options.input if not _OVERRIDE.match(word)]:
+        values["input"] = inputs
+    if options.tokenizer is not None:
+        values["tokenizer"] = options.tokenizer
+    return resolve_prepare(options.config, overrides, RECIPES, options=values)
 
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
@@ -173,29 +143,3 @@ def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
     from ...data_pipeline.make.pools import LocalPool, SerialPool
 
     return LocalPool(workers) if workers > 1 else nullcontext(SerialPool())
-
-
-def _print_manifest(manifest: "DatasetManifest", folder: Path) -> None:
-    """Prints what was prepared: the vocabulary, and a line for each split."""
-    print(f"{folder}: vocabulary of {manifest.vocab_size}")
-    for split in ("train", "validation"):
-        shards = [shard for shard in manifest.shards if shard.split == split]
-        tokens = sum(shard.num_tokens for shard in shards)
-        documents = sum(shard.num_documents for shard in shards)
-        size = sum(shard.num_bytes for shard in shards)
-        print(
-            f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, "
-            f"{size / 2**20:.1f} MiB"
-        )
-    for source in manifest.sources:
-        eras = manifest.eras(source.name)
-        print(f"  source {source.name}: {len(eras)} eras")
-    if manifest.dropped:
-        dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.dropped.items())
-        print(f"  dropped: {dropped}")
-    mode = (
-        "shuffled over all shards" if manifest.spec["shuffle_documents"] else "in the files' order"
-    )
-    print(f"  documents are {mode}")
-    for entry in manifest.completion.quarantined if manifest.completion else ():
-        print(f"  left out: {entry.source}, {entry.input}: {entry.error}")

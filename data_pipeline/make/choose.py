@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..prepare_config import PrepareConfig
-from .hooks import NearDuplicates, near_duplicate_index
-from .statistics import ScanStatistics
 from .tasks import (
     DUPLICATE,
     FIRST_REASON,
-    NEAR_DUPLICATE,
     TRAIN,
     VALIDATION,
     Scanned,
@@ -100,7 +97,6 @@ class SourceCounts:
 
     chosen: Counter[str] = field(default_factory=Counter)  # by side
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    statistics: ScanStatistics = field(default_factory=ScanStatistics)
 
     @property
     def num_documents(self) -> int:
@@ -115,7 +111,6 @@ class Chooser:
         self._held_out_below = np.uint64(held_out_below(config))
         self._holds_out = config.validation_fraction > 0.0
         self._exact = ExactIndex()
-        self._near: NearDuplicates | None = near_duplicate_index(config)
         self.counts = {source.name: SourceCounts() for source in config.all_sources}
 
     def choose(self, unit: Unit, scanned: Scanned) -> np.ndarray:
@@ -124,7 +119,6 @@ class Chooser:
         alive = np.flatnonzero(fates == TRAIN)
         repeats = self._exact.add(scanned.records["high"][alive], scanned.records["low"][alive])
         fates[alive[repeats]] = DUPLICATE
-        self._drop_near_duplicates(fates, scanned)
         counts = self.counts[unit.source]
         if unit.role == "validation":
             fates[fates == TRAIN] = VALIDATION
@@ -132,14 +126,6 @@ class Chooser:
             self._hold_out(fates, scanned.records["high"], counts)
         _count(counts, fates, scanned)
         return fates
-
-    def _drop_near_duplicates(self, fates: np.ndarray, scanned: Scanned) -> None:
-        if self._near is None or not len(scanned.documents_D):
-            return
-        stays = fates[scanned.documents_D] == TRAIN
-        documents, keys = scanned.documents_D[stays], scanned.keys_DB[stays]
-        if len(documents):
-            fates[documents[~self._near.choose(keys)]] = NEAR_DUPLICATE
 
     def _hold_out(self, fates: np.ndarray, high: np.ndarray, counts: SourceCounts) -> None:
         """Marks the documents of small hash.
@@ -160,10 +146,9 @@ def _count(counts: SourceCounts, fates: np.ndarray, scanned: Scanned) -> None:
     numbers = np.bincount(fates, minlength=FIRST_REASON + len(scanned.reasons)).tolist()
     counts.chosen["train"] += numbers[TRAIN]
     counts.chosen["validation"] += numbers[VALIDATION]
-    names = {DUPLICATE: "duplicate", NEAR_DUPLICATE: "near duplicate"} | {
+    names = {DUPLICATE: "duplicate"} | {
         FIRST_REASON + index: reason for index, reason in enumerate(scanned.reasons)
     }
     for fate, reason in names.items():
         if numbers[fate]:
             counts.dropped[reason] += numbers[fate]
-    counts.statistics = counts.statistics.merge(scanned.statistics)

@@ -77,11 +77,6 @@ class TaskPool(Protocol):
         """Returns how many tasks may be out at a time; with more, some would only wait."""
         ...
 
-    @property
-    def description(self) -> str:
-        """Returns where tasks run, for people."""
-        ...
-
     def expect(self, num_tasks: int) -> None:
         """Says that at least so many tasks will come: processes may start for them meanwhile."""
         ...
@@ -99,7 +94,6 @@ class SerialPool:
     """Runs tasks one after another in this process."""
 
     capacity = 1
-    description = "this process"
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Callable[[Any], object], object]] = deque()
@@ -139,7 +133,6 @@ class LocalPool:
         if num_workers < 1:
             raise DataError(f"a pool of {num_workers} workers: at least 1")
         self.capacity = num_workers
-        self.description = f"{num_workers} processes of this machine"
         # One pool per process: when one breaks, it is known which task it was at.
         self._idle: list[_Worker] = []
         self._out: dict[Future[Any], tuple[int, _Worker]] = {}

@@ -23,8 +23,6 @@ Cost: text is read at 100 MB/s/core, and a second time by a process that has not
 tokenising takes nearly all the time.
 """
 
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,14 +42,12 @@ from ..manifest import (
 )
 from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
-from ..tokenizers.tokenizer import tokenizer_of
 from .choose import Chooser
 from .commit import Committer
 from .failures import Failures, OnPoison, account, ended, reason
-from .hooks import set_up
+from .filters import set_up_rules
 from .kept import forget
 from .pools import SerialPool, TaskPool
-from .prepare_report import PrepareReport, StageTime, import_drawing, write_report
 from .progress import Meter, PrepareProgress
 from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
@@ -92,7 +88,6 @@ def prepare(
     pool: TaskPool | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
     on_poison: OnPoison = "auto",
-    report: bool = False,
 ) -> DatasetManifest:
     """Makes `directory` hold the tokens of `config`, and returns its manifest.
 
@@ -106,7 +101,6 @@ def prepare(
             corpus alone, whatever is given.
         on_progress: is called after every task.
         on_poison: see `OnPoison`.
-        report: whether `report.md` and `report.html` are written beside the shards.
 
     Raises:
         InputError: input that cannot be read.
@@ -120,22 +114,18 @@ def prepare(
         units = plan_units(config)
         if pool is None or _needs_no_pool(units):
             pool = SerialPool()
-        if report:  # while tasks run: half a second
-            threading.Thread(target=import_drawing, name="import for the report").start()
         pool.expect(len(units))
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
             manifest = finished(config, folder)  # somebody else may have been faster
             if manifest is None:
                 begin(config, folder, units)
-                set_up(config, folder / UNFINISHED)
+                set_up_rules(config, folder / UNFINISHED)
                 work = _Preparation(config, folder, units, pool, show, on_poison)
                 try:
                     work.run()
                 finally:
                     forget(folder)  # what a pool in this process has kept
                 manifest = read_manifest(folder)
-                if report:
-                    write_report(folder, work.report(manifest))
             clear(folder)
     elif (folder / UNFINISHED).exists():
         with claimed(folder, on_wait=lambda: None):
@@ -193,34 +183,12 @@ class _Preparation:
             stage: deque() for stage in ("train", "sample", "gather", "tokenise", "scan")
         }
         self._out: dict[int, tuple[_Stage, int]] = {}
-        self._began = time.monotonic()
-        self._times: dict[str, tuple[float, float]] = {}  # stage -> first task, last result
         self._scanned: set[int] = set()
         self._num_chosen = self._num_made = 0
         self._last_units = {unit.source: index for index, unit in enumerate(units)}
         self._spilled: list[int] = []
         self._shards: dict[int, tuple[ShardEntry, ...]] = {}  # made and not committed
         self._quarantined: dict[int, Quarantined] = {}
-
-    def report(self, manifest: DatasetManifest) -> PrepareReport:
-        """Returns what is known beside the manifest."""
-        order = (
-            "The documents of each source are spread over all of its shards."
-            if self._buckets
-            else "Documents are in the order of the input's files: training shuffles them inside "
-            "an era only (prepare.shuffle_documents spreads them)."
-        )
-        return PrepareReport(
-            manifest,
-            statistics={name: one.statistics for name, one in self._chooser.counts.items()},
-            stages=tuple(
-                StageTime(stage, last - first) for stage, (first, last) in self._times.items()
-            ),
-            wall_seconds=time.monotonic() - self._began,
-            workers=self._pool.description,
-            tokenizer_engine=tokenizer_of(self._folder).engine,
-            notes=(order,),
-        )
 
     # ---- the loop
 
@@ -235,7 +203,6 @@ class _Preparation:
             assert self._out, "work is left, and nobody is at it"
             number, outcome = self._pool.wait()
             stage, index = self._out.pop(number)
-            self._times[stage] = (self._times[stage][0], time.monotonic())
             if isinstance(outcome, BaseException):
                 self._failed(stage, index, outcome)
             else:
@@ -269,8 +236,6 @@ class _Preparation:
             task = self._next()
             if task is None:
                 return
-            now = time.monotonic()
-            self._times.setdefault(task[0], (now, now))
             self._out[self._pool.submit(*self._task(*task))] = task
 
     def _next(self) -> tuple[_Stage, int] | None:

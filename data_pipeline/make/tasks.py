@@ -15,13 +15,12 @@ the coordinator (`choose`).
 import hashlib
 import json
 import struct
-import time
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -42,19 +41,17 @@ from ..tokenizers.bpe import train_bpe
 from ..tokenizers.fast import accept_proof
 from ..tokenizers.interface import Tokenizer, token_dtype
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
-from .hooks import Hooks, hooks
+from .filters import DocumentRule, document_rules
 from .kept import begin_keeping, keep, take
 from .records import read_record, write_record
-from .statistics import DocumentCounter, ScanStatistics
 from .units import Unit
 
-TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
+TRAIN, VALIDATION, DUPLICATE = range(3)
 """The fate of a document, one byte: the first two name the side that it is written to. From
 FIRST_REASON on it is the number of a reason of its unit's own list."""
 
-FIRST_REASON = 4
+FIRST_REASON = 3
 SIDES: dict[int, Split] = {TRAIN: "train", VALIDATION: "validation"}
-_EXAMPLE_CHARS = 1000  # more than is shown of any
 _DAMAGES = (
     *(zipfile.BadZipFile, zlib.error, ValueError, LookupError, TypeError),
     *(OSError, EOFError, NotImplementedError),
@@ -115,9 +112,6 @@ class Scanned:
 
     records: np.ndarray  # _RECORD [documents]
     reasons: tuple[str, ...]  # of the fates from FIRST_REASON on
-    statistics: ScanStatistics
-    keys_DB: np.ndarray  # uint64: the near-duplicate keys of some documents
-    documents_D: np.ndarray  # int64: which documents those are
 
 
 def unfinished_file(directory: Path, unit: Unit, what: str) -> Path:
@@ -174,7 +168,9 @@ def _identity(document: Document) -> tuple[int, int, int]:
     return high, low, size
 
 
-def _judged(document: Document, rules: Hooks) -> tuple[int, int, int, str | None]:
+def _judged(
+    document: Document, rules: tuple[DocumentRule, ...]
+) -> tuple[int, int, int, str | None]:
     """Returns hash, size, and why a document is dropped whatever the others are."""
     if document.fault:
         return 0, 0, 0, document.fault
@@ -184,21 +180,20 @@ def _judged(document: Document, rules: Hooks) -> tuple[int, int, int, str | None
     if num_bytes > MAX_DOCUMENT_BYTES:
         return high, low, num_bytes & 0xFFFFFFFF, _TOO_LONG
     whole = document.whole
-    for rule in rules.rules:
+    for rule in rules:
         if reason := rule.reason_to_drop(whole):
             return high, low, num_bytes, reason
     return high, low, num_bytes, None
 
 
 @lru_cache(maxsize=1)
-def _hooks(key: str, config_json: str, work: Path) -> Hooks:
-    return hooks(PrepareConfig.model_validate_json(config_json), work)
+def _rules(config_json: str, work: Path) -> tuple[DocumentRule, ...]:
+    return document_rules(PrepareConfig.model_validate_json(config_json), work)
 
 
-def _hooks_of(task: UnitTask) -> Hooks:
-    """Returns this process's hooks; they are made once."""
-    work = task.directory / UNFINISHED
-    return _hooks(task.config.spec_hash, task.config.model_dump_json(), work)
+def _rules_of(task: UnitTask) -> tuple[DocumentRule, ...]:
+    """Returns this process's rules; they are made once."""
+    return _rules(task.config.model_dump_json(), task.directory / UNFINISHED)
 
 
 # ---- scan
@@ -210,28 +205,17 @@ class _Scan:
 
     records: list[tuple[int, int, int, int]] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
-    counter: DocumentCounter = field(default_factory=DocumentCounter)
-    keys: list[np.ndarray] = field(default_factory=list)
-    keyed: list[int] = field(default_factory=list)
 
-    def add(self, document: Document, rules: Hooks) -> bool:
+    def add(self, document: Document, rules: tuple[DocumentRule, ...]) -> bool:
         """Adds the next document; returns whether no rule drops it."""
         high, low, num_bytes, reason = _judged(document, rules)
-        self.counter.read(num_bytes)
-        fate = TRAIN if reason is None else self._dropped(reason, document)
-        if reason is None and rules.near_duplicate_keys is not None:
-            keys = rules.near_duplicate_keys(document.whole)
-            if len(keys):
-                self.keys.append(keys)
-                self.keyed.append(len(self.records))
+        fate = TRAIN if reason is None else self._number_of(reason)
         self.records.append((high, low, num_bytes, fate))
         return reason is None
 
-    def _dropped(self, reason: str, document: Document) -> int:
+    def _number_of(self, reason: str) -> int:
         if reason not in self.reasons and len(self.reasons) == _MAX_REASONS - 1:
             reason = _OTHER_REASONS
-        beginning = document.whole[:_EXAMPLE_CHARS]
-        self.counter.drop(reason, beginning)
         return FIRST_REASON + self.reasons.setdefault(reason, len(self.reasons))
 
 
@@ -240,21 +224,14 @@ def scan_unit(task: UnitTask) -> None:
     path = task.unfinished("scan.npz")
     if path.exists():
         return
-    began, rules, scan = time.perf_counter(), _hooks_of(task), _Scan()
+    rules, scan = _rules_of(task), _Scan()
     kept = begin_keeping(task.unit)
     for document in _documents(task):
         kept.add(document, stays=scan.add(document, rules))
     records = np.array(scan.records, dtype=_RECORD)
-    statistics = scan.counter.statistics(seconds=time.perf_counter() - began)
-    said = json.dumps({"reasons": list(scan.reasons), "statistics": asdict(statistics)})
+    reasons = json.dumps(list(scan.reasons)).encode()
     with atomic_write(path, durable=False) as file:  # a torn one is noticed, and made again
-        np.savez(
-            file,
-            records=records,
-            said=np.frombuffer(said.encode(), dtype=np.uint8),
-            keys=np.stack(scan.keys) if scan.keys else np.zeros((0, 0), dtype=np.uint64),
-            documents=np.array(scan.keyed, dtype=np.int64),
-        )
+        np.savez(file, records=records, reasons=np.frombuffer(reasons, dtype=np.uint8))
     keep(task.directory, task.unit, kept, records)
 
 
@@ -267,23 +244,10 @@ def read_scan(directory: Path, unit: Unit) -> Scanned:
     path = unfinished_file(directory, unit, "scan.npz")
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return _scanned(arrays)
+            reasons = json.loads(arrays["reasons"].tobytes())
+            return Scanned(arrays["records"], tuple(reasons))
     except _DAMAGES as error:  # of a zip file, which has a checksum of each part
         raise ShardError(f"{path} is damaged ({error})") from error
-
-
-def _scanned(arrays: Mapping[str, np.ndarray]) -> Scanned:
-    said = json.loads(arrays["said"].tobytes())
-    counted = said["statistics"]
-    counted["examples"] = {key: tuple(texts) for key, texts in counted["examples"].items()}
-    counted["lengths"] = tuple(counted["lengths"])
-    return Scanned(
-        records=arrays["records"],
-        reasons=tuple(said["reasons"]),
-        statistics=ScanStatistics(**counted),
-        keys_DB=arrays["keys"],
-        documents_D=arrays["documents"],
-    )
 
 
 def save_fates(directory: Path, unit: Unit, fates: np.ndarray) -> None:
@@ -305,7 +269,7 @@ def sample_unit(task: UnitTask) -> Sampled:
     Documents that are held out are left out, as far as that is known from themselves: the
     coordinator decides about the first units before they are sampled.
     """
-    path, rules = task.unfinished("sample.jsonl"), _hooks_of(task)
+    path, rules = task.unfinished("sample.jsonl"), _rules_of(task)
     fates_path = task.unfinished("fates.npy")
     fates = np.load(fates_path, allow_pickle=False).tolist() if fates_path.exists() else []
     threshold = held_out_below(task.config) if task.unit.role == "both" else 0

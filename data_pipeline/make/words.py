@@ -21,7 +21,6 @@ of 1 kB; a text of any length needs about 50 MB and 12 bytes per word.
 import sys
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -46,25 +45,6 @@ _NO_SPACES = (  # scripts that put no space between words
     (0xF900, 0xFAFF),  # Han, compatibility
     (0x20000, 0x3FFFF),  # Han, further extensions
 )
-
-
-@dataclass(frozen=True)
-class BlankWords:
-    """Describes the words of a text as they stand between blank space."""
-
-    hashes_W: np.ndarray  # uint64
-    lengths_W: np.ndarray  # int32, characters
-    num_with_letters: int  # words with at least one letter
-
-
-def blank_words(text: str) -> BlankWords:
-    """Returns the hash and length of every word between blank space."""
-    pieces = [_blank_words_of(piece) for piece in _pieces(text)]
-    return BlankWords(
-        hashes_W=_joined([piece.hashes_W for piece in pieces], np.uint64),
-        lengths_W=_joined([piece.lengths_W for piece in pieces], np.int32),
-        num_with_letters=sum(piece.num_with_letters for piece in pieces),
-    )
 
 
 def plain_words(text: str) -> np.ndarray:
@@ -108,25 +88,7 @@ def ngram_hashes(hashes_W: np.ndarray, n: int) -> np.ndarray:
     return _joined(pieces, np.uint64)
 
 
-def hash_of_word(word: str) -> np.uint64:
-    """Returns the hash that `blank_words` gives to one word."""
-    (found,) = blank_words(word).hashes_W
-    return found
-
-
 # ---- one piece
-
-
-def _blank_words_of(text: str) -> BlankWords:
-    codes = _codes(text)
-    kinds = _kinds()[codes]
-    starts, stops = _runs((kinds & _BLANK) == 0)
-    letters = np.concatenate([[0], np.cumsum((kinds & _LETTER) != 0, dtype=np.int32)])
-    return BlankWords(
-        hashes_W=range_hashes(codes, starts, stops),
-        lengths_W=(stops - starts).astype(np.int32),
-        num_with_letters=int(np.count_nonzero(letters[stops] > letters[starts])),
-    )
 
 
 def _plain_words_of(lowered: str) -> np.ndarray:

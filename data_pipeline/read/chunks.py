@@ -69,14 +69,6 @@ class ChunkLayout(Protocol):
         """Returns the most that a chunk can have, without reading it."""
         ...
 
-    def spans_of(self, row: int) -> list[tuple[int, int]]:
-        """Returns begin and end, in the era's stream, of each stretch of tokens in a row."""
-        ...
-
-    def rows_of(self, begin: int, end: int) -> list[int]:
-        """Returns the rows that hold any of a document's tokens, which begin and end there."""
-        ...
-
 
 @dataclass(frozen=True)
 class WantedOfTokens:
@@ -137,16 +129,6 @@ class ConcatLayout:
         first, end = self._store.batch_starts[self.plan.chunk_batches[chunk : chunk + 2]].tolist()
         return ChunkSize(end - first + self._seq_len, rows, rows)
 
-    def spans_of(self, row: int) -> list[tuple[int, int]]:
-        """Returns the one stretch that a row is."""
-        return [(row * self._seq_len, (row + 1) * self._seq_len + 1)]
-
-    def rows_of(self, begin: int, end: int) -> list[int]:
-        """Returns the rows that overlap a stretch; those that share a border token both do."""
-        first = max(0, -(-(begin - self._seq_len) // self._seq_len))
-        last = (end - 1) // self._seq_len
-        return list(range(first, min(last + 1, self.plan.chunks.num_rows)))
-
     def _read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch | None:
         wanted = self._wanted
         in_full = wanted.documents or (wanted.counts and self._store.source.has_loss_mask)
@@ -202,31 +184,6 @@ class BestFitLayout:
             for starts in (self._store.batch_starts, self._store.document_starts)
         )
         return ChunkSize(tokens, rows, rows + documents)
-
-    def spans_of(self, row: int) -> list[tuple[int, int]]:
-        """Returns the stretches that a row is made of, in its order."""
-        starts = self.plan.chunks.row_starts
-        chunk = int(np.searchsorted(starts, row, side="right")) - 1
-        pieces = self._plan.read(chunk)
-        inside = row - int(starts[chunk])
-        mine = slice(*pieces.row_starts[inside : inside + 2].tolist())
-        begins = pieces.starts[mine] + self._begin_of(chunk)
-        ends = begins + pieces.lengths[mine]
-        return list(zip(begins.tolist(), ends.tolist(), strict=True))
-
-    def rows_of(self, begin: int, end: int) -> list[int]:
-        """Returns the rows with a piece of a document, which lies whole in one chunk."""
-        batch = int(np.searchsorted(self._store.batch_starts, begin, side="right")) - 1
-        chunk = int(np.searchsorted(self.plan.chunk_batches, batch, side="right")) - 1
-        pieces = self._plan.read(chunk)
-        begins = pieces.starts + self._begin_of(chunk)
-        overlaps = (begins < end) & (begins + pieces.lengths > begin)
-        row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))
-        return (np.unique(row_of[overlaps]) + int(self.plan.chunks.row_starts[chunk])).tolist()
-
-    def _begin_of(self, chunk: int) -> int:
-        """Returns the first token of a chunk in the era's stream."""
-        return int(self._store.batch_starts[self.plan.chunk_batches[chunk]])
 
     def _stream(self, chunk: int) -> "_Span":
         first, end = self.plan.chunk_batches[chunk : chunk + 2].tolist()

@@ -33,7 +33,7 @@ from .corruption import BatchFetcher, SkipList, open_fetcher
 from .order import RowRefs
 from .rows import SplitReader, too_short
 from .samples import OrderedSamples
-from .skipped_samples import NOTHING, LeftOut
+from .skipped_samples import NOTHING, SkippedSamples
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Loader:
         poll_s: how often a growing folder is looked at.
         on_wait: told when a batch is waited for.
         server: the node's data server, which is closed with the loader; None: this rank decodes.
-        left_out: samples that no step takes.
+        skipped_samples: samples that no step takes.
         continues: the position, of a checkpoint, that the first batch goes on from. Where a growing
             folder has not sealed again what was read before, the first batch waits for that.
 
@@ -114,7 +114,7 @@ class Loader:
         poll_s: float = 1.0,
         on_wait: OnWait | None = None,
         server: ServerHandle | None = None,
-        left_out: LeftOut = NOTHING,
+        skipped_samples: SkippedSamples = NOTHING,
         continues: Mapping[str, Any] | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
@@ -133,7 +133,7 @@ class Loader:
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
         self._poll_s, self._on_wait = poll_s, on_wait
-        self._left_out = left_out
+        self._skipped_samples = skipped_samples
         self.wait_s = 0.0
         """Seconds that `next()` has waited for data: what a faster disk or more prefetch saves."""
         self._waiting_for = ""
@@ -288,12 +288,12 @@ class Loader:
     def _read_ahead(self, first_sample: int) -> None:
         """Runs in the thread: reads step after step until closed, or an error, which it queues."""
         step = self._global_batch
-        first_sample = self._left_out.next_step(first_sample, step)
+        first_sample = self._skipped_samples.next_step(first_sample, step)
         try:
             while (refs := self._order_step(first_sample)) is not None:
                 if not self._put(self._read_step(first_sample, refs)):
                     return
-                first_sample = self._left_out.next_step(first_sample + step, step)
+                first_sample = self._skipped_samples.next_step(first_sample + step, step)
         except BaseException as error:  # noqa: BLE001 (raised again, in the thread that calls next)
             self._put(error)
 

@@ -132,23 +132,6 @@ class Mixture:
         sources, _ = self.rows_at(first, row - first)
         return dealt_k + np.bincount(sources, minlength=len(self.names))
 
-    def row_of(self, source: int, index: int) -> int | None:
-        """Returns the global row that is row `index` of a source; None: its weight ends before."""
-        if len(self.names) == 1:
-            return index
-        number = self._stage_of_index(source, index)
-        stage = self._stages[number]
-        remaining = index - int(stage.dealt_before_k[source])
-        per_cycle = int(stage.dealt_Ck[-1, source])
-        if per_cycle == 0:
-            return None
-        cycles, inside = divmod(remaining, per_cycle)
-        num_blocks = len(stage.dealt_Ck) - 1
-        block = int(np.searchsorted(stage.dealt_Ck[1:, source], inside, side="right"))
-        first = stage.start + (cycles * num_blocks + block) * stage.block_rows
-        sources, indices = self._rows_of_stage(number, first, first + stage.block_rows)
-        return first + int(np.flatnonzero((sources == source) & (indices == index))[0])
-
     def _stage(self, start_row: int, weights: Sequence[Fraction]) -> _DealtStage:
         counts, rounded = _integer_counts(weights)
         block_rows = _block_rows(sum(counts))
@@ -163,15 +146,6 @@ class Mixture:
     def _stage_of(self, row: int) -> int:
         number = 0
         while number + 1 < len(self._stages) and row >= self._stages[number + 1].start:
-            number += 1
-        return number
-
-    def _stage_of_index(self, source: int, index: int) -> int:
-        """Returns the stage in which a source has its row `index`; the last one if in none."""
-        number = 0
-        while number + 1 < len(self._stages):
-            if self._stages[number + 1].dealt_before_k[source] > index:
-                break
             number += 1
         return number
 

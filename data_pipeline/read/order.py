@@ -96,14 +96,6 @@ class EraOrder:
         places = (inside + len(rows) // 2 + np.arange(len(rows))) % len(rows)
         return rows[places[places != inside]].astype(np.int64)
 
-    def position_of(self, row: int) -> int:
-        """Returns the position at which a row comes."""
-        chunk = int(np.searchsorted(self._chunks.row_starts, row, side="right")) - 1
-        place = int(np.flatnonzero(self.chunk_order == chunk)[0])
-        window = place // self._chunks.chunks_per_window
-        inside = int(np.flatnonzero(self._rows_of_window(window) == row)[0])
-        return int(self.window_starts[window]) + inside
-
     def _rows_of_window(self, window: int) -> np.ndarray:
         """Returns the rows of a window in their order, of which the latest are kept."""
         rows = self._windows.pop(window, None)
@@ -172,7 +164,7 @@ _REF_FIELDS = tuple(RowRefs.__dataclass_fields__)
 
 
 class SampleOrder:
-    """Orders the samples of a run: g to rows and back.
+    """Orders the samples of a run: g to rows.
 
     Args:
         mixture: which source comes when.
@@ -228,17 +220,6 @@ class SampleOrder:
                 rows[mine] = self.era_order(number, epoch, era).rows_at(positions[mine])
         return RowRefs(numbers, epochs, eras, positions, rows)
 
-    def sample_of(self, source: str, epoch: int, era: int, row: int) -> int | None:
-        """Returns the global sample that is this row of this epoch; None: it never comes.
-
-        Raises:
-            EndOfSourceError: that depends on eras that are not sealed yet.
-        """
-        number = self.mixture.names.index(source)
-        position = self.era_order(number, epoch, era).position_of(row)
-        index = self._sources[source].index_of(epoch, era, position)
-        return None if index is None else self.mixture.row_of(number, index)
-
     def _era_order(self, number: int, epoch: int, era: int) -> EraOrder:
         name = self.mixture.names[number]
         return EraOrder(self._chunks_of(name, era), derive_key(self._seed, "era", name, epoch, era))
@@ -279,17 +260,6 @@ class _CountedSource:
             starts = np.concatenate([[0], ends[:-1]])
             positions[mine] = inside[mine] - starts[places]
         return epochs, eras, positions
-
-    def index_of(self, epoch: int, era: int, position: int) -> int | None:
-        """Returns the number i of a row; None: there is no such epoch."""
-        if 0 < self._rows.max_epochs <= epoch:
-            return None
-        if epoch > 0 and not self._rows.complete:
-            raise EndOfSourceError(self._name, epoch * self._num_rows, self._num_rows, growing=True)
-        order, ends = self._eras_in_order(epoch)
-        place = int(np.flatnonzero(order == era)[0])
-        start = int(ends[place - 1]) if place else 0
-        return epoch * self._num_rows + start + position
 
     def _eras_in_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the eras in the order of an epoch, and their last rows' numbers plus one."""

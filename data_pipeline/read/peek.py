@@ -5,21 +5,21 @@ turn the direction of writing) is replaced by what shows that it is there.
 """
 
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
 from ..data_config import DataConfig
-from ..document_index import DocumentIndex
-from ..document_order import RowPart, RunOrder, SampleRow, parts_between
-from ..errors import ShardError
+from ..errors import DataError, ShardError
 from ..manifest import Split
 from ..tokenizers.interface import Tokenizer
-from .corruption import open_fetcher
-from .rows import Prepared, RowReader, Rows
+from .corruption import SkipList, open_fetcher
+from .gather import Rows
+from .rows import SplitReader
+from .samples import OrderedSamples
 
 _SHOWN_AS = {"\n": "↵\n", "\t": "␉"}
 _CONTROL_PICTURES = 0x2400  # the picture of control character n is at this plus n
@@ -29,158 +29,125 @@ _HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Is a stretch of text whose tokens are all learned, or all read only."""
+class TextSegment:
+    """Holds a stretch of text whose tokens are all learned, or all read only."""
 
     text: str
     learned: bool
 
 
 @dataclass(frozen=True)
-class DecodedPart:
-    """Is what a row holds of one document."""
+class DocumentPart:
+    """Holds what a row has of one document."""
 
-    part: RowPart
-    segments: tuple[Segment, ...]
+    segments: tuple[TextSegment, ...]
     ends: bool  # the document's end is in the row
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns it as values of JSON."""
-        return self.part.as_json() | {
-            "ends": self.ends,
-            "segments": [asdict(segment) for segment in self.segments],
-        }
 
 
 @dataclass(frozen=True)
 class DecodedRow:
-    """Is a row as people read it."""
+    """Holds a row as people read it."""
 
-    source: str
-    era: int
-    row: int
-    parts: tuple[DecodedPart, ...]
+    place: str
+    documents: tuple[DocumentPart, ...]
     num_padding: int
-    damaged: bool = False
-    sample: SampleRow | None = None  # None: it was read from the shards, in no order
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns it as values of JSON."""
-        return {
-            "source": self.source,
-            "era": self.era,
-            "row": self.row,
-            "sample": None if self.sample is None else asdict(self.sample),
-            "damaged": self.damaged,
-            "num_padding": self.num_padding,
-            "documents": [part.as_json() for part in self.parts],
-        }
+    damaged: bool
 
 
-def peek_order(order: RunOrder, samples: range, tokenizer: Tokenizer) -> list[DecodedRow]:
-    """Decodes samples of a run, in a row.
-
-    Raises:
-        DataError: the run has no such sample, or it is not decided yet, or damaged.
-    """
-    places, rows = order.read(samples)
-    return [
-        _decoded(
-            place.source, place.era, place.row, order.parts_of(place), rows, n, tokenizer, place
-        )
-        for n, place in enumerate(places)
-    ]
-
-
-def peek_shards(
+def peek_split(
     data: DataConfig, split: Split, count: int, tokenizer: Tokenizer
 ) -> list[DecodedRow]:
-    """Decodes rows from all over one split of a folder, evenly spaced, cut from the stream.
+    """Decodes evenly spaced rows of a split, cut from the stream.
 
     Raises:
         ShardError: the split holds no row, or a record batch is damaged.
     """
-    prepared = Prepared(
-        data.directory, split=split, seq_len=data.seq_len, read_batch=open_fetcher(data)
-    )
-    index = DocumentIndex(data.directory, lambda: prepared.manifest, split)
-    names = [source.name for source in prepared.manifest.sources]
+    with SplitReader(data.directory, split, seq_len=data.seq_len) as reader:
+        total = reader.num_rows
+        if total == 0:
+            raise ShardError(
+                f"the {split} split of {data.directory} has no row of {data.seq_len + 1} tokens"
+            )
+        count = min(count, total)
+        numbers = np.arange(count) * total // count
+        rows = reader.read(numbers)
+    places = [f"{split} row {number:,} of {total:,}" for number in numbers.tolist()]
+    return [_decoded(place, rows, n, tokenizer) for n, place in enumerate(places)]
+
+
+def peek_samples(
+    data: DataConfig, samples: range, tokenizer: Tokenizer, *, skip_folder: Path | None
+) -> list[DecodedRow]:
+    """Decodes consecutive samples in the order of a run.
+
+    Args:
+        data: what the run reads.
+        samples: their numbers.
+        tokenizer: of the folder.
+        skip_folder: where the run has written down the damaged rows that it replaced.
+
+    Raises:
+        DataError: a sample is damaged, or its segment is not sealed yet.
+    """
+    skipped = SkipList(skip_folder)
+    ordered = OrderedSamples(data, open_fetcher(data))
     try:
-        sources, eras, rows = _spread(prepared, names, count)
-        found = RowReader(prepared, names).read(sources, eras, rows)
-        decoded = []
-        for place, (number, era, row) in enumerate(
-            zip(sources.tolist(), eras.tolist(), rows.tolist(), strict=True)
-        ):
-            (span,) = prepared.layout(names[number], era).spans_of(row)
-            parts = list(parts_between(index, names[number], era, *span))
-            decoded.append(_decoded(names[number], era, row, parts, found, place, tokenizer))
-        return decoded
-    finally:
-        prepared.close()
-        index.close()
-
-
-def _spread(
-    prepared: Prepared, names: Sequence[str], count: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns source, era and row of evenly spaced rows of all sealed eras."""
-    places = [
-        (number, era, prepared.num_rows(name, era))
-        for number, name in enumerate(names)
-        for era in range(len(prepared.manifest.eras(name)))
-    ]
-    ends = np.cumsum([rows for _, _, rows in places], dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    if total == 0:
-        raise ShardError(
-            f"the {prepared.split} split of {prepared.directory} has no row of "
-            f"{prepared.seq_len + 1} tokens: lower data.seq_len={prepared.seq_len}"
+        if missing := ordered.prepare(samples.start, len(samples)):
+            raise DataError(
+                f"samples {samples.start} to {samples.stop - 1} cannot be read: {missing}"
+            )
+        refs, rows = ordered.read(
+            samples.start, ordered.refs_at(samples.start, len(samples)), skipped
         )
-    chosen = np.arange(min(count, total)) * total // min(count, total)
-    eras = np.searchsorted(ends, chosen, side="right")
-    starts = np.concatenate([[0], ends[:-1]])
-    table = np.array([(number, era) for number, era, _ in places], dtype=np.int64)
-    return table[eras, 0], table[eras, 1], chosen - starts[eras]
+    finally:
+        ordered.close()
+    names = ordered.mixture.names
+    columns = (refs.sources, refs.epochs, refs.eras, refs.rows)
+    places = [
+        f"sample {sample:,}: source {names[source]}, epoch {epoch}, era {era}, row {row:,}"
+        for sample, source, epoch, era, row in zip(
+            samples, *(column.tolist() for column in columns), strict=True
+        )
+    ]
+    return [_decoded(place, rows, n, tokenizer) for n, place in enumerate(places)]
 
 
-def _decoded(
-    source: str,
-    era: int,
-    row: int,
-    parts: Sequence[RowPart],
-    rows: Rows,
-    place: int,
-    tokenizer: Tokenizer,
-    sample: SampleRow | None = None,
-) -> DecodedRow:
-    """Decodes row `place` of those that were read."""
-    tokens = rows.tokens[place]
+def _decoded(place: str, rows: Rows, number: int, tokenizer: Tokenizer) -> DecodedRow:
+    tokens = rows.tokens[number]
     learned = np.ones(len(tokens), dtype=bool)
     if rows.loss_mask is not None:  # of the targets: nothing is said of a row's first token
-        learned[1:] = rows.loss_mask[place]
+        learned[1:] = rows.loss_mask[number]
         learned[0] = learned[1]
-    decoded, begin = [], 0
-    for part in parts:
-        span = slice(begin, begin + part.num_tokens)
-        decoded.append(_decoded_part(part, tokens[span], learned[span], tokenizer))
-        begin = span.stop
-    damaged = bool(rows.damaged[place])
-    return DecodedRow(source, era, row, tuple(decoded), len(tokens) - begin, damaged, sample)
+    num_padding = 0
+    if rows.document_ids is not None:
+        num_padding = int(np.count_nonzero(rows.document_ids[number] < 0))
+    real = len(tokens) - num_padding
+    parts = tuple(_document_parts(tokens[:real], learned[:real], tokenizer))
+    return DecodedRow(place, parts, num_padding, bool(rows.damaged[number]))
 
 
-def _decoded_part(
-    part: RowPart, tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer
-) -> DecodedPart:
-    segments = []
+def _document_parts(
+    tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer
+) -> Iterator[DocumentPart]:
+    """Yields the documents of a row, which are parted by the token that ends each."""
+    ends = (np.flatnonzero(tokens == tokenizer.end_of_document_id) + 1).tolist()
+    if not ends or ends[-1] < len(tokens):
+        ends.append(len(tokens))
+    for begin, end in zip([0, *ends], ends, strict=False):
+        is_end = tokens[end - 1] == tokenizer.end_of_document_id
+        yield DocumentPart(
+            tuple(_segments(tokens[begin:end], learned[begin:end], tokenizer)), bool(is_end)
+        )
+
+
+def _segments(
+    tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer
+) -> Iterator[TextSegment]:
     begin = 0
     for is_learned, run in groupby(learned.tolist()):
         end = begin + len(list(run))
-        text = tokenizer.decode(tokens[begin:end])
-        segments.append(Segment(text, is_learned))
+        yield TextSegment(tokenizer.decode(tokens[begin:end]), is_learned)
         begin = end
-    ends = part.first + part.num_tokens == part.document.num_tokens
-    return DecodedPart(part, tuple(segments), ends)
 
 
 def visible(text: str) -> str:

@@ -257,19 +257,6 @@ class OrderedSamples:
         """Closes the files."""
         self.prepared.close()
 
-    def count_eras(self, name: str, *, rows: int, eras: int) -> SourceRows:
-        """Counts sealed eras of a source until there are so many rows and eras, or no more.
-
-        Returns:
-            The rows of what was counted.
-        """
-        sealed = len(self.prepared.manifest.eras(name))
-        while (counted := self._counted[name]) < sealed:
-            if counted >= eras and sum(self._source_rows(name).era_rows) >= rows:
-                break
-            self._count_more(name)
-        return self._source_rows(name)
-
     def _source_rows(self, name: str) -> SourceRows:
         eras = self.prepared.manifest.eras(name)
         counted = self._counted[name]

@@ -156,10 +156,6 @@ class TokenStore:
         """Returns the number of tokens, ends of documents included."""
         return int(self.batch_starts[-1])
 
-    def input_of(self, batch: int) -> str:
-        """Returns URL and range of the input split that a record batch was made of."""
-        return self._inputs[self._place_of_shard(batch)]
-
     @cached_property
     def _inputs(self) -> tuple[str, ...]:
         return tuple(entry.input for entry in self.entries)
@@ -195,10 +191,6 @@ class TokenStore:
     def document_ends(self, batch: int) -> np.ndarray:
         """Returns where each document of a record batch ends, int64: after its last token."""
         return self.read(batch).document_ends
-
-    def read_loss_mask(self, batch: int) -> np.ndarray | None:
-        """Returns which tokens of a record batch are learned, bool; None: all of this source."""
-        return self.read(batch).loss_mask
 
     def read_documents(self, batch: int) -> pa.RecordBatch:
         """Returns one record batch with all its columns.

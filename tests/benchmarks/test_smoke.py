@@ -4,7 +4,6 @@ then, but it is broken by nothing unnoticed.
 
 import importlib
 import itertools
-import json
 import pkgutil
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from world import run_ranks
 
 import benchmarks
 from benchmarks import (
-    data_stages,
     dispatch,
     expert_parallel,
     gloo_table,
@@ -29,20 +27,6 @@ from benchmarks import (
 )
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the benchmark of the test saves, by the name of its file; results/ stays as it is."""
-    saved: dict[str, Any] = {}
-
-    def save(name: str, found: dict[str, Any], **_: object) -> Path:
-        saved[name] = json.loads(json.dumps(found))
-        return Path(name)
-
-    for module in (data_stages,):
-        monkeypatch.setattr(module, "save", save)
-    return saved
 
 
 def words(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
@@ -55,18 +39,6 @@ def test_every_benchmark_can_be_imported() -> None:
     assert "benchmarks.gpu.ceilings" in names
     for name in names:
         importlib.import_module(name)
-
-
-@pytest.mark.slow
-def test_data_stages(monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any]) -> None:
-    measure = data_stages.index_figures
-    monkeypatch.setattr(data_stages, "index_figures", lambda number: measure(number // 50))
-    words(monkeypatch, "--megabytes", "0.5", "--runs", "1")
-    data_stages.main()
-    found = figures["data_stages"]
-    rates = found["megabytes_per_s_of_one_core"]
-    assert rates["all Gopher rules"]["documents"] < rates["length in characters"]["documents"]
-    assert found["near_duplicate_index"]["documents"] == 10_000
 
 
 def gloo_rows() -> list[gloo_table.Row]:

@@ -15,7 +15,7 @@ from tests.tiny_job import (
     TINY_DATA,
     TINY_TRAINING,
     write_jsonl_files,
-    write_slow_language,
+    write_slow_filter,
 )
 
 STEPS_PER_MINUTE = 20  # two quiet cores make many more: the ranks wait for data
@@ -42,7 +42,7 @@ SETTINGS = (
 def write_texts(folder: Path, minutes: float) -> None:
     """Writes the texts, and the rule that makes reading them slow; both are importable below."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_slow_language(folder)
+    write_slow_filter(folder)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     write_jsonl_files(folder, files=_number_of_files(minutes), documents=DOCUMENTS, words=16)

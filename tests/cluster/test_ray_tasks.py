@@ -17,7 +17,7 @@ from moebius.cluster.ray_tasks import RayPool, tasks_for
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool, WorkerDiedError
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import LanguageConfig, PrepareConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -269,7 +269,7 @@ def test_poison_is_quarantined_and_the_rest_has_the_same_bytes(tmp_path, poison)
         input=(str(texts / "*.txt"),),
         tokenizer="bytes",
         era_tokens=2000,
-        language=LanguageConfig(function="moebius.tests.poison:language", allow=("en",)),
+        filters=("moebius.tests.poison:keep_what_does_no_harm",),
     )
     with LocalPool(2) as local:
         manifest = prepare(config, tmp_path / "local", pool=local)

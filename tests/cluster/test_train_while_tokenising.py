@@ -19,7 +19,7 @@ from tiny_job import (
     SLOW_READING,
     TINY_JOB,
     write_jsonl_files,
-    write_slow_language,
+    write_slow_filter,
 )
 from world import run_ranks
 
@@ -51,7 +51,7 @@ SETTINGS = (
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Texts, and a rule that takes its time, importable here and in every process below."""
     folder = tmp_path_factory.mktemp("f20")
-    write_slow_language(folder)
+    write_slow_filter(folder)
     write_jsonl_files(folder, files=NUM_FILES, documents=DOCUMENTS, words=12)
     sys.path.insert(0, str(folder))
     yield folder

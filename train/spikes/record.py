@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
-from ...data_pipeline.read.skipped_samples import LeftOut
+from ...data_pipeline.read.skipped_samples import SkippedSamples
 
 FILE = "rollbacks.json"
 
@@ -74,9 +74,9 @@ def from_values(values: Any) -> tuple[Rollback, ...]:
     return _LIST.validate_python(values)
 
 
-def left_out_by(rollbacks: Sequence[Rollback]) -> LeftOut:
+def skipped_by(rollbacks: Sequence[Rollback]) -> SkippedSamples:
     """Returns the samples that a run with these rollbacks leaves out."""
-    return LeftOut.of(range(one.first_sample, one.end_sample) for one in rollbacks)
+    return SkippedSamples.of(range(one.first_sample, one.end_sample) for one in rollbacks)
 
 
 def why_abandoned(step: int, known: int, rollbacks: Sequence[Rollback]) -> str:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.make.choose import Chooser, ExactIndex
-from moebius.data_pipeline.make.statistics import ScanStatistics
 from moebius.data_pipeline.make.tasks import (
     _RECORD,
     DUPLICATE,
@@ -61,13 +60,7 @@ def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:
 def scanned(*documents: tuple[int, int], reasons: tuple[str, ...] = ()) -> Scanned:
     """Documents of given hashes (first halves) and fates."""
     records = [(high, high, 10, fate) for high, fate in documents]
-    return Scanned(
-        np.array(records, dtype=_RECORD),
-        reasons,
-        ScanStatistics(),
-        np.zeros((0, 0), dtype=np.uint64),
-        np.zeros(0, dtype=np.int64),
-    )
+    return Scanned(np.array(records, dtype=_RECORD), reasons)
 
 
 def chooser(fraction: float = 0.5, *sources: str) -> Chooser:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from poison import language
+from poison import keep_what_does_no_harm
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.data_config import DataConfig
@@ -25,7 +25,7 @@ from moebius.data_pipeline.make.pools import (
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.unfinished import QUARANTINED
 from moebius.data_pipeline.manifest import manifest_name, read_manifest
-from moebius.data_pipeline.prepare_config import LanguageConfig, PrepareConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 
 BAD = 2  # the file with the poison
@@ -36,7 +36,9 @@ def _harm(monkeypatch):
     """Lets poison do its harm where a document is normalised: in this process."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a test's machine does not lose power
     normalised = tasks.normalised
-    monkeypatch.setattr(tasks, "normalised", lambda text: language(text) and normalised(text))
+    monkeypatch.setattr(
+        tasks, "normalised", lambda text: keep_what_does_no_harm(text) or normalised(text)
+    )
 
 
 def _corpus(
@@ -56,7 +58,7 @@ def _corpus(
         batch_tokens=300,
         era_tokens=4000 if tokenizer == "bytes" else 1000,
         validation_fraction=0.2,
-        language=LanguageConfig(function="poison:language", allow=("en",)) if everywhere else None,
+        filters=("poison:keep_what_does_no_harm",) if everywhere else (),
     )
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from poison import language
+from poison import keep_what_does_no_harm
 
 from moebius.data_pipeline.errors import DataError, InputError
 from moebius.data_pipeline.make.pools import (
@@ -91,7 +91,7 @@ def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
 def test_how_a_process_ended_is_told_and_no_exception_takes_it_down():
     """One that was killed is not taken for one that crashed; what does not unpickle is told in words."""
     with LocalPool(3) as pool:
-        numbers = {pool.submit(language, f"POISON {word}"): word for word in _ENDS}
+        numbers = {pool.submit(keep_what_does_no_harm, f"POISON {word}"): word for word in _ENDS}
         found = dict(pool.wait() for _ in numbers)
     outcomes = {numbers[number]: outcome for number, outcome in found.items()}
     for word, (kind, said) in _ENDS.items():
@@ -122,7 +122,7 @@ def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
 def test_what_would_end_this_process_ends_the_task_only():
     pool = SerialPool()
     for word, said in (("SYSTEMEXIT", "SystemExit: 5"), ("PANIC", "PanicError: panicked at 3:4")):
-        pool.submit(language, f"POISON {word}")
+        pool.submit(keep_what_does_no_harm, f"POISON {word}")
         _, error = pool.wait()
         assert isinstance(error, TaskFailedError)
         assert str(error) == said

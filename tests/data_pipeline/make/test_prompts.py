@@ -150,35 +150,26 @@ def test_a_repeat_is_of_both_parts_and_where_they_meet(tmp_path):
     assert manifest.dropped == {"duplicate": 1, "empty": 1}
 
 
-def test_filters_and_near_duplicates_look_at_both_parts(tmp_path):
-    pytest.importorskip("rensa", reason="the extra `dedup`")
-    words = " ".join(f"word{n}" for n in range(60))
-    records = [
-        {"q": words, "a": "first", "id": "kept"},
-        {"q": words, "a": "second", "id": "near"},
-        {"q": "few", "a": "words", "id": "short"},
-        {"q": "", "a": f"{words} first", "id": "near, without a prompt"},
-    ]
-    manifest = _prepared(
-        tmp_path, records, filters={"min_words": 10}, near_duplicates={"threshold": 0.7}
+def test_filters_look_at_both_parts(tmp_path, monkeypatch):
+    (tmp_path / "filter_of_prompts.py").write_text(
+        "def few(text):\n    return None if len(text.split()) >= 3 else 'too few words'\n"
     )
-    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["kept"]
-    assert manifest.dropped == {"length: too few words": 1, "near duplicate": 2}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    records = [{"q": "one two ", "a": "three", "id": "1"}, {"q": "few ", "a": "words", "id": "2"}]
+    manifest = _prepared(tmp_path, records, filters=("filter_of_prompts:few",))
+    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["1"]
+    assert manifest.dropped == {"too few words": 1}
 
 
-def test_what_is_no_unicode_is_counted_with_examples(tmp_path):
+def test_what_is_no_unicode_is_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n{"text": "half \\ud83d"}\n')
     config = PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0)
     with pytest.raises(InputError, match=r"a.jsonl, byte 30, line 2: not UTF-8"):
         prepare(config, tmp_path / "e")
     dropping = config.model_copy(update={"encoding_faults": "drop"})
-    manifest = prepare(dropping, tmp_path / "d", report=True)
+    manifest = prepare(dropping, tmp_path / "d")
     assert manifest.dropped == {"not UTF-8": 1, "not Unicode (lone surrogates)": 1}
-    report = (tmp_path / "d" / "report.md").read_text()
-    assert "caf\\\\xe9" in report
-    assert "half \\\\ud83d" in report
-    assert "\ufffd" not in report
     assert [row["n_bytes"] for row in _read_all(tmp_path / "d", "text")] == [4]
 
 

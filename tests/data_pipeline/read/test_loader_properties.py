@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from made_folder import MadeFolder, documents
 
 from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.make import prepare as making
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.make.prepare_report import PrepareReport
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
 
@@ -155,27 +153,3 @@ def test_a_digest_tells_the_tokenizer_though_the_ids_are_the_same(tmp_path):
     same, larger = found
     assert [tokens for tokens, _ in same] == [tokens for tokens, _ in larger]
     assert all(one[1] != other[1] for one, other in zip(same, larger, strict=True))
-
-
-# ---- who tokenised
-
-
-@pytest.mark.parametrize(("tokenizer", "engine"), [("bytes", "numpy"), ("bpe", "tiktoken")])
-def test_the_report_names_the_engine_also_of_a_preparation_that_went_on(
-    tmp_path, monkeypatch, tokenizer, engine
-):
-    path = _text(tmp_path / "a.jsonl", [f"word {n:04d}" for n in range(60)])
-    vocab_size = 257 if tokenizer == "bytes" else 300
-    config = PrepareConfig(input=(str(path),), tokenizer=tokenizer, vocab_size=vocab_size)
-    reports: list[PrepareReport] = []
-    monkeypatch.setattr(making, "write_report", lambda folder, report: reports.append(report))
-
-    def stop(progress) -> None:
-        if progress.stage == "tokenising" and progress.done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config, tmp_path / "d", on_progress=stop)
-    for name in ("d", "another"):
-        prepare(config, tmp_path / name, report=True)
-    assert [report.tokenizer_engine for report in reports] == [engine, engine]

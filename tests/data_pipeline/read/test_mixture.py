@@ -124,14 +124,6 @@ def test_stages_begin_where_a_block_ends_and_every_source_goes_on(weights, secon
 
 
 @settings(max_examples=30, deadline=None)
-@given(weights=WEIGHTS, second=WEIGHTS, row=st.integers(0, 10**9))
-def test_row_of_is_the_inverse(weights, second, row):
-    mixture = make((0, weights), (3000, second), names=NAMES)
-    sources, indices = mixture.rows_at(row, 1)
-    assert mixture.row_of(int(sources[0]), int(indices[0])) == row
-
-
-@settings(max_examples=30, deadline=None)
 @given(weights=WEIGHTS, second=WEIGHTS, row=st.integers(0, 7000))
 def test_rows_before_counts_what_was_dealt(weights, second, row):
     mixture = make((0, weights), (3000, second), names=NAMES)
@@ -142,9 +134,6 @@ def test_rows_before_counts_what_was_dealt(weights, second, row):
 def test_a_source_that_gets_no_more_rows_says_so():
     mixture = make((0, {"a": 1.0, "b": 1.0}), (1000, {"a": 1.0}), names=("a", "b"))
     assert mixture.starts == (0, 1024)
-    assert mixture.row_of(1, 511) is not None
-    assert mixture.row_of(1, 512) is None
-    assert mixture.row_of(0, 10**9) == 10**9 + 512
 
 
 def test_no_place_of_a_batch_belongs_to_one_source():

@@ -1,15 +1,17 @@
-"""Rows as people read them: every token's text, whose it is, what is learned, what is padding."""
+"""Rows as people read them: every token's text, what is learned, what is padding."""
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 from made_folder import Document, MadeFolder, documents
 
-from moebius.data_pipeline.document_order import RunOrder
-from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.read.peek import DecodedRow, peek_order, peek_shards, visible
+from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.read.loader import Loader
+from moebius.data_pipeline.read.peek import DecodedRow, peek_samples, peek_split, visible
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 
 S = 16
+TOKENIZER = BytesTokenizer()
 
 
 def written(text: str, *, prompt: int = 0) -> Document:
@@ -17,7 +19,7 @@ def written(text: str, *, prompt: int = 0) -> Document:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> MadeFolder:
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFolder:
     folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "q"), frozenset({"q"}))
     letters = "abcdefghijklmnopqrstuvwxyz"
     folder.seal("a", [written(letters[n:] * 2) for n in range(20)], documents(7, 3))
@@ -26,46 +28,46 @@ def made(tmp_path_factory) -> MadeFolder:
 
 
 def text_of(row: DecodedRow) -> str:
-    return "".join(segment.text for part in row.parts for segment in part.segments)
+    return "".join(segment.text for part in row.documents for segment in part.segments)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_row_is_the_text_of_its_documents(made, packing):
+def test_samples_are_those_of_the_loader(made: MadeFolder, packing: str) -> None:
     data = made.config(seq_len=S, packing=packing)
-    tokenizer = BytesTokenizer()
-    with RunOrder(data, global_batch=4, num_steps=12, skip_folder=None) as order:
-        rows = peek_order(order, range(48), tokenizer)
-        _, read = order.read(range(48))
+    rows = peek_samples(data, range(4, 40), TOKENIZER, skip_folder=None)
+    with Loader(data, global_batch=36, micro_batch=36, start_sample=4) as loader:
+        tokens = next(loader).tokens[0]
     assert any(row.num_padding for row in rows) == (packing == "best_fit")
-    for row, tokens in zip(rows, read.tokens, strict=True):
-        real = tokens[: S + 1 - row.num_padding]
-        assert text_of(row) == tokenizer.decode(real)
-        assert sum(part.ends for part in row.parts) == np.count_nonzero(real == 256)
-        assert sum(part.part.num_tokens for part in row.parts) == len(real)
-        assert row.sample is not None
-        for part in row.parts:
+    for number, (row, expected) in enumerate(zip(rows, tokens, strict=True)):
+        real = expected[: S + 1 - row.num_padding]
+        assert row.place.startswith(f"sample {4 + number}: source ")
+        assert text_of(row) == TOKENIZER.decode(real)
+        assert sum(part.ends for part in row.documents) == sum(real == 256)
+        for part in row.documents:
             learned = "".join(one.text for one in part.segments if one.learned)
-            if row.source == "q" and part.part.is_whole and packing == "best_fit":
+            if "source q" in row.place and packing == "best_fit":
                 assert learned == " so"
-            elif row.source == "a" and packing == "concat":
+            elif "source a" in row.place and packing == "concat":
                 assert learned == "".join(one.text for one in part.segments)
 
 
-def test_rows_of_a_folder_are_from_all_over_it(made):
-    data = made.config(seq_len=S)
-    rows = peek_shards(data, "train", 8, BytesTokenizer())
-    assert len({(row.source, row.row) for row in rows}) == 8
-    assert {row.source for row in rows} == {"a", "q"}
-    for row in rows:
-        stream = made.stream(row.source, row.era)[S * row.row : S * row.row + S + 1]
-        assert text_of(row) == BytesTokenizer().decode(stream)
-        assert row.sample is None
-    assert len(peek_shards(data, "validation", 10**6, BytesTokenizer())) >= 1
-    with pytest.raises(ShardError, match=r"has no row of 5001 tokens: lower data.seq_len=5000"):
-        peek_shards(made.config(seq_len=5000), "train", 1, BytesTokenizer())
+def test_rows_of_a_split_are_from_all_over_it(made: MadeFolder) -> None:
+    rows = peek_split(made.config(seq_len=S), "train", 8, TOKENIZER)
+    assert len({row.place for row in rows}) == 8
+    assert text_of(rows[0]) == TOKENIZER.decode(made.stream("a", 0)[: S + 1])
+    assert "why" in text_of(rows[-1])
+    assert peek_split(made.config(seq_len=S), "validation", 10**6, TOKENIZER)
+    with pytest.raises(ShardError, match="has no row of 5001 tokens"):
+        peek_split(made.config(seq_len=5000), "train", 1, TOKENIZER)
 
 
-def test_what_would_steer_a_terminal_is_shown():
+def test_samples_that_are_not_sealed_yet_are_refused(tmp_path: Path) -> None:
+    growing = MadeFolder(tmp_path / "made").seal("text", documents(0, 3))
+    with pytest.raises(DataError, match="samples 5000 to 5003 cannot be read"):
+        peek_samples(growing.config(), range(5000, 5004), TOKENIZER, skip_folder=None)
+
+
+def test_what_would_steer_a_terminal_is_shown() -> None:
     assert visible("a\x1b[31mb\r\n\tü\x7f\x9b") == "a␛[31mb␍↵\n␉ü␡<U+009B>"
     assert visible("\u202eabc\u200b\ufeff\ue000\u2028") == (
         "<U+202E>abc<U+200B><U+FEFF><U+E000><U+2028>"

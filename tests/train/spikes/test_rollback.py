@@ -16,7 +16,7 @@ from world import RankFailed
 from world import run_ranks as run_ranks_for
 
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.read.skipped_samples import LeftOut
+from moebius.data_pipeline.read.skipped_samples import SkippedSamples
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.train import loop
@@ -254,9 +254,9 @@ def test_a_second_rollback_leaves_out_what_both_have_read(made: MadeFolder, tmp_
     run_ranks(train, 1, make_config(made, rollback_after=1), tmp_path, 0, poison)
     told = lines(tmp_path, "rollback")
     assert [(line["step"], line["to_step"]) for line in told] == [(6, 4), (5, 4), (5, 4), (5, 4)]
-    assert LeftOut.of(
+    assert SkippedSamples.of(
         range(line["first_sample"], line["end_sample"]) for line in told
-    ).stretches == (range(4 * BATCH, 9 * BATCH),)
+    ).ranges == (range(4 * BATCH, 9 * BATCH),)
 
 
 @pytest.mark.slow

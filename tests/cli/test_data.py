@@ -1,0 +1,87 @@
+"""`moebius data`: a table, rows as text, a verdict, and one clear error for each mistake."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from parts import make_config
+from small_corpus import shards_of_words
+
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.train.record.run_folder import open_run
+
+WORDS = {"one", "two", "three", "many", "band", "expert", "route"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shards_of_words(tmp_path_factory.mktemp("words"), 40)
+
+
+@pytest.fixture(scope="module")
+def run_dir(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on those shards that was opened and never started."""
+    config = make_config(shards, data__seq_len=32, train__steps=90, train__global_batch=4)
+    folder = tmp_path_factory.mktemp("run") / "run"
+    open_run(config, folder)
+    return folder
+
+
+def test_folders_are_listed_by_source(
+    shards: Path, moebius: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    answer = moebius("data", "ls", shards.parent)
+    manifest = read_manifest(shards)
+    assert answer.code == 0
+    assert f"{manifest.num_tokens('train'):,}" in answer.text
+    for word in ("text", "bytes 257", "complete", "not stated"):
+        assert word in answer.text
+    assert moebius("data", "ls", "/nowhere").code == 2
+
+
+def test_rows_are_shown_as_text(shards: Path, run_dir: Path, moebius: Callable) -> None:
+    of_folder = moebius("data", "peek", shards, "--rows", "2")
+    assert of_folder.text.count("train row") == 2
+    assert len(WORDS & set(of_folder.text.split())) > 3
+    assert "■" in of_folder.text
+    of_step = moebius("data", "peek", run_dir, "--step", "3")
+    assert [f"sample {sample}:" in of_step.text for sample in (7, 8, 11, 12)] == [
+        *(False, True, True, False)
+    ]
+    held_out = moebius("data", "peek", run_dir, "--split", "validation")
+    assert "validation row 0 of" in held_out.text
+
+
+def test_a_damaged_folder_is_told_by_the_exit_code(
+    shards: Path, tmp_path: Path, moebius: Callable
+) -> None:
+    assert "intact" in moebius("data", "verify", shards).text
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    shard = copy / read_manifest(copy).shards[0].name
+    shard.write_bytes(shard.read_bytes()[:-9])
+    answer = moebius("data", "verify", copy)
+    assert answer.code == 2
+    assert shard.name in answer.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["peek", "RUN", "--step", "91"], "steps 1 to 90"),
+        (["peek", "SHARDS", "--step", "1"], "is no run"),
+        (["peek", "RUN", "--rows", "0"], "--rows 0: at least 1"),
+        (["peek", "BEGUN"], "is being prepared"),
+        (["verify", "BEGUN"], "is being prepared"),
+        (["peek", "nowhere"], "holds no prepared data and is no run folder"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_clear_error(
+    words: list[str], message: str, shards: Path, run_dir: Path, tmp_path: Path, moebius: Callable
+) -> None:
+    (tmp_path / "begun" / "unfinished").mkdir(parents=True)
+    places = {"RUN": run_dir, "SHARDS": shards, "BEGUN": tmp_path / "begun"}
+    answer = moebius("data", *(places.get(word, word) for word in words))
+    assert answer.code == 2
+    assert message in answer.text
