@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.kernels.peers import Mode, exact_mode
+from benchmarks.kernels.layers import Mode, exact_mode
 from benchmarks.memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, save
 from moebius.data_pipeline.read.loader import Batch

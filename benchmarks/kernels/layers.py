@@ -1,5 +1,5 @@
-"""The layers that benchmarks/kernels/expert_layer.py times: their shapes, their data, their meaning
-in float64.
+"""The layers that benchmarks/kernels/expert_layer.py times: their shapes, their data, their meaning in
+float64, and who runs them.
 
 A setting is one feed-forward of experts (y = Σ g·relu(x W_up[e]) W_down[e]), or the V and O
 projections of a SwitchHead, one after the other (`heads` > 1: every token has `top_k` routes for
@@ -11,22 +11,42 @@ where they enter the first product: its sums are then exact in float32 in every 
 so no sign changes from one implementation to the next and a ReLU's gradient can be compared (with
 one changed sign in a million the gradients of two correct ones differ by 5e-4).
 
+Who runs:
+
+    ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
+    dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as
+              fast as
+    peer      the same sum over experts, written with plain torch
+    ours      the functions of moebius.kernels.functional, one contender per backend
+
+On CPUs torch's float32 products run in every mode that is exact on this machine: through MKL, and
+through oneDNN (kernels/cpu/onednn.py). The setting is the process's.
+
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen (of a head), N
 = T·H·K routes.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moebius.kernels.backend import BACKENDS
+from moebius.kernels.cpu import onednn
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.model.routing import head_to_token_routes, token_routes, token_to_head_routes
 
 # standard deviation of what every token's logits have in common: the fullest expert gets 3 to 6
 # times the mean
 SKEW = 0.5
+Role = Literal["ceiling", "dense", "peer", "ours"]
+Mode = Literal["default", "oneDNN"]
+TORCH_PRODUCTS = ("segments", "grouped_mm")  # of our backends: those whose products are torch's own
 
 
 @dataclass(frozen=True)
@@ -177,7 +197,6 @@ def run_layer(
     choices: Sequence[Choice],
     *,
     backend: str,
-    activation: str = "relu",
 ) -> Tensor:
     """Runs the layer as the model does."""
     first, last, num_experts = choices[0], choices[-1], w_up_EDF.shape[0]
@@ -185,9 +204,7 @@ def run_layer(
         routes = token_routes(
             first.experts_THK[:, 0], first.gates_THK[:, 0], num_experts=num_experts
         )
-        return routed_mlp(
-            x_TD, w_up_EDF, w_down_EFD, routes, activation=activation, backend=backend
-        )
+        return routed_mlp(x_TD, w_up_EDF, w_down_EFD, routes, backend=backend)
     to_heads = token_to_head_routes(first.experts_THK, first.gates_THK, num_experts=num_experts)
     to_tokens = head_to_token_routes(last.experts_THK, last.gates_THK, num_experts=num_experts)
     return routed_linear(
@@ -221,19 +238,153 @@ def result_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[T
     return Result(y.detach(), grads)
 
 
-def meaning(
-    bank: Bank, choices: Sequence[Choice], *, activation: str = "relu", chunk: int = 4096
-) -> Result:
+def meaning(bank: Bank, choices: Sequence[Choice], *, chunk: int = 4096) -> Result:
     """What the reference says in float64, some tokens at a time for the memory's sake."""
     wide = bank.to(torch.float64)
     parts, gates = [], [choice.gates_THK.detach().double().requires_grad_() for choice in choices]
     for start in range(0, bank.setting.tokens, chunk):
         rows = slice(start, start + chunk)
         some = [Choice(c.experts_THK[rows], g[rows]) for c, g in zip(choices, gates, strict=True)]
-        y = run_layer(
-            wide.x_TD[rows], *wide.weights, some, backend="reference", activation=activation
-        )
+        y = run_layer(wide.x_TD[rows], *wide.weights, some, backend="reference")
         y.backward(wide.grad_TD[rows])
         parts.append(y.detach())
     leaves = (wide.x_TD, *gates, *wide.weights)
     return Result(torch.cat(parts), tuple(leaf.grad for leaf in leaves if leaf.grad is not None))
+
+
+# Who runs -----------------------------------------------------------------------------------------
+
+
+class Layer(Protocol):
+    """A layer with its weights."""
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]: ...
+
+    def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a setting."""
+
+    name: str
+    role: Role
+    build: Callable[[Bank], Layer]
+    mode: Mode = "default"
+
+
+def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
+    """All that a setting has, whether or not they can run here: that is found out by trying."""
+    setting, found = bank.setting, list[Contender]()
+    for mode in modes:
+        found.append(Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode))
+        if setting.d_dense is not None:
+            found.append(Contender("dense baseline", "dense", dense(setting.d_dense), mode))
+        found.append(Contender("grouped_mm", "peer", partial(ExpertLayer, run=grouped), mode))
+    if not setting.is_switchhead:
+        found.append(Contender("the loop", "peer", partial(ExpertLayer, run=where_loop)))
+    for name in BACKENDS:
+        build = partial(ExpertLayer, run=partial(run_layer, backend=name))
+        for mode in modes if name in TORCH_PRODUCTS else modes[:1]:
+            found.append(Contender(f"ours: {name}", "ours", build, mode))
+    return found
+
+
+def exact_mode(mode: Mode) -> AbstractContextManager[None]:
+    """Float32 products on CPUs through that library."""
+    return onednn.allowed(mode == "oneDNN")
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """relu(x W_up) W_down; without relu in the place of attention's projections."""
+
+    w_up_DW: Tensor
+    w_down_WD: Tensor
+    has_relu: bool
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.w_up_DW, self.w_down_WD
+
+    def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor:
+        h = x_TD @ self.w_up_DW
+        return (h.relu() if self.has_relu else h) @ self.w_down_WD
+
+
+def dense(width: int) -> Callable[[Bank], DenseLayer]:
+    """Makes dense layers of that hidden width."""
+
+    def build(bank: Bank) -> DenseLayer:
+        d_model, x = bank.setting.d_model, bank.x_TD
+        shapes = ((d_model, width), (width, d_model))
+        up, down = (
+            torch.randn(s, device=x.device).mul_(s[0] ** -0.5).to(x.dtype).requires_grad_()
+            for s in shapes
+        )
+        return DenseLayer(up, down, not bank.setting.is_switchhead)
+
+    return build
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Stacked weights, and how the sum over experts is computed."""
+
+    bank: Bank
+    run: Callable[..., Tensor]
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.bank.weights
+
+    def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor:
+        return self.run(x_TD, *self.weights, choices)
+
+
+def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """The loop that everyone writes, as in Transformers: find an expert's tokens, index its
+    weights, add in place.
+    """
+    [choice] = choices
+    experts_TK, gates_TK = choice.experts_THK[:, 0], choice.gates_THK[:, 0].to(x_TD.dtype)
+    chosen_EKT = F.one_hot(experts_TK, len(w_up)).permute(2, 1, 0)
+    y_TD = torch.zeros_like(x_TD)
+    for expert in (chosen_EKT.sum((1, 2)) > 0).nonzero().flatten().tolist():
+        slot, token = torch.where(chosen_EKT[expert])
+        outputs = (x_TD[token] @ w_up[expert]).relu() @ w_down[expert]
+        y_TD.index_add_(0, token, outputs * gates_TK[token, slot, None])
+    return y_TD
+
+
+def grouped(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Sorts the routes, gathers, multiplies by torch's grouped product and adds up; the gate weighs
+    the narrow rows.
+    """
+    tokens, heads, top_k = choices[0].experts_THK.shape
+    route_N = torch.arange(tokens * heads * top_k, device=x_TD.device)
+    token_N, head_row_N = route_N // (heads * top_k), route_N // top_k
+    if len(choices) == 2:
+        into, out = choices
+        order_N, ends_E, gate_N1 = _sorted(into, w_up)
+        rows = F.grouped_mm(x_TD[token_N[order_N]], w_up, offs=ends_E) * gate_N1
+        values = rows.new_zeros(tokens * heads, w_up.shape[2])
+        values = values.index_add(0, head_row_N[order_N], rows)
+        order_N, ends_E, gate_N1 = _sorted(out, w_down)
+        rows = F.grouped_mm(values[head_row_N[order_N]] * gate_N1, w_down, offs=ends_E)
+    else:
+        order_N, ends_E, gate_N1 = _sorted(choices[0], w_up)
+        h = F.grouped_mm(x_TD[token_N[order_N]], w_up, offs=ends_E).relu()
+        rows = F.grouped_mm(h * gate_N1, w_down, offs=ends_E)
+    return torch.zeros_like(x_TD).index_add(0, token_N[order_N], rows)
+
+
+def _sorted(choice: Choice, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The routes in order of their expert, where each expert's end (int32, as grouped_mm wants it),
+    and their gates. No synchronisation.
+    """
+    sorted_N, order_N = choice.experts_THK.flatten().sort(stable=True)
+    every_E = torch.arange(len(w), device=sorted_N.device)
+    ends_E = torch.searchsorted(sorted_N, every_E, right=True).to(torch.int32)
+    return order_N, ends_E, choice.gates_THK.flatten()[order_N, None].to(w.dtype)
