@@ -1,7 +1,7 @@
 """Records of what an exchange sends: to which rank every route goes, and what is written down of it.
 
-Legend: N routes, E experts, P ranks, C chunks, V = C · P destinations (chunk-major), U source rows,
-T target rows, B blocks of routes, b blocks of rows.
+Legend: N routes, E experts, P ranks, U source rows, T target rows, B blocks of routes, b blocks of
+rows.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ ROWS, ROUTES, TARGETS = 0, 1, 2
 class Addresses:
     """Holds N routes and the rank of every expert.
 
-    A chunk is a range of tokens, `rows_per_token` neighbouring source rows each. `into_sources`:
-    the target rows are the source rows, one by one.
+    `into_sources`: the target rows are the source rows, one by one.
     """
 
     source_N: Tensor  # int64, as the following two
@@ -29,49 +28,42 @@ class Addresses:
     num_sources: int
     num_targets: int
     num_ranks: int
-    num_chunks: int = 1
-    rows_per_token: int = 1
     into_sources: bool = False
-
-    @property
-    def num_destinations(self) -> int:
-        """Returns C · P."""
-        return self.num_chunks * self.num_ranks
 
 
 @dataclass(frozen=True)
 class BlockCounts:
     """Holds what programs need of each other: counts of blocks of routes and of blocks of rows."""
 
-    base_VB: Tensor  # int32, as all: how many routes of a destination earlier blocks have
+    base_PB: Tensor  # int32, as all: how many routes of a rank earlier blocks have
     sources_b: Tensor  # pairs of a block of source rows
     targets_b: Tensor | None
 
 
 @dataclass(frozen=True)
 class SendCounts:
-    """Holds what goes to every destination, and the number of every row among those that do.
+    """Holds what goes to every rank, and the number of every row among those that do.
 
-    The numbers are −1 where a row does not go there; `number_VT` is None where target rows are the
+    The numbers are −1 where a row does not go there; `number_PT` is None where target rows are the
     source rows. `blocks` is of Triton's kernels alone.
     """
 
-    counts_V3: Tensor  # int64: distinct rows, routes, distinct target rows
+    counts_P3: Tensor  # int64: distinct rows, routes, distinct target rows
     destination_N: Tensor  # int32
-    number_VU: Tensor  # int32
-    number_VT: Tensor | None  # int32
+    number_PU: Tensor  # int32
+    number_PT: Tensor | None  # int32
     blocks: BlockCounts | None = None
 
 
 @dataclass(frozen=True)
 class RowPairs:
-    """Lists distinct (destination, row) pairs by destination, and their places in it by row.
+    """Lists distinct (rank, row) pairs by rank, and their places in it by row.
 
     There are at most N; what stands after the last has no meaning.
     """
 
     row_N: Tensor  # int32, as the following two
-    by_row_N: Tensor  # places in `row_N`, in the order of (row, destination)
+    by_row_N: Tensor  # places in `row_N`, in the order of (row, rank)
     first_U: Tensor  # where every row's places begin in `by_row_N`
 
     def first(self, num_pairs: int) -> "RowPairs":
@@ -81,9 +73,9 @@ class RowPairs:
 
 @dataclass(frozen=True)
 class PackedSends:
-    """Holds what travels: the routes by destination, and which rows go with them.
+    """Holds what travels: the routes by rank, and which rows go with them.
 
-    The integers of the metadata (slot, row, target, as numbers of the destination's own) are the
+    The integers of the metadata (slot, row, target, as numbers of the rank's own) are the
     bits of floats, so that the weight's gradient comes back the same way.
     """
 

@@ -10,7 +10,7 @@ On CPUs two passes of cpu/lists.cpp do it, on GPUs five of Triton's kernels (tri
 operations of torch here stand for both where there is no compiler, and are what both are tested
 against.
 
-Legend: N routes, V destinations, U source rows, T target rows, M distinct (destination, row) pairs,
+Legend: N routes, P ranks, U source rows, T target rows, M distinct (rank, row) pairs,
 R routes that came, D width.
 """
 
@@ -73,16 +73,16 @@ class UnpackedSends:
     weight_R: Tensor
 
 
-def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> UnpackedSends:
+def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> UnpackedSends:
     """Reads routes that came, from one source after another; differentiable in the weights.
 
     Args:
-        received_V3: int64: rows, routes and target rows that came from every source.
+        received_P3: int64: rows, routes and target rows that came from every source.
 
     Raises:
         IndexError: the counts are not theirs, or a route names what did not come; of C++ alone.
     """
-    places_3R, weight_R = _Unpack.apply(metadata_R4, received_V3, num_slots)  # pyright: ignore[reportGeneralTypeIssues]
+    places_3R, weight_R = _Unpack.apply(metadata_R4, received_P3, num_slots)  # pyright: ignore[reportGeneralTypeIssues]
     source_R, slot_R, target_R = places_3R.unbind(0)
     return UnpackedSends(source_R, slot_R, target_R, weight_R)
 
@@ -103,79 +103,75 @@ def sum_pairs(rows_MD: Tensor, pairs: RowPairs) -> Tensor:
 def count_by_torch(to: Addresses) -> SendCounts:
     """Does what `count_sends` says, by some twenty operations."""
     destination_N = to.rank_E.index_select(0, to.expert_N).long()
-    if to.num_chunks > 1:
-        num_tokens = max(1, to.num_sources // to.rows_per_token)
-        chunk_N = to.source_N // to.rows_per_token * to.num_chunks // num_tokens
-        destination_N = chunk_N.clamp(max=to.num_chunks - 1) * to.num_ranks + destination_N
-    number_VU = _numbers(destination_N, to.source_N, to.num_destinations, to.num_sources)
-    number_VT = None
+    number_PU = _numbers(destination_N, to.source_N, to.num_ranks, to.num_sources)
+    number_PT = None
     if not to.into_sources:
-        number_VT = _numbers(destination_N, to.target_N, to.num_destinations, to.num_targets)
-    rows_V = (number_VU >= 0).sum(1)
-    targets_V = rows_V if number_VT is None else (number_VT >= 0).sum(1)
-    routes_V = torch.zeros_like(rows_V).scatter_add_(
+        number_PT = _numbers(destination_N, to.target_N, to.num_ranks, to.num_targets)
+    rows_P = (number_PU >= 0).sum(1)
+    targets_P = rows_P if number_PT is None else (number_PT >= 0).sum(1)
+    routes_P = torch.zeros_like(rows_P).scatter_add_(
         0, destination_N, torch.ones_like(destination_N)
     )
-    counts_V3 = torch.stack((rows_V, routes_V, targets_V), 1)
-    return SendCounts(counts_V3, destination_N.int(), number_VU, number_VT)
+    counts_P3 = torch.stack((rows_P, routes_P, targets_P), 1)
+    return SendCounts(counts_P3, destination_N.int(), number_PU, number_PT)
 
 
 def pack_by_torch(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
     """Does what `pack_sends` says, by some thirty operations."""
     destination_N = counts.destination_N.long()
-    order_N = sort_by_expert(destination_N, to.num_destinations)
-    row_N = counts.number_VU[destination_N, to.source_N]
+    order_N = sort_by_expert(destination_N, to.num_ranks)
+    row_N = counts.number_PU[destination_N, to.source_N]
     target_N = row_N
-    if counts.number_VT is not None:
-        target_N = counts.number_VT[destination_N, to.target_N]
+    if counts.number_PT is not None:
+        target_N = counts.number_PT[destination_N, to.target_N]
     integers_N3 = torch.stack((to.slot_E.index_select(0, to.expert_N), row_N, target_N), 1)
     integers_N3 = integers_N3.to(INTEGERS[weight_N.dtype]).view(weight_N.dtype)
     metadata_N4 = torch.cat((integers_N3, weight_N[:, None]), 1).index_select(0, order_N)
     place_N = inverse_order(order_N.int())
-    sources = _pairs(counts.number_VU, counts.counts_V3[:, ROWS], len(order_N))
+    sources = _pairs(counts.number_PU, counts.counts_P3[:, ROWS], len(order_N))
     targets = None
-    if counts.number_VT is not None:
-        targets = _pairs(counts.number_VT, counts.counts_V3[:, TARGETS], len(order_N))
+    if counts.number_PT is not None:
+        targets = _pairs(counts.number_PT, counts.counts_P3[:, TARGETS], len(order_N))
     return PackedSends(metadata_N4, place_N, sources, targets)
 
 
 def unpack_by_torch(
-    metadata_R4: Tensor, received_V3: Tensor, num_slots: int
+    metadata_R4: Tensor, received_P3: Tensor, num_slots: int
 ) -> tuple[Tensor, Tensor]:
     """Does what `unpack_sends` says, by a dozen operations: source, slot and target, (3, R), and
     weights.
     """
     del num_slots
     integers_R3 = metadata_R4[:, :3].contiguous().view(INTEGERS[metadata_R4.dtype]).long()
-    first_V3 = received_V3.cumsum(0) - received_V3
-    first_R3 = first_V3.repeat_interleave(
-        received_V3[:, ROUTES], 0, output_size=metadata_R4.shape[0]
+    first_P3 = received_P3.cumsum(0) - received_P3
+    first_R3 = first_P3.repeat_interleave(
+        received_P3[:, ROUTES], 0, output_size=metadata_R4.shape[0]
     )
     slot_R, row_R, target_R = integers_R3.unbind(1)
     places_3R = torch.stack((row_R + first_R3[:, ROWS], slot_R, target_R + first_R3[:, TARGETS]))
     return places_3R, metadata_R4[:, 3].contiguous()
 
 
-def _numbers(destination_N: Tensor, row_N: Tensor, num_destinations: int, num_rows: int) -> Tensor:
-    """(V, U) int32: the number of every marked row among those of its destination, else −1."""
-    mask = torch.zeros(num_destinations * num_rows, dtype=torch.bool, device=row_N.device)
+def _numbers(destination_N: Tensor, row_N: Tensor, num_ranks: int, num_rows: int) -> Tensor:
+    """(P, U) int32: the number of every marked row among those of its destination, else −1."""
+    mask = torch.zeros(num_ranks * num_rows, dtype=torch.bool, device=row_N.device)
     mask = mask.index_fill_(0, destination_N * num_rows + row_N, True)
-    mask_VU = mask.view(num_destinations, num_rows)
-    return torch.where(mask_VU, mask_VU.cumsum(1) - 1, -1).int()
+    mask_PU = mask.view(num_ranks, num_rows)
+    return torch.where(mask_PU, mask_PU.cumsum(1) - 1, -1).int()
 
 
-def _pairs(number_VU: Tensor, counts_V: Tensor, num_routes: int) -> RowPairs:
-    num_destinations, num_rows = (max(1, size) for size in number_VU.shape)
-    first_V, mask_VU = counts_V.cumsum(0) - counts_V, number_VU >= 0
+def _pairs(number_PU: Tensor, counts_P: Tensor, num_routes: int) -> RowPairs:
+    num_ranks, num_rows = (max(1, size) for size in number_PU.shape)
+    first_P, mask_PU = counts_P.cumsum(0) - counts_P, number_PU >= 0
     places, across = (
         torch.nonzero_static(mask.flatten(), size=num_routes, fill_value=0).squeeze(1)
-        for mask in (mask_VU, mask_VU.T)
+        for mask in (mask_PU, mask_PU.T)
     )
-    row_N, destination_N = across // num_destinations, across % num_destinations
-    counts_U = mask_VU.sum(0)
+    row_N, destination_N = across // num_ranks, across % num_ranks
+    counts_U = mask_PU.sum(0)
     by_row_N = torch.zeros_like(row_N)
-    if number_VU.numel():
-        by_row_N = first_V[destination_N] + number_VU[destination_N, row_N]
+    if number_PU.numel():
+        by_row_N = first_P[destination_N] + number_PU[destination_N, row_N]
     return RowPairs(
         (places % num_rows).int(), by_row_N.int(), (counts_U.cumsum(0) - counts_U).int()
     )
@@ -202,13 +198,13 @@ class _WithWeights(torch.autograd.Function):
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, metadata_R4: Tensor, received_V3: Tensor, num_slots: int
+        ctx: Any, metadata_R4: Tensor, received_P3: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor]:
         if handles(metadata_R4, *INTEGERS):
             unpack = lists.unpack_sends
         else:
             unpack = _triton().unpack_sends if _has_triton(metadata_R4) else unpack_by_torch
-        places_3R, weight_R = unpack(metadata_R4.detach(), received_V3, num_slots)
+        places_3R, weight_R = unpack(metadata_R4.detach(), received_P3, num_slots)
         ctx.mark_non_differentiable(places_3R)
         return places_3R, weight_R
 

@@ -143,8 +143,8 @@ MUTANTS = (
     ),
     Mutant(
         "dedup takes source rows for target rows", "kernels/cpu/lists.cpp",
-        "out[2] = static_cast<Word>(number_VT[v * T + target_N[n]]);",
-        "out[2] = static_cast<Word>(number_VU[v * U + source_N[n]]);",
+        "out[2] = static_cast<Word>(number_PT[v * T + target_N[n]]);",
+        "out[2] = static_cast<Word>(number_PU[v * U + source_N[n]]);",
         (EVERY_KIND,),
     ),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS = (
     ),
     Mutant(
         "dedup sends every row to every rank", "kernels/cpu/lists.cpp",
-        "std::fill(number_VU, number_VU + V * U, -1);",
-        "std::fill(number_VU, number_VU + V * U, 0);",
+        "std::fill(number_PU, number_PU + P * U, -1);",
+        "std::fill(number_PU, number_PU + P * U, 0);",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(

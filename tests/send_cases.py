@@ -8,23 +8,22 @@ from torch import Tensor
 from moebius.kernels.addresses import Addresses, PackedSends, RowPairs, SendCounts
 from moebius.kernels.sends import UnpackedSends
 
-# Tokens, source rows and target rows of a token, routes of a token, experts, ranks, chunks.
+# Tokens, source rows and target rows of a token, routes of a token, experts, ranks.
 CASES = {
-    "tokens": (40, 1, 1, 3, 8, 4, 1),
-    "tokens in chunks": (41, 1, 1, 3, 8, 4, 3),
-    "into heads": (30, 1, 4, 8, 12, 3, 1),
-    "from heads": (30, 4, 1, 8, 12, 3, 2),
-    "more than a block": (700, 1, 1, 2, 16, 5, 2),
-    "one rank": (9, 1, 1, 2, 4, 1, 1),
-    "one token": (1, 1, 1, 1, 3, 3, 1),
-    "more chunks than tokens": (2, 1, 2, 2, 3, 3, 5),
-    "no token": (0, 1, 1, 2, 4, 2, 2),
+    "tokens": (40, 1, 1, 3, 8, 4),
+    "into heads": (30, 1, 4, 8, 12, 3),
+    "from heads": (30, 4, 1, 8, 12, 3),
+    "more than a block": (700, 1, 1, 2, 16, 5),
+    "one rank": (9, 1, 1, 2, 4, 1),
+    "one token": (1, 1, 1, 1, 3, 3),
+    "more ranks than tokens": (2, 1, 2, 2, 3, 15),
+    "no token": (0, 1, 1, 2, 4, 2),
 }
 
 
 def addresses(name: str, *, shuffled: bool = False) -> Addresses:
     """Returns the routes of a case; `shuffled`: in no order, and a third of them left out."""
-    tokens, sources, targets, per_token, experts, ranks, chunks = CASES[name]
+    tokens, sources, targets, per_token, experts, ranks = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
     token_N = torch.arange(tokens).repeat_interleave(per_token)
     row_N = torch.arange(per_token).repeat(tokens)
@@ -45,8 +44,6 @@ def addresses(name: str, *, shuffled: bool = False) -> Addresses:
         tokens * sources,
         tokens * targets,
         ranks,
-        chunks,
-        rows_per_token=sources,
         into_sources=into_sources,
     )
 
@@ -75,12 +72,8 @@ def expected(to: Addresses, weight_N: Tensor) -> Expected:
     source, target, expert, rank, slot = (
         each.tolist() for each in (to.source_N, to.target_N, to.expert_N, to.rank_E, to.slot_E)
     )
-    tokens = max(1, to.num_sources // to.rows_per_token)
-    destination = [
-        source[n] // to.rows_per_token * to.num_chunks // tokens * to.num_ranks + rank[expert[n]]
-        for n in range(len(source))
-    ]
-    there = range(to.num_destinations)
+    destination = [rank[expert[n]] for n in range(len(source))]
+    there = range(to.num_ranks)
     rows = [sorted({source[n] for n, v in enumerate(destination) if v == own}) for own in there]
     targets = [sorted({target[n] for n, v in enumerate(destination) if v == own}) for own in there]
     order = [n for own in there for n, v in enumerate(destination) if v == own]
@@ -105,8 +98,8 @@ def expected(to: Addresses, weight_N: Tensor) -> Expected:
 def check_sends(to: Addresses, counts: SendCounts, packed: PackedSends, weight_N: Tensor) -> None:
     """Compares what was counted and written down with the loops."""
     wanted = expected(to, weight_N)
-    assert counts.counts_V3.dtype is torch.int64
-    assert counts.counts_V3.tolist() == wanted.counts
+    assert counts.counts_P3.dtype is torch.int64
+    assert counts.counts_P3.tolist() == wanted.counts
     assert counts.destination_N.tolist() == wanted.destination
     integers = packed.metadata_N4.view(
         {torch.float32: torch.int32, torch.float64: torch.int64}[weight_N.dtype]
@@ -123,13 +116,13 @@ def check_sends(to: Addresses, counts: SendCounts, packed: PackedSends, weight_N
     _check_pairs(packed.targets or packed.sources, wanted.targets)
 
 
-def check_received(came: UnpackedSends, metadata_R4: Tensor, received_V3: Tensor) -> None:
+def check_received(came: UnpackedSends, metadata_R4: Tensor, received_P3: Tensor) -> None:
     """Compares what was read with a loop over the sources."""
     integers = metadata_R4.view(
         {torch.float32: torch.int32, torch.float64: torch.int64}[metadata_R4.dtype]
     ).tolist()
     wanted, first_row, first_target = list[tuple[int, int, int]](), 0, 0
-    for rows, routes, targets in received_V3.tolist():
+    for rows, routes, targets in received_P3.tolist():
         for slot, row, target, _ in integers[len(wanted) : len(wanted) + routes]:
             wanted.append((first_row + row, slot, first_target + target))
         first_row, first_target = first_row + rows, first_target + targets

@@ -86,7 +86,7 @@ class DedupExchange:
     @property
     def counts_P3(self) -> Tensor:
         """Returns how many rows, routes and targets go to every rank."""
-        return self._counts.counts_V3
+        return self._counts.counts_P3
 
     def prepare(self) -> None:
         """Does what can be done before the sizes are known, in the time in which counts travel.

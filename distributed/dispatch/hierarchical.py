@@ -149,7 +149,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
             slot_E=places.slot_E,
             num_ranks=self.communicator.num_ranks,
         )
-        counts = torch.cat((count_sends(by_rank).counts_V3, inter.counts_P3))
+        counts = torch.cat((count_sends(by_rank).counts_P3, inter.counts_P3))
         return AllGather(self.communicator.group).start(counts)
 
     def _read_sizes(

@@ -88,17 +88,21 @@ def call(name: str, *arguments: Tensor | int | None) -> int:
     The tensors are contiguous, or the arguments say how they lie. A result means something only for
     a function that has one.
     """
+    function = _functions.get(name) or _typed(name, arguments)
+    return function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
+
+
+_functions: dict[str, Any] = {}
+
+
+def _typed(name: str, arguments: tuple[Tensor | int | None, ...]) -> Any:
+    """Returns a function whose argument types are those of its first call: numbers, or addresses."""
     library = loaded()
     assert library is not None, "ask `handles` first"
-    function = getattr(library, f"moebius_{name}")
+    function = _functions[name] = getattr(library, f"moebius_{name}")
     function.restype = c_int64
-    return function(*map(_argument, arguments))
-
-
-def _argument(value: Tensor | int | None) -> Any:
-    if isinstance(value, Tensor):
-        return c_void_p(value.data_ptr())
-    return None if value is None else c_int64(value)
+    function.argtypes = [c_int64 if isinstance(each, int) else c_void_p for each in arguments]
+    return function
 
 
 # The CPU ------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 //
 // Every function takes pointers and int64_t, and returns int64_t (library.py).
 //
-// Legend: N routes, E experts, P ranks, C chunks, V = C · P destinations (chunk-major), U source rows, T target rows,
-// M distinct (destination, row) pairs, R routes that came.
+// Legend: N routes, E experts, P ranks, U source rows, T target rows, M distinct (rank, row) pairs, R routes that came.
 
 #include <algorithm>
 #include <cstdint>
@@ -51,32 +50,32 @@ void add_rows_bfloat16(const char* rows, int64_t stride, const int32_t* place_N,
 }
 
 // Numbers the marked rows (>= 0) of every destination, and counts them into every third word.
-void number_pairs(int32_t* number_VU, int64_t V, int64_t U, int64_t* counts) {
-  for (int64_t v = 0; v < V; v++) {
+void number_pairs(int32_t* number_PU, int64_t P, int64_t U, int64_t* counts) {
+  for (int64_t v = 0; v < P; v++) {
     int32_t count = 0;
     for (int64_t u = 0; u < U; u++)
-      if (number_VU[v * U + u] >= 0) number_VU[v * U + u] = count++;
+      if (number_PU[v * U + u] >= 0) number_PU[v * U + u] = count++;
     counts[3 * v] = count;
   }
 }
 
 // Lists the pairs by destination, and their places in that list by row. Fills up with zeros to N.
-void list_pairs(const int32_t* number_VU, int64_t V, int64_t U, int64_t N, const int64_t* counts, int32_t* row_N,
+void list_pairs(const int32_t* number_PU, int64_t P, int64_t U, int64_t N, const int64_t* counts, int32_t* row_N,
                 int32_t* by_row_N, int32_t* first_U) {
-  std::vector<int32_t> first_V(V);
+  std::vector<int32_t> first_P(P);
   int32_t all = 0;
-  for (int64_t v = 0; v < V; v++) {
-    first_V[v] = all;
+  for (int64_t v = 0; v < P; v++) {
+    first_P[v] = all;
     all += static_cast<int32_t>(counts[3 * v]);
   }
   int32_t listed = 0;
   for (int64_t u = 0; u < U; u++) {
     first_U[u] = listed;
-    for (int64_t v = 0; v < V; v++) {
-      int32_t number = number_VU[v * U + u];
+    for (int64_t v = 0; v < P; v++) {
+      int32_t number = number_PU[v * U + u];
       if (number < 0) continue;
-      row_N[first_V[v] + number] = static_cast<int32_t>(u);
-      by_row_N[listed++] = first_V[v] + number;
+      row_N[first_P[v] + number] = static_cast<int32_t>(u);
+      by_row_N[listed++] = first_P[v] + number;
     }
   }
   std::fill(row_N + all, row_N + N, 0);
@@ -87,24 +86,24 @@ void list_pairs(const int32_t* number_VU, int64_t V, int64_t U, int64_t N, const
 template <typename Word>
 void describe(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N, int64_t N,
               const int32_t* slot_E, const Word* weight_N, int64_t U, int64_t T, const int32_t* destination_N,
-              const int32_t* number_VU, const int32_t* number_VT, int32_t* place_N, Word* metadata_N4) {
+              const int32_t* number_PU, const int32_t* number_PT, int32_t* place_N, Word* metadata_N4) {
   for (int64_t n = 0; n < N; n++) {
     int64_t v = destination_N[n];
     Word* out = metadata_N4 + 4 * static_cast<int64_t>(place_N[n]);
     out[0] = static_cast<Word>(slot_E[expert_N[n]]);
-    out[1] = static_cast<Word>(number_VU[v * U + source_N[n]]);
-    out[2] = static_cast<Word>(number_VT[v * T + target_N[n]]);
+    out[1] = static_cast<Word>(number_PU[v * U + source_N[n]]);
+    out[2] = static_cast<Word>(number_PT[v * T + target_N[n]]);
     out[3] = weight_N[n];
   }
 }
 
 // Returns 1 where a route names what did not come.
 template <typename Word>
-int read_back(const Word* metadata_R4, const int64_t* received_V3, int64_t V, int64_t R, int64_t num_slots,
+int read_back(const Word* metadata_R4, const int64_t* received_P3, int64_t P, int64_t R, int64_t num_slots,
               int64_t* source_R, int64_t* slot_R, int64_t* target_R, Word* weight_R) {
   int64_t r = 0, rows = 0, targets = 0;
-  for (int64_t v = 0; v < V; v++) {
-    const int64_t *count = received_V3 + 3 * v, end = r + count[1];
+  for (int64_t v = 0; v < P; v++) {
+    const int64_t *count = received_P3 + 3 * v, end = r + count[1];
     if (end > R) return 1;
     for (; r < end; r++) {
       const Word* in = metadata_R4 + 4 * r;
@@ -164,70 +163,68 @@ extern "C" int64_t moebius_sort_routes(const int64_t* expert_N, int64_t N, int64
 
 
 // Where every route goes; how many distinct rows, routes and distinct target rows go to every
-// destination, (V, 3); and the number of every (destination, row) among those of its destination, −1
-// where the row does not go there. `number_VT` null: target rows are the source rows. Returns the
+// rank, (P, 3); and the number of every (rank, row) among those of its destination, −1
+// where the row does not go there. `number_PT` null: target rows are the source rows. Returns the
 // number of a route that is out of range, or −1.
 extern "C" int64_t moebius_count_sends(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N,
                                        int64_t N, const int32_t* rank_E, int64_t E, int64_t U, int64_t T, int64_t P,
-                                       int64_t C, int64_t rows_per_token, int64_t* counts_V3, int32_t* destination_N,
-                                       int32_t* number_VU, int32_t* number_VT) {
-  int64_t V = C * P, num_tokens = std::max<int64_t>(1, U / rows_per_token);
-  std::fill(counts_V3, counts_V3 + 3 * V, 0);
-  std::fill(number_VU, number_VU + V * U, -1);
-  if (number_VT != nullptr) std::fill(number_VT, number_VT + V * T, -1);
+                                       int64_t* counts_P3, int32_t* destination_N,
+                                       int32_t* number_PU, int32_t* number_PT) {
+  std::fill(counts_P3, counts_P3 + 3 * P, 0);
+  std::fill(number_PU, number_PU + P * U, -1);
+  if (number_PT != nullptr) std::fill(number_PT, number_PT + P * T, -1);
   for (int64_t n = 0; n < N; n++) {
     int64_t source = source_N[n], target = target_N[n], expert = expert_N[n];
     if (source < 0 || source >= U || target < 0 || target >= T || expert < 0 || expert >= E) return n;
-    int64_t chunk = C == 1 ? 0 : std::min(C - 1, source / rows_per_token * C / num_tokens);
     if (rank_E[expert] < 0 || rank_E[expert] >= P) return n;
-    int64_t v = chunk * P + rank_E[expert];
+    int64_t v = rank_E[expert];
     destination_N[n] = static_cast<int32_t>(v);
-    number_VU[v * U + source] = 0;
-    if (number_VT != nullptr) number_VT[v * T + target] = 0;
-    counts_V3[3 * v + 1]++;
+    number_PU[v * U + source] = 0;
+    if (number_PT != nullptr) number_PT[v * T + target] = 0;
+    counts_P3[3 * v + 1]++;
   }
-  number_pairs(number_VU, V, U, counts_V3);
-  if (number_VT != nullptr) number_pairs(number_VT, V, T, counts_V3 + 2);
+  number_pairs(number_PU, P, U, counts_P3);
+  if (number_PT != nullptr) number_pairs(number_PT, P, T, counts_P3 + 2);
   else
-    for (int64_t v = 0; v < V; v++) counts_V3[3 * v + 2] = counts_V3[3 * v];
+    for (int64_t v = 0; v < P; v++) counts_P3[3 * v + 2] = counts_P3[3 * v];
   return -1;
 }
 
 // From what was counted: the routes as they travel, where each of them stands, and the distinct rows
-// by destination and by row. The weights have 4 or 8 bytes. `number_VT` null: as above; the lists of
+// by destination and by row. The weights have 4 or 8 bytes. `number_PT` null: as above; the lists of
 // target rows are then left alone.
 extern "C" void moebius_pack_sends(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N, int64_t N,
                                    const int32_t* slot_E, const char* weight_N, int64_t weight_bytes, int64_t U, int64_t T,
-                                   int64_t V, const int64_t* counts_V3, const int32_t* destination_N,
-                                   const int32_t* number_VU, const int32_t* number_VT, char* metadata_N4,
+                                   int64_t P, const int64_t* counts_P3, const int32_t* destination_N,
+                                   const int32_t* number_PU, const int32_t* number_PT, char* metadata_N4,
                                    int32_t* place_N, int32_t* row_N, int32_t* by_row_N, int32_t* first_U,
                                    int32_t* target_row_N, int32_t* target_by_row_N, int32_t* first_T) {
-  std::vector<int32_t> next_V(V);
+  std::vector<int32_t> next_P(P);
   int32_t all = 0;
-  for (int64_t v = 0; v < V; v++) {
-    next_V[v] = all;
-    all += static_cast<int32_t>(counts_V3[3 * v + 1]);
+  for (int64_t v = 0; v < P; v++) {
+    next_P[v] = all;
+    all += static_cast<int32_t>(counts_P3[3 * v + 1]);
   }
-  for (int64_t n = 0; n < N; n++) place_N[n] = next_V[destination_N[n]]++;
-  const int32_t* targets = number_VT == nullptr ? number_VU : number_VT;
+  for (int64_t n = 0; n < N; n++) place_N[n] = next_P[destination_N[n]]++;
+  const int32_t* targets = number_PT == nullptr ? number_PU : number_PT;
   if (weight_bytes == 4)
     describe(source_N, target_N, expert_N, N, slot_E, reinterpret_cast<const int32_t*>(weight_N), U, T, destination_N,
-             number_VU, targets, place_N, reinterpret_cast<int32_t*>(metadata_N4));
+             number_PU, targets, place_N, reinterpret_cast<int32_t*>(metadata_N4));
   else
     describe(source_N, target_N, expert_N, N, slot_E, reinterpret_cast<const int64_t*>(weight_N), U, T, destination_N,
-             number_VU, targets, place_N, reinterpret_cast<int64_t*>(metadata_N4));
-  list_pairs(number_VU, V, U, N, counts_V3, row_N, by_row_N, first_U);
-  if (number_VT != nullptr) list_pairs(number_VT, V, T, N, counts_V3 + 2, target_row_N, target_by_row_N, first_T);
+             number_PU, targets, place_N, reinterpret_cast<int64_t*>(metadata_N4));
+  list_pairs(number_PU, P, U, N, counts_P3, row_N, by_row_N, first_U);
+  if (number_PT != nullptr) list_pairs(number_PT, P, T, N, counts_P3 + 2, target_row_N, target_by_row_N, first_T);
 }
 
 // Reads routes that came from every source, in that order: rows and targets are numbered as they came.
 // Returns 1 where the counts are not theirs, or a route names what did not come.
-extern "C" int64_t moebius_unpack_sends(const char* metadata_R4, const int64_t* received_V3, int64_t V, int64_t R,
+extern "C" int64_t moebius_unpack_sends(const char* metadata_R4, const int64_t* received_P3, int64_t P, int64_t R,
                                     int64_t weight_bytes, int64_t num_slots, int64_t* source_R, int64_t* slot_R,
                                     int64_t* target_R, char* weight_R) {
   if (weight_bytes == 4)
-    return read_back(reinterpret_cast<const int32_t*>(metadata_R4), received_V3, V, R, num_slots, source_R, slot_R,
+    return read_back(reinterpret_cast<const int32_t*>(metadata_R4), received_P3, P, R, num_slots, source_R, slot_R,
                      target_R, reinterpret_cast<int32_t*>(weight_R));
-  return read_back(reinterpret_cast<const int64_t*>(metadata_R4), received_V3, V, R, num_slots, source_R, slot_R,
+  return read_back(reinterpret_cast<const int64_t*>(metadata_R4), received_P3, P, R, num_slots, source_R, slot_R,
                    target_R, reinterpret_cast<int64_t*>(weight_R));
 }

@@ -71,17 +71,17 @@ def count_sends(to: Addresses) -> SendCounts:
     Raises:
         IndexError: a route is out of range.
     """
-    counts_V3 = torch.empty((to.num_destinations, 3), dtype=torch.int64)
+    counts_P3 = torch.empty((to.num_ranks, 3), dtype=torch.int64)
     destination_N = torch.empty(len(to.expert_N), dtype=torch.int32)
-    number_VU = torch.empty((to.num_destinations, to.num_sources), dtype=torch.int32)
-    number_VT = None
+    number_PU = torch.empty((to.num_ranks, to.num_sources), dtype=torch.int32)
+    number_PT = None
     if not to.into_sources:
-        number_VT = torch.empty((to.num_destinations, to.num_targets), dtype=torch.int32)
+        number_PT = torch.empty((to.num_ranks, to.num_targets), dtype=torch.int32)
     wrong = call(
         "count_sends",
         *(*_lists(to), len(to.expert_N), to.rank_E, len(to.rank_E)),
-        *(to.num_sources, to.num_targets, to.num_ranks, to.num_chunks, to.rows_per_token),
-        *(counts_V3, destination_N, number_VU, number_VT),
+        *(to.num_sources, to.num_targets, to.num_ranks),
+        *(counts_P3, destination_N, number_PU, number_PT),
     )
     if wrong >= 0:
         raise IndexError(
@@ -89,7 +89,7 @@ def count_sends(to: Addresses) -> SendCounts:
             f"{to.expert_N[wrong]} of {len(to.rank_E)} and to target row {to.target_N[wrong]} of "
             f"{to.num_targets}"
         )
-    return SendCounts(counts_V3, destination_N, number_VU, number_VT)
+    return SendCounts(counts_P3, destination_N, number_PU, number_PT)
 
 
 def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
@@ -98,38 +98,38 @@ def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSen
     metadata_N4 = weight_N.new_empty(num_routes, 4)
     place_N = torch.empty(num_routes, dtype=torch.int32)
     rows, targets = _empty_pairs(num_routes, to.num_sources), None
-    if counts.number_VT is not None:
+    if counts.number_PT is not None:
         targets = _empty_pairs(num_routes, to.num_targets)
     call(
         "pack_sends",
         *(*_lists(to), num_routes, to.slot_E, weight_N, weight_N.element_size()),
-        *(to.num_sources, to.num_targets, to.num_destinations),
-        *(counts.counts_V3, counts.destination_N, counts.number_VU, counts.number_VT),
+        *(to.num_sources, to.num_targets, to.num_ranks),
+        *(counts.counts_P3, counts.destination_N, counts.number_PU, counts.number_PT),
         *(metadata_N4, place_N, rows.row_N, rows.by_row_N, rows.first_U),
         *((None,) * 3 if targets is None else (targets.row_N, targets.by_row_N, targets.first_U)),
     )
     return PackedSends(metadata_N4, place_N, rows, targets)
 
 
-def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Reads routes that came: source row, slot and target row (3, R), and weights (R,).
 
     Raises:
         IndexError: the counts are not theirs, or a route names what did not come.
     """
-    num_routes, num_sources = len(metadata_R4), len(received_V3)
-    metadata_R4, received_V3 = metadata_R4.contiguous(), received_V3.contiguous()
+    num_routes, num_sources = len(metadata_R4), len(received_P3)
+    metadata_R4, received_P3 = metadata_R4.contiguous(), received_P3.contiguous()
     places_3R = torch.empty((3, num_routes), dtype=torch.int64)
     weight_R = metadata_R4.new_empty(num_routes)
     is_wrong = call(
         "unpack_sends",
-        *(metadata_R4, received_V3, num_sources, num_routes, metadata_R4.element_size()),
+        *(metadata_R4, received_P3, num_sources, num_routes, metadata_R4.element_size()),
         *(num_slots, *places_3R, weight_R),
     )
     if is_wrong:
         raise IndexError(
             f"{num_routes} routes came of which not all name rows and experts that are there: "
-            f"rows, routes and targets of every source are {received_V3.tolist()}, and there are "
+            f"rows, routes and targets of every source are {received_P3.tolist()}, and there are "
             f"{num_slots} slots"
         )
     return places_3R, weight_R

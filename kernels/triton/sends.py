@@ -13,7 +13,7 @@ host.
 Integers all through, and none is written by two programs with two values: two runs agree bit for
 bit.
 
-Legend: N routes, E experts, P ranks, V destinations, U source rows, T target rows, B blocks of
+Legend: N routes, E experts, P ranks, U source rows, T target rows, B blocks of
 routes, b blocks of rows, R routes that came.
 """
 
@@ -37,16 +37,14 @@ def _mark(
     expert_N,
     rank_E,
     destination_N,
-    number_VU,
-    number_VT,
-    base_VB,
+    number_PU,
+    number_PT,
+    base_PB,
     num_routes,
     num_blocks,
     num_sources,
     num_targets,
-    rows_per_token,
     P: tl.constexpr,
-    C: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,28 +55,24 @@ def _mark(
     source = tl.load(source_N + route, mask=live, other=0)
     expert = tl.load(expert_N + route, mask=live, other=0)
     to = tl.load(rank_E + expert, mask=live, other=0).to(tl.int32)
-    if C > 1:
-        num_tokens = tl.maximum(num_sources // rows_per_token, 1)
-        chunk = (source // rows_per_token * C // num_tokens).to(tl.int32)
-        to += tl.minimum(chunk, C - 1) * P
-    to = tl.where(live, to, P * C)
+    to = tl.where(live, to, P)
     tl.store(destination_N + route, to, mask=live)
-    tl.store(number_VU + to.to(tl.int64) * num_sources + source, 0, mask=live)
-    if number_VT is not None:
+    tl.store(number_PU + to.to(tl.int64) * num_sources + source, 0, mask=live)
+    if number_PT is not None:
         target = tl.load(target_N + route, mask=live, other=0)
-        tl.store(number_VT + to.to(tl.int64) * num_targets + target, 0, mask=live)
+        tl.store(number_PT + to.to(tl.int64) * num_targets + target, 0, mask=live)
     bins = tl.arange(0, BINS)
-    counts = tl.histogram(to, BINS)  # bin V takes what lies past the end
-    tl.store(base_VB + bins * num_blocks + block, counts, mask=bins < P * C)
+    counts = tl.histogram(to, BINS)  # bin P takes what lies past the end
+    tl.store(base_PB + bins * num_blocks + block, counts, mask=bins < P)
 
 
 @triton.jit
-def _number_marks(number_VR, num_rows, destination, SCAN: tl.constexpr):
+def _number_marks(number_PR, num_rows, destination, SCAN: tl.constexpr):
     """Numbers the marks of a destination; returns how many there are."""
     count = tl.full((), 0, tl.int32)
     for first in range(0, num_rows, SCAN):
         row = first + tl.arange(0, SCAN)
-        at = number_VR + destination.to(tl.int64) * num_rows + row
+        at = number_PR + destination.to(tl.int64) * num_rows + row
         marked = tl.load(at, mask=row < num_rows, other=-1) >= 0
         ones = marked.to(tl.int32)
         tl.store(at, count + tl.cumsum(ones, 0) - ones, mask=(row < num_rows) & marked)
@@ -87,12 +81,12 @@ def _number_marks(number_VR, num_rows, destination, SCAN: tl.constexpr):
 
 
 @triton.jit
-def _count_marks(number_VR, num_rows, counts_b, block, V: tl.constexpr, ROWS: tl.constexpr):
+def _count_marks(number_PR, num_rows, counts_b, block, P: tl.constexpr, ROWS: tl.constexpr):
     """Counts the marks of a block of rows. Another program may be numbering them: all are ≥ 0."""
     row = block * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS,), tl.int32)
-    for v in range(V):
-        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+    for v in range(P):
+        at = number_PR + tl.full((), v, tl.int64) * num_rows + row
         number = tl.load(at, mask=row < num_rows, other=-1)
         total += (number >= 0).to(tl.int32)
     tl.store(counts_b + block, tl.sum(total))
@@ -100,41 +94,41 @@ def _count_marks(number_VR, num_rows, counts_b, block, V: tl.constexpr, ROWS: tl
 
 @triton.jit(do_not_specialize=["num_blocks", "num_sources", "num_targets", "source_blocks"])
 def _number(
-    number_VU,
-    number_VT,
-    base_VB,
-    counts_V3,
+    number_PU,
+    number_PT,
+    base_PB,
+    counts_P3,
     source_counts_b,
     target_counts_b,
     num_blocks,
     num_sources,
     num_targets,
     source_blocks,
-    V: tl.constexpr,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
     """Numbers the marks of a destination and adds up its blocks; or counts those of some rows."""
     program = tl.program_id(0)
-    if program < V:
+    if program < P:
         routes = tl.full((), 0, tl.int32)
         for first in range(0, num_blocks, SCAN):
             block = first + tl.arange(0, SCAN)
-            at = base_VB + program * num_blocks + block
+            at = base_PB + program * num_blocks + block
             counts = tl.load(at, mask=block < num_blocks, other=0)
             tl.store(at, routes + tl.cumsum(counts, 0) - counts, mask=block < num_blocks)
             routes += tl.sum(counts)
-        rows = _number_marks(number_VU, num_sources, program, SCAN)
+        rows = _number_marks(number_PU, num_sources, program, SCAN)
         targets = rows
-        if number_VT is not None:
-            targets = _number_marks(number_VT, num_targets, program, SCAN)
-        tl.store(counts_V3 + 3 * program, rows.to(tl.int64))
-        tl.store(counts_V3 + 3 * program + 1, routes.to(tl.int64))
-        tl.store(counts_V3 + 3 * program + 2, targets.to(tl.int64))
-    elif program < V + source_blocks:
-        _count_marks(number_VU, num_sources, source_counts_b, program - V, V, ROWS)
-    elif number_VT is not None:
-        _count_marks(number_VT, num_targets, target_counts_b, program - V - source_blocks, V, ROWS)
+        if number_PT is not None:
+            targets = _number_marks(number_PT, num_targets, program, SCAN)
+        tl.store(counts_P3 + 3 * program, rows.to(tl.int64))
+        tl.store(counts_P3 + 3 * program + 1, routes.to(tl.int64))
+        tl.store(counts_P3 + 3 * program + 2, targets.to(tl.int64))
+    elif program < P + source_blocks:
+        _count_marks(number_PU, num_sources, source_counts_b, program - P, P, ROWS)
+    elif number_PT is not None:
+        _count_marks(number_PT, num_targets, target_counts_b, program - P - source_blocks, P, ROWS)
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_sources", "num_targets"])
@@ -145,10 +139,10 @@ def _describe(
     slot_E,
     weight_N,
     destination_N,
-    number_VU,
-    number_VT,
-    base_VB,
-    counts_V3,
+    number_PU,
+    number_PT,
+    base_PB,
+    counts_P3,
     integers_N4,
     weights_N4,
     place_N,
@@ -156,7 +150,7 @@ def _describe(
     num_blocks,
     num_sources,
     num_targets,
-    V: tl.constexpr,
+    P: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
@@ -164,19 +158,19 @@ def _describe(
     block = tl.program_id(0)
     route = block * BLOCK + tl.arange(0, BLOCK)
     live = route < num_routes
-    to = tl.load(destination_N + route, mask=live, other=V)
-    rank = rank_in_block(destination_N, to, block, num_routes, V, BLOCK, COMPARED)
+    to = tl.load(destination_N + route, mask=live, other=P)
+    rank = rank_in_block(destination_N, to, block, num_routes, P, BLOCK, COMPARED)
     first_route = tl.zeros((BLOCK,), tl.int32)
-    for v in range(V):
-        routes = tl.load(counts_V3 + 3 * v + 1).to(tl.int32)
+    for v in range(P):
+        routes = tl.load(counts_P3 + 3 * v + 1).to(tl.int32)
         first_route += tl.where(to > v, routes, 0)
-    place = first_route + tl.load(base_VB + to * num_blocks + block, mask=live, other=0) + rank
+    place = first_route + tl.load(base_PB + to * num_blocks + block, mask=live, other=0) + rank
     source = tl.load(source_N + route, mask=live, other=0)
-    row = tl.load(number_VU + to.to(tl.int64) * num_sources + source, mask=live, other=0)
+    row = tl.load(number_PU + to.to(tl.int64) * num_sources + source, mask=live, other=0)
     target = row
-    if number_VT is not None:
+    if number_PT is not None:
         at = tl.load(target_N + route, mask=live, other=0)
-        target = tl.load(number_VT + to.to(tl.int64) * num_targets + at, mask=live, other=0)
+        target = tl.load(number_PT + to.to(tl.int64) * num_targets + at, mask=live, other=0)
     expert = tl.load(expert_N + route, mask=live, other=0)
     slot = tl.load(slot_E + expert, mask=live, other=0)
     word = integers_N4.dtype.element_ty
@@ -190,15 +184,15 @@ def _describe(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _list(
-    number_VR,
-    counts_V3,
+    number_PR,
+    counts_P3,
     counts_b,
     row_N,
     by_row_N,
     first_R,
     num_rows,
     COLUMN: tl.constexpr,
-    V: tl.constexpr,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
@@ -211,31 +205,31 @@ def _list(
         earlier = first + tl.arange(0, SCAN)
         before += tl.sum(tl.load(counts_b + earlier, mask=earlier < block, other=0))
     counts = tl.zeros((ROWS,), tl.int32)
-    for v in range(V):
-        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+    for v in range(P):
+        at = number_PR + tl.full((), v, tl.int64) * num_rows + row
         counts += (tl.load(at, mask=live, other=-1) >= 0).to(tl.int32)
     listed = before + tl.cumsum(counts, 0) - counts
     tl.store(first_R + row, listed, mask=live)
     first_pair = tl.full((), 0, tl.int32)
-    for v in range(V):
-        at = number_VR + tl.full((), v, tl.int64) * num_rows + row
+    for v in range(P):
+        at = number_PR + tl.full((), v, tl.int64) * num_rows + row
         number = tl.load(at, mask=live, other=-1)
         marked = live & (number >= 0)
         tl.store(row_N + first_pair + number, row, mask=marked)
         tl.store(by_row_N + listed, first_pair + number, mask=marked)
         listed += marked.to(tl.int32)
-        first_pair += tl.load(counts_V3 + 3 * v + COLUMN).to(tl.int32)
+        first_pair += tl.load(counts_P3 + 3 * v + COLUMN).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_routes"])
 def _unpack(
     integers_R4,
     weights_R4,
-    received_V3,
+    received_P3,
     places_3R,
     weight_R,
     num_routes,
-    V: tl.constexpr,
+    P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Reads a block of routes that came: numbers of their source become numbers of all that came."""
@@ -243,11 +237,11 @@ def _unpack(
     live = route < num_routes
     end = tl.full((), 0, tl.int64)
     first_row, first_target = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
-    for v in range(V):
-        end += tl.load(received_V3 + 3 * v + 1)
+    for v in range(P):
+        end += tl.load(received_P3 + 3 * v + 1)
         later = route >= end
-        first_row += tl.where(later, tl.load(received_V3 + 3 * v), 0)
-        first_target += tl.where(later, tl.load(received_V3 + 3 * v + 2), 0)
+        first_row += tl.where(later, tl.load(received_P3 + 3 * v), 0)
+        first_target += tl.where(later, tl.load(received_P3 + 3 * v + 2), 0)
     at = route.to(tl.int64) * 4
     size = tl.full((), 1, tl.int64) * num_routes
     slot = tl.load(integers_R4 + at, mask=live, other=0).to(tl.int64)
@@ -264,26 +258,25 @@ def count_sends(to: Addresses) -> SendCounts:
     num_routes, device = to.expert_N.shape[0], to.expert_N.device
     num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
     sizes = [to.num_sources] if to.into_sources else [to.num_sources, to.num_targets]
-    marks = full((to.num_destinations * sum(sizes),), -1, dtype=int32, device=device)
+    marks = full((to.num_ranks * sum(sizes),), -1, dtype=int32, device=device)
     tables = [
-        part.view(to.num_destinations, size)
+        part.view(to.num_ranks, size)
         for part, size in zip(
-            marks.split([to.num_destinations * size for size in sizes]), sizes, strict=True
+            marks.split([to.num_ranks * size for size in sizes]), sizes, strict=True
         )
     ]
-    number_VU, number_VT = tables[0], None if to.into_sources else tables[1]
+    number_PU, number_PT = tables[0], None if to.into_sources else tables[1]
     destination_N = empty(num_routes, dtype=int32, device=device)
-    base_VB = empty((to.num_destinations, num_blocks), dtype=int32, device=device)
-    counts_V3 = empty((to.num_destinations, 3), dtype=int64, device=device)
-    bins = max(_LEAST_BINS, triton.next_power_of_2(to.num_destinations + 1))
+    base_PB = empty((to.num_ranks, num_blocks), dtype=int32, device=device)
+    counts_P3 = empty((to.num_ranks, 3), dtype=int64, device=device)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(to.num_ranks + 1))
     launch(
         _mark,
         num_blocks,
         *(to.source_N.contiguous(), to.target_N.contiguous(), to.expert_N.contiguous(), to.rank_E),
-        *(destination_N, number_VU, number_VT, base_VB),
-        *(num_routes, num_blocks, to.num_sources, to.num_targets, to.rows_per_token),
+        *(destination_N, number_PU, number_PT, base_PB),
+        *(num_routes, num_blocks, to.num_sources, to.num_targets),
         P=to.num_ranks,
-        C=to.num_chunks,
         BINS=bins,
         BLOCK=_BLOCK,
     )
@@ -291,19 +284,19 @@ def count_sends(to: Addresses) -> SendCounts:
     row_counts = [empty(max(1, count), dtype=int32, device=device) for count in blocks]
     launch(
         _number,
-        to.num_destinations + sum(blocks),
-        *(number_VU, number_VT, base_VB, counts_V3, row_counts[0], row_counts[-1]),
+        to.num_ranks + sum(blocks),
+        *(number_PU, number_PT, base_PB, counts_P3, row_counts[0], row_counts[-1]),
         *(num_blocks, to.num_sources, to.num_targets, blocks[0]),
-        V=to.num_destinations,
+        P=to.num_ranks,
         ROWS=_ROWS,
         SCAN=_SCAN,
     )
     return SendCounts(
-        counts_V3,
+        counts_P3,
         destination_N,
-        number_VU,
-        number_VT,
-        BlockCounts(base_VB, row_counts[0], None if to.into_sources else row_counts[1]),
+        number_PU,
+        number_PT,
+        BlockCounts(base_PB, row_counts[0], None if to.into_sources else row_counts[1]),
     )
 
 
@@ -318,41 +311,41 @@ def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSen
         _describe,
         num_blocks,
         *(to.source_N.contiguous(), to.target_N.contiguous(), to.expert_N.contiguous(), to.slot_E),
-        *(weight_N.contiguous(), counts.destination_N, counts.number_VU, counts.number_VT),
-        *(blocks.base_VB, counts.counts_V3, metadata_N4.view(INTEGERS[weight_N.dtype])),
+        *(weight_N.contiguous(), counts.destination_N, counts.number_PU, counts.number_PT),
+        *(blocks.base_PB, counts.counts_P3, metadata_N4.view(INTEGERS[weight_N.dtype])),
         *(metadata_N4, place_N, num_routes, num_blocks, to.num_sources, to.num_targets),
-        V=to.num_destinations,
+        P=to.num_ranks,
         BLOCK=_BLOCK,
         COMPARED=_COMPARED,
     )
-    sources = _list_pairs(counts.number_VU, counts.counts_V3, blocks.sources_b, num_routes, 0)
+    sources = _list_pairs(counts.number_PU, counts.counts_P3, blocks.sources_b, num_routes, 0)
     targets = None
-    if counts.number_VT is not None and blocks.targets_b is not None:
-        targets = _list_pairs(counts.number_VT, counts.counts_V3, blocks.targets_b, num_routes, 2)
+    if counts.number_PT is not None and blocks.targets_b is not None:
+        targets = _list_pairs(counts.number_PT, counts.counts_P3, blocks.targets_b, num_routes, 2)
     return PackedSends(metadata_N4, place_N, sources, targets)
 
 
 def _list_pairs(
-    number_VR: Tensor, counts_V3: Tensor, counts_b: Tensor, num_routes: int, column: int
+    number_PR: Tensor, counts_P3: Tensor, counts_b: Tensor, num_routes: int, column: int
 ) -> RowPairs:
-    num_destinations, num_rows = number_VR.shape
+    num_ranks, num_rows = number_PR.shape
     row_N, by_row_N, first_R = (
-        empty(size, dtype=int32, device=number_VR.device)
+        empty(size, dtype=int32, device=number_PR.device)
         for size in (num_routes, num_routes, num_rows)
     )
     launch(
         _list,
         triton.cdiv(num_rows, _ROWS),
-        *(number_VR, counts_V3, counts_b, row_N, by_row_N, first_R, num_rows),
+        *(number_PR, counts_P3, counts_b, row_N, by_row_N, first_R, num_rows),
         COLUMN=column,
-        V=num_destinations,
+        P=num_ranks,
         ROWS=_ROWS,
         SCAN=_SCAN,
     )
     return RowPairs(row_N, by_row_N, first_R)
 
 
-def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Reads routes that came; as `sends.unpack_sends`, but no number is checked."""
     del num_slots
     metadata_R4, num_routes = metadata_R4.contiguous(), metadata_R4.shape[0]
@@ -361,9 +354,9 @@ def unpack_sends(metadata_R4: Tensor, received_V3: Tensor, num_slots: int) -> tu
     launch(
         _unpack,
         triton.cdiv(num_routes, _BLOCK),
-        *(metadata_R4.view(INTEGERS[metadata_R4.dtype]), metadata_R4, received_V3.contiguous()),
+        *(metadata_R4.view(INTEGERS[metadata_R4.dtype]), metadata_R4, received_P3.contiguous()),
         *(places_3R, weight_R, num_routes),
-        V=received_V3.shape[0],
+        P=received_P3.shape[0],
         BLOCK=_BLOCK,
     )
     return places_3R, weight_R

@@ -32,8 +32,8 @@ def test_everything_is_written_down_as_by_loops(name: str, shuffled: bool) -> No
         counts = sends.count_sends(to)
         packed = sends.pack_sends(to, counts, weight_N)
         check_sends(to, counts, packed, weight_N)
-        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
-        check_received(came, packed.metadata_N4, counts.counts_V3)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
+        check_received(came, packed.metadata_N4, counts.counts_P3)
 
 
 @pytest.mark.usefixtures("implementation")
@@ -51,18 +51,18 @@ def test_lists_with_gaps_between_their_numbers_are_read_rightly() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("name", ["tokens in chunks", "into heads"])
+@pytest.mark.parametrize("name", ["tokens", "into heads"])
 def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
     to = addresses(name)
     weight_N = torch.rand(len(to.expert_N), dtype=torch.float64, requires_grad=True)
     x_UD = torch.rand(to.num_sources, 5, dtype=torch.float64, requires_grad=True)
     counts = sends.count_sends(to)
-    num_rows, _, num_targets = counts.counts_V3.sum(0).tolist()
+    num_rows, _, num_targets = counts.counts_P3.sum(0).tolist()
 
     def there_and_back(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         packed = sends.pack_sends(to, counts, weight)
         pairs = packed.sources.first(num_rows)
-        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
         targets = (packed.targets or packed.sources).first(num_targets)
         outputs = torch.arange(num_targets * 2.0, dtype=torch.float64).view(-1, 2)
         return (
@@ -72,7 +72,7 @@ def test_rows_and_weights_get_their_gradients_back(name: str) -> None:
         )
 
     rows, _, weights_back = there_and_back(x_UD, weight_N)
-    copies_U = counts.number_VU.ge(0).sum(0)[:, None]  # a row comes back from every destination
+    copies_U = counts.number_PU.ge(0).sum(0)[:, None]  # a row comes back from every destination
     torch.testing.assert_close(rows, x_UD * copies_U)
     place_N = sends.pack_sends(to, counts, weight_N).place_N.long()
     torch.testing.assert_close(weights_back[place_N], weight_N, rtol=0, atol=0)
@@ -104,9 +104,9 @@ def test_routes_that_came_and_name_what_did_not_are_refused(column: int, number:
     metadata_N4 = sends.pack_sends(to, counts, weights(to)).metadata_N4.clone()
     metadata_N4.view(torch.int32)[7, column] = number
     with pytest.raises(IndexError, match="rows, routes and targets of every source are"):
-        sends.unpack_sends(metadata_N4, counts.counts_V3, 7)
+        sends.unpack_sends(metadata_N4, counts.counts_P3, 7)
     with pytest.raises(IndexError, match="120 routes came"):
-        sends.unpack_sends(metadata_N4, counts.counts_V3[:-1], 7)
+        sends.unpack_sends(metadata_N4, counts.counts_P3[:-1], 7)
 
 
 def test_stand_ins_of_a_tracer_have_the_right_shapes() -> None:
@@ -121,7 +121,7 @@ def test_stand_ins_of_a_tracer_have_the_right_shapes() -> None:
         fake = replace(to, **fakes)
         counts = sends.count_sends(fake)
         traced = sends.pack_sends(fake, counts, mode.from_tensor(weights(to)))
-        assert counts.counts_V3.shape == (3, 3)
+        assert counts.counts_P3.shape == (3, 3)
         assert traced.metadata_N4.shape == packed.metadata_N4.shape
         assert traced.targets is not None
         assert packed.targets is not None

@@ -204,9 +204,9 @@ def test_sends_are_written_down_as_by_loops(name: str, shuffled: bool) -> None:
         counts = sends.count_sends(moved(to, "cuda"))
         packed = sends.pack_sends(moved(to, "cuda"), counts, weight_N.cuda())
         send_cases.check_sends(to, moved(counts, "cpu"), moved(packed, "cpu"), weight_N)
-        came = sends.unpack_sends(packed.metadata_N4, counts.counts_V3, 7)
-        received_V3 = counts.counts_V3.cpu()
-        send_cases.check_received(moved(came, "cpu"), packed.metadata_N4.cpu(), received_V3)
+        came = sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
+        received_P3 = counts.counts_P3.cpu()
+        send_cases.check_received(moved(came, "cpu"), packed.metadata_N4.cpu(), received_P3)
 
 
 # Residual and norm --------------------------------------------------------------------------------
