@@ -86,8 +86,8 @@ def parsers_of(
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     """Every command with its parser, actions of commands included."""
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, below in action.choices.items():
+        if _is_subparsers(action):
+            for name, below in dict(action.choices or {}).items():
                 yield (*path, name), below
                 yield from parsers_of(below, (*path, name))
 
@@ -107,6 +107,24 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
                 named = getattr(options, "name", "")  # `moebius data` takes paths, too
                 name = named if named in RECIPES else "smoke"
                 resolve(name, overrides, RECIPES)
+
+
+def test_the_command_line_stays_small() -> None:
+    """Nobody finds a command among forty. A new one takes the place of another."""
+    parsers = [build_parser(), *dict(parsers_of(build_parser())).values()]
+    is_group = [any(map(_is_subparsers, parser._actions)) for parser in parsers]
+    options = [
+        action
+        for parser in parsers
+        for action in parser._actions
+        if action.option_strings and action.dest not in ("help", "version")
+    ]
+    assert is_group.count(False) <= 26
+    assert len(options) <= 130
+
+
+def _is_subparsers(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
