@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,9 @@ import zstandard
 from bytes_run import train_bytes
 from small_model import TINY
 
-from moebius.cli.main import main
-from moebius.cli.models.evaluate_report import plain_report, render_report
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.evaluation.scoring import Scorer
-from moebius.evaluation.zero_shot import measure_tasks
 
 ARC = [
     {"question": f"What is {n}?", "choices": ["one", "two", "three", "four"], "label": n % 4}
@@ -58,22 +55,22 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Exit code, and everything printed with line breaks folded."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    out, err = capfd.readouterr()
-    assert "Traceback" not in err
-    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
+Command = Callable[..., Any]  # the fixture `moebius`
 
 
-def test_the_papers_tasks_as_json(
-    bytes_run: Path, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(bytes_run), "--tasks", "paper", "--data", str(data), "--json"])
-    assert ended.value.code == 0
-    found = json.loads(capfd.readouterr().out)
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def evaluate(moebius: Command, data: Path) -> Command:
+    """Runs `moebius eval RUN … --data DATA`."""
+    return lambda run_dir, *words: moebius("eval", run_dir, *words, "--data", data)
+
+
+def test_the_papers_tasks_as_json(bytes_run: Path, evaluate: Command) -> None:
+    found = json.loads(evaluate(bytes_run, "--tasks", "paper", "--json").out)
     assert list(found["tasks"]) == list(RECORDS)
     tasks = found["tasks"]
     scores = [task["metrics"]["paper"]["value"] for task in tasks.values()]
@@ -89,48 +86,40 @@ def test_the_papers_tasks_as_json(
     assert tasks["lambada"]["metrics"]["perplexity"]["value"] > 1
 
 
-def test_the_table_says_what_it_is_of(
-    bytes_run: Path,
-    data: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "paper", "--data", data, "--limit", 3)
-    assert code == 0
-    assert "3 of 2,376" in said
-    assert "Scores are of a subset" in said
-    assert "The mean has cbt_style in place of cbt" in said
-    assert "1 items were longer than the context" in said
-    assert "mean of the paper's six" in said
+def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> None:
+    answer = evaluate(bytes_run, "--tasks", "paper", "--limit", 3)
+    assert answer.code == 0
+    for words in (
+        "3 of 2,376",
+        "Scores are of a subset",
+        "The mean has cbt_style in place of cbt",
+        "1 items were longer than the context",
+        "mean of the paper's six",
+    ):
+        assert words in answer.text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "piqa,arc_challenge"], "task 'arc_challenge' has no file"),
-        (["--tasks", "piqqa"], r"unknown task 'piqqa'; did you mean piqa\?"),
-        (["--tasks", "piqa", "--limit", "0"], "at least 1 is needed"),
-        (
-            ["--tasks", "piqa", "--context", "5"],
-            "the context has 5 tokens, and items have longer answers: piqa 1 of 1 items",
-        ),
-        (["--tasks", ","], "holds no file of a task"),
-        (["--limit", "3"], "goes with --tasks"),
-        (["--too-long", "skip"], "--too-long goes with --tasks"),
+        ("--tasks piqa,arc_challenge --data DATA", "task 'arc_challenge' has no file"),
+        ("--tasks piqqa --data DATA", r"unknown task 'piqqa'; did you mean piqa\?"),
+        ("--tasks piqa --limit 0 --data DATA", "at least 1 is needed"),
+        ("--tasks piqa --context 5 --data DATA", "context has 5 tokens.*: piqa 1 of 1 items"),
+        ("--tasks piqa --context 5 --too-long skip --data DATA", "'piqa': nothing is left"),
+        ("--tasks , --data DATA", "holds no file of a task"),
+        ("--tasks paper", "--tasks needs --data"),
+        ("--tasks paper --data DATA/none", "is no folder"),
+        ("--limit 3", "goes with --tasks"),
+        ("--too-long skip", "--too-long goes with --tasks"),
     ],
 )
 def test_requests_that_cannot_be(
-    arguments: list[str],
-    message: str,
-    bytes_run: Path,
-    data: Path,
-    capfd: pytest.CaptureFixture[str],
+    arguments: str, message: str, bytes_run: Path, data: Path, moebius: Command
 ) -> None:
-    given = [] if "--tasks" not in arguments else ["--data", str(data)]
-    code, said = run(capfd, "eval", bytes_run, *arguments, *given)
-    assert code == 2
-    assert re.search(message, said), said
+    answer = moebius("eval", bytes_run, *arguments.replace("DATA", str(data)).split())
+    assert answer.code == 2
+    assert re.search(message, answer.text), answer.text
 
 
 @pytest.fixture
@@ -143,79 +132,49 @@ def long_answers(data: Path) -> Path:
     return data
 
 
+@pytest.mark.usefixtures("long_answers")
 def test_all_answers_that_are_too_long_are_told_before_anything_is_scored(
-    bytes_run: Path,
-    long_answers: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bytes_run: Path, evaluate: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Scorer, "score", lambda *_, **__: pytest.fail("began to score"))
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "paper", "--data", long_answers)
-    assert code == 2
-    assert "the context has 64 tokens, and items have longer answers: " in said
-    assert re.search(r"piqa 2 of 5 items, the longest of 100 tokens \(\S+: line 5\); arc", said)
-    assert re.search(r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+: line 7\)\. ", said)
-    assert "--too-long skip leaves them out" in said
-    assert "--context 100 makes room" in said
+    answer = evaluate(bytes_run, "--tasks", "paper")
+    assert answer.code == 2
+    for message in (
+        r"piqa 2 of 5 items, the longest of 100 tokens \(\S+: line 5\)",
+        r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+: line 7\)",
+        "--context 100 makes room",
+    ):
+        assert re.search(message, answer.text)
 
 
+@pytest.mark.usefixtures("long_answers")
 @pytest.mark.parametrize(
-    ("how", "items", "note"),
+    ("how", "items", "counts", "note"),
     [
-        ("skip", 3, "PIQA, physical tasks: 2 items were skipped: an answer is longer"),
-        ("truncate", 5, "PIQA, physical tasks: 2 items have an answer longer than the context"),
+        ("skip", 3, (2, 0), "PIQA, physical tasks: 2 items were skipped"),
+        ("truncate", 5, (0, 2), "PIQA, physical tasks: 2 items have an answer longer than"),
     ],
 )
 def test_answers_that_are_too_long_are_left_out_or_cut_and_counted(
-    how: str,
-    items: int,
-    note: str,
-    bytes_run: Path,
-    long_answers: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    how: str, items: int, counts: tuple[int, int], note: str, bytes_run: Path, evaluate: Command
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    asked = ("eval", bytes_run, "--tasks", "piqa", "--data", long_answers, "--too-long", how)
-    code, said = run(capfd, *asked)
-    assert (code, note in said) == (0, True), said
-    code, said = run(capfd, *asked, "--json")
-    assert code == 0
-    found = json.loads(said)
+    asked = (bytes_run, "--tasks", "piqa", "--too-long", how)
+    assert note in evaluate(*asked).text
+    found = json.loads(evaluate(*asked, "--json").out)
     piqa = found["tasks"]["piqa"]
     assert found["too_long"] == how
     assert (piqa["items"], piqa["available"], piqa["metrics"]["acc"]["count"]) == (items, 5, items)
-    assert (piqa["skipped"], piqa["truncated"]) == ((2, 0) if how == "skip" else (0, 2))
-
-
-def test_a_task_of_which_nothing_is_left(
-    bytes_run: Path, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    asked = ("--context", 5, "--too-long", "skip")
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "piqa", "--data", data, *asked)
-    assert code == 2
-    assert "task 'piqa': nothing is left, for the answers of all 1 items are longer" in said
+    assert (piqa["skipped"], piqa["truncated"]) == counts
 
 
 def test_a_context_beyond_the_learned_positions(
-    mixture_folder: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    mixture_folder: Path, tmp_path: Path, evaluate: Command
 ) -> None:
     positions = {"attention.positions": {"kind": "learned", "max_positions": 64}}
     run_dir = train_bytes(mixture_folder, tmp_path / "run", TINY.changed(positions))
-    asked = ("eval", run_dir, "--tasks", "piqa", "--data", data, "--context")
-    code, said = run(capfd, *asked, 65)
-    assert code == 2
-    assert "--context 65 is more than the 64 positions that the model has learned" in said
-    assert run(capfd, *asked, 64)[0] == 0
-
-
-def test_no_folder_and_none_that_is_there(
-    bytes_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "paper")
-    assert (code, "--tasks needs --data" in said) == (2, True)
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "paper", "--data", tmp_path / "none")
-    assert (code, "is no folder" in said) == (2, True)
+    asked = (run_dir, "--tasks", "piqa", "--context")
+    assert "--context 65 is more than the 64 positions" in evaluate(*asked, 65).text
+    assert evaluate(*asked, 64).code == 0
 
 
 SPOILED = {
@@ -233,71 +192,54 @@ SPOILED = {
 
 @pytest.mark.parametrize("mistake", SPOILED)
 def test_files_that_are_damaged(
-    mistake: str, bytes_run: Path, data: Path, capfd: pytest.CaptureFixture[str]
+    mistake: str, bytes_run: Path, data: Path, evaluate: Command
 ) -> None:
     content, message = SPOILED[mistake]
     (data / "piqa.jsonl").write_bytes(content)
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "piqa", "--data", data)
-    assert code == 2
-    assert re.search(message, said), said
+    answer = evaluate(bytes_run, "--tasks", "piqa")
+    assert answer.code == 2
+    assert re.search(message, answer.text), answer.text
 
 
-def test_a_packed_file_that_ends_too_early(
-    bytes_run: Path, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_packed_file_that_ends_too_early(bytes_run: Path, data: Path, evaluate: Command) -> None:
     path = data / "piqa.jsonl.zst"
     path.write_bytes(path.read_bytes()[:-5])
-    code, said = run(capfd, "eval", bytes_run, "--tasks", "piqa", "--data", data)
-    assert code == 2
-    assert re.search(r"piqa\.jsonl\.zst", said), said
+    answer = evaluate(bytes_run, "--tasks", "piqa")
+    assert answer.code == 2
+    assert "piqa.jsonl.zst" in answer.text
 
 
 def test_a_folder_that_was_prepared_for_another_vocabulary(
-    bytes_run: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    bytes_run: Path, tmp_path: Path, evaluate: Command
 ) -> None:
     words = " ".join(f"word{n} other{n * 7}" for n in range(900))
     (tmp_path / "text.txt").write_text(words, encoding="utf-8")
-    other = PrepareConfig(
-        input=(str(tmp_path / "text.txt"),),
-        tokenizer="bpe",
-        vocab_size=400,
-        validation_fraction=0.2,
-    )
+    text = (str(tmp_path / "text.txt"),)
+    other = PrepareConfig(input=text, tokenizer="bpe", vocab_size=400, validation_fraction=0.2)
     prepare(other, tmp_path / "shards")
     shutil.copytree(bytes_run, tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     config = json.loads(path.read_text())
     config["data"]["directory"] = str(tmp_path / "shards")
     path.write_text(json.dumps(config))
-    code, said = run(capfd, "eval", tmp_path / "run", "--tasks", "piqa", "--data", data)
-    assert code == 2
-    assert re.search(r"has 2\d\d ids, the run was trained with 257", said), said
+    answer = evaluate(tmp_path / "run", "--tasks", "piqa")
+    assert answer.code == 2
+    assert re.search(r"has 2\d\d ids, the run was trained with 257", answer.text), answer.text
 
 
 def test_a_mixture_is_drawn_several_times(
-    mixture_folder: Path,
-    data: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mixture_folder: Path, tmp_path: Path, evaluate: Command
 ) -> None:
     router = {"kind": "mixture_of_tokens", "sequences_per_group": 2}
     model = TINY.changed({"feed_forward.router": router, "norm": "pre", "attention.kind": "dense"})
     run_dir = train_bytes(mixture_folder, tmp_path / "run", model)
+    asked = (run_dir, "--tasks", "arc_easy,lambada", "--draws", 3)
     first, again, other = (
-        measure_tasks(run_dir, ["arc_easy", "lambada"], data, draws=3, seed=seed)
-        for seed in (0, 0, 1)
+        json.loads(evaluate(*asked, "--seed", seed, "--json").out) for seed in (0, 0, 1)
     )
-    assert first is not None
-    assert again is not None
-    assert other is not None
-    perplexity = first.tasks[1].metrics["perplexity"]
-    assert perplexity.spread
-    assert first.tasks == again.tasks != other.tasks
-    assert plain_report(first)["draws"] == 3
-    assert render_report(first)
-    monkeypatch.setenv("COLUMNS", "200")
-    code, said = run(capfd, "eval", run_dir, "--tasks", "lambada", "--data", data, "--draws", 2)
-    assert code == 0
-    assert re.search(r"perplexity \S+ ± \S+ \(draws ± \S+\)", said), said
-    assert "2 draws from seed 0" in said
+    assert first["draws"] == 3
+    assert first["tasks"] == again["tasks"] != other["tasks"]
+    assert first["tasks"]["lambada"]["metrics"]["perplexity"]["spread"]
+    answer = evaluate(*asked)
+    assert re.search(r"perplexity \S+ ± \S+ \(draws ± \S+\)", answer.text), answer.text
+    assert "3 draws from seed 0" in answer.text
