@@ -52,9 +52,7 @@ MATRIX = (
         "FAILED after three times, with rank, step and traceback; a mistake ends the job at once",
         _in(
             _GENERATIONS,
-            "test_the_same_error_at_the_same_step_three_times_is_the_end",
-            "test_the_same_error_at_different_steps_is_not",
-            "test_a_mistake_ends_the_job_at_once",
+            "test_how_a_job_ends",
         )
         + _in(_REAL_RANKS, "test_the_same_error_at_the_same_step_ends_the_run"),
     ),
@@ -64,7 +62,7 @@ MATRIX = (
         "no success: named as the cause, a new generation",
         _in(
             _GENERATIONS,
-            "test_exit_code_zero_without_a_good_result_is_a_failure",
+            "test_how_a_job_ends",
         )
         + _in(
             _LOCAL_JOBS,
@@ -148,7 +146,7 @@ MATRIX = (
                 "test_a_restarted_supervisor_takes_over_the_generation_that_goes_on",
                 "test_a_supervisor_with_a_successor_ends_nothing",
                 "test_a_restarted_supervisor_goes_on_and_remembers_the_failures",
-                "test_a_supervisor_that_was_superseded_stops_without_a_word",
+                "test_a_supervisor_that_was_superseded_writes_nothing_more",
             ),
         ),
     ),
@@ -231,7 +229,7 @@ MATRIX = (
                 "test_with_none_left_nothing_is_moved_and_the_error_lists_all",
             ),
             *_in("tests/train/test_damaged_checkpoint.py", "test_the_losses_do_not_notice"),
-            *_in(_GENERATIONS, "test_what_happened_to_checkpoints_is_in_the_journal"),
+            *_in(_GENERATIONS, "test_trouble_with_checkpoints_and_spikes_is_in_the_journal"),
             *_in(_SAVES, "test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed"),
         ),
     ),
@@ -307,7 +305,7 @@ MATRIX = (
             ),
             *_in(
                 _GENERATIONS,
-                "test_a_preemption_notice_ends_the_job_as_preempted",
+                "test_how_a_job_ends",
             ),
             *_in(
                 "tests/train/test_parity.py",

@@ -13,22 +13,18 @@ from made_folder import MadeFolder, documents
 from rich.console import Console
 
 from moebius.cluster.job import JobStatus, Journal, Launch, State, begin_submission, read_status
-from moebius.cluster.nodes.assignment import AgentReport, Assignment, RankFailure
-from moebius.cluster.nodes.provider import Capacity
+from moebius.cluster.nodes.assignment import AgentReport
 from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.report.live import View, follow, render
 from moebius.cluster.report.summary import closing_words
 from moebius.cluster.stop import request_stop
-from moebius.cluster.supervise import background_data as preparation
-from moebius.cluster.supervise import generation
-from moebius.cluster.supervise import job_supervisor as generations
+from moebius.cluster.supervise import background_data, generation, job_supervisor
 from moebius.cluster.supervise.background_data import BackgroundData, workers_beside
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.cluster.watch.evidence import Evidence
-from moebius.cluster.watch.heartbeats import RankState
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress
+from tests.cluster.pretended import OK, Act, PretendedNode, ends, failed, finishes, makes_steps
 
 USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: era 1 will not come: why"
 
@@ -63,78 +59,24 @@ class Pretended(BackgroundData):
         self.children.append(child)
 
 
-class Nodes:
-    """One node, whose ranks end with a report as soon as they are allowed to."""
+class Node(PretendedNode):
+    """A node whose ranks end with a report as soon as they are allowed to."""
 
     def __init__(self, run_dir: Path, *reports: AgentReport):
-        self.run_dir, self.reports = run_dir, list(reports)
+        super().__init__(run_dir, map(self.act_of, reports))
         self.may_end = threading.Event()
-        self.assignments: list[Assignment] = []
 
-    def capacity(self) -> Capacity:
-        return Capacity(1, 1)
-
-    def provide_nodes(self, num_nodes, while_waiting):
-        return [self]
-
-    def adopt_nodes(self):
-        return ()
-
-    def unkillable(self, run_dir: str) -> str:
-        return ""
-
-    def check(self, wanted) -> str:
-        return wanted.faults()
-
-    def exclude(self, node, why: str) -> None:
-        raise AssertionError(why)
-
-    def release(self) -> None:
-        pass
-
-    def describe(self):
-        return {"address": "127.0.0.1"}
-
-    def free_port(self) -> int:
-        return 1
-
-    def start(self, assignment: Assignment) -> None:
-        self.assignments.append(assignment)
-        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
-
-    def poll(self) -> AgentReport | None:
-        if not self.may_end.is_set():
-            return None
-        report = self.reports[len(self.assignments) - 1]
-        if not report.ok:
-            (self.run_dir / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 1}\n')
-        return report
-
-    def heartbeats(self) -> list[RankState]:
-        return []
-
-    def unreachable(self, others) -> list[int]:
-        return []
-
-    def gather_evidence(self) -> list[Evidence]:
-        return []
-
-    def running_ranks(self) -> list[int]:
-        return []
-
-    def kill_rank(self, rank: int) -> bool:
-        return False
-
-    def stop(self) -> None:
-        pass
+    def act_of(self, report: AgentReport) -> Act:
+        end = finishes if report.ok else makes_steps(3, then=ends(report))
+        return lambda run_dir: end(run_dir) if self.may_end.is_set() else None
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
-    monkeypatch.setattr(generations, "POLL_S", 0.002)
+    monkeypatch.setattr(job_supervisor, "POLL_S", 0.002)
     monkeypatch.setattr(generation, "POLL_S", 0.002)
     monkeypatch.setattr(generation, "COLLECT_S", 0.0)
-    monkeypatch.setattr(preparation, "_MAX_BACKOFF_S", 0.0)
+    monkeypatch.setattr(background_data, "_MAX_BACKOFF_S", 0.0)
 
 
 @pytest.fixture
@@ -159,7 +101,7 @@ class Job:
 
     def __init__(self, launch: Launch, *reports: AgentReport):
         self.run_dir = Path(launch.run_dir)
-        self.nodes = Nodes(self.run_dir, *(reports or (AgentReport(ok=True),)))
+        self.nodes = Node(self.run_dir, *(reports or (OK,)))
         self.preparation = Pretended(launch)
         begin_submission(launch)
         self._thread = threading.Thread(
@@ -258,8 +200,7 @@ def test_a_job_that_waits_for_data_can_be_stopped(tmp_path, made):
 
 def test_ranks_that_have_used_up_what_is_sealed_are_not_started_again(tmp_path, made):
     seal(made)
-    failed = AgentReport(ok=False, failures=(RankFailure(0, 1, 1.0, USED_UP),))
-    status = Job(launch_of(tmp_path, made), failed).end()
+    status = Job(launch_of(tmp_path, made), failed(USED_UP)).end()
     assert status.state is State.FAILED
     assert status.reason == "the data ended after step 3: era 1 will not come: why"
     assert status.root_cause is not None
@@ -271,7 +212,7 @@ def test_ranks_that_cannot_be_told_are_ended(tmp_path, made, monkeypatch):
     def no_room(directory: Path, reason: str) -> None:
         raise PrepareError("no room for given-up.json")
 
-    monkeypatch.setattr(preparation, "give_up", no_room)
+    monkeypatch.setattr(background_data, "give_up", no_room)
     seal(made)
     job = Job(launch_of(tmp_path, made, max_restarts=0))
     job.await_words("STARTING")
@@ -284,7 +225,7 @@ def test_ranks_that_cannot_be_told_are_ended(tmp_path, made, monkeypatch):
 
 
 def test_the_preparation_has_the_cpus_that_ranks_leave(monkeypatch):
-    monkeypatch.setattr(preparation.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(background_data.os, "cpu_count", lambda: 8)
     assert workers_beside(2) == ["--workers", "6"]
     assert workers_beside(8) == workers_beside(9) == ["--workers", "1"]
 
