@@ -1,9 +1,9 @@
 """A Ray cluster of pretended nodes on this machine, which is gone without a trace when its user is.
 
-The cluster lives below a host process (places/host.py). That process holds the raylets, adopts every
-orphan below it, and tears everything down when its standard input closes: after a normal exit,
-after Ctrl-C, and after a kill -9 of the command line. A cluster that stays between commands is
-places/standing.py.
+The cluster lives below a host process (host.py). That process holds the raylets, adopts every orphan
+below it, and tears everything down when its standard input closes: after a normal exit, after
+Ctrl-C, and after a kill -9 of the command line. A cluster that stays between commands is in
+standing.py.
 
 Authentication: Ray 2.60 turns tokens on for local clusters and writes one into the user's home.
 Here the mode is always explicit: a token of this process's own, in the cluster's own directory
@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from .host import Plan, node_address
 
 START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty processes waiting
 STOP_TIMEOUT_S = 15.0
+LEAST_STORE_BYTES = 80 << 20  # of each node; 75 MiB is the least that Ray accepts
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def simulated_cluster(
     *,
     cpus_per_node: int = 2,
     gpus: Sequence[Sequence[int]] | None = None,
-    object_store_bytes: int = 80 << 20,
+    object_store_bytes: int = LEAST_STORE_BYTES,
     meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[SimulatedCluster]:
     """Starts `num_nodes` pretended nodes on this machine and connects to them while inside.
@@ -63,20 +64,19 @@ def simulated_cluster(
     Args:
         cpus_per_node: what each node claims to have; nothing is pinned.
         gpus: for each node, the numbers of this machine's GPUs that it shows; None shows none.
-        object_store_bytes: of each node; 75 MiB is the least that Ray accepts.
         meanwhile: is called while the nodes come up; it needs no cluster.
 
     Raises:
         JobError: Ray is not installed, or the cluster did not come up; the message holds Ray's last
             words.
     """
-    from .ray_session import connected, require_ray
+    from .ray_session import connected
 
-    require_ray()
-    require_addresses(num_nodes)
+    check_possible(num_nodes)
+    devices = tuple(map(tuple, gpus)) if gpus is not None else ((),) * num_nodes
     directory = new_directory()
-    plan = Plan(str(directory), cpus_per_node, _device_lists(num_nodes, gpus), object_store_bytes)
-    with explicit_environment(directory, write_token(directory, _token())):
+    plan = Plan(str(directory), cpus_per_node, devices, object_store_bytes)
+    with ray_variables(directory, write_token(directory, _token())):
         host = start_host(plan)
         try:
             if meanwhile is not None:
@@ -89,19 +89,14 @@ def simulated_cluster(
             _stop_host(host, directory)
 
 
-def new_directory() -> Path:
-    """Returns a new private folder for a cluster's session files, sockets and token.
+def check_possible(num_nodes: int) -> None:
+    """Raises JobError where Ray is missing or nodes cannot have addresses of their own.
 
-    Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
+    Linux has all of the loopback's, macOS one.
     """
-    return Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
+    from .ray_session import require_ray
 
-
-def require_addresses(num_nodes: int) -> None:
-    """Raises JobError where nodes cannot have addresses of their own on the loopback.
-
-    Linux has them all, macOS one.
-    """
+    require_ray()
     for address in map(node_address, range(num_nodes)):
         try:
             with socket.socket() as probe:
@@ -114,18 +109,17 @@ def require_addresses(num_nodes: int) -> None:
             ) from None
 
 
-def _device_lists(
-    num_nodes: int, gpus: Sequence[Sequence[int]] | None
-) -> tuple[tuple[int, ...], ...]:
-    if gpus is None:
-        return ((),) * num_nodes
-    assert len(gpus) == num_nodes, "one list of devices per node"
-    return tuple(tuple(devices) for devices in gpus)
+def new_directory() -> Path:
+    """Returns a new private folder for a cluster's session files, sockets and token.
+
+    Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
+    """
+    return Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
 
 
 @functools.cache
 def _token() -> str:
-    """One token per process: Ray's client reads it once and keeps it."""
+    """Returns one token per process: Ray's client reads it once and keeps it."""
     return secrets.token_hex(32)
 
 
@@ -139,33 +133,32 @@ def write_token(directory: Path, token: str) -> Path:
 
 
 @contextlib.contextmanager
-def explicit_environment(directory: Path, token_file: Path) -> Iterator[None]:
-    """Lets Ray use a cluster's own token and folder while inside, whatever the user's shell says."""
-    values = {
+def ray_variables(directory: Path, token_file: Path) -> Iterator[None]:
+    """Makes Ray use a cluster's own token and folder while inside, whatever the user's shell says."""
+    own = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
-        "RAY_TMPDIR": str(
-            directory
-        ),  # also where Ray notes "the current cluster": the user's own note stays untouched
+        # also where Ray notes "the current cluster": the user's own note stays untouched
+        "RAY_TMPDIR": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
     }
-    hidden = {
-        name: os.environ.pop(name)
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
-        if name in os.environ
-    }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    hidden = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+    before = {name: os.environ.get(name) for name in (*own, *hidden)}
+    _set(own | dict.fromkeys(hidden))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        os.environ.update(hidden)
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Sets environment variables; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def start_host(plan: Plan) -> subprocess.Popen[str]:

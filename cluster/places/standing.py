@@ -91,7 +91,7 @@ def cluster_at(address: str) -> Iterator[Any]:
     `address` may be "simulated" or "simulated:NAME", too: a cluster of `moebius cluster up`.
     """
     from .ray_session import connected, refuse_unauthenticated
-    from .simulated import explicit_environment
+    from .simulated import ray_variables
 
     if not is_simulated(address):
         if address != "auto":
@@ -103,19 +103,14 @@ def cluster_at(address: str) -> Iterator[Any]:
         return
     cluster = find_cluster(address.partition(":")[2] or None)
     with (
-        explicit_environment(Path(cluster.directory), Path(cluster.token_file)),
+        ray_variables(Path(cluster.directory), Path(cluster.token_file)),
         connected(cluster.address) as ray,
     ):
         yield ray
 
 
 def start_cluster(
-    num_nodes: int,
-    *,
-    cpus_per_node: int,
-    gpus_per_node: int = 0,
-    name: str = DEFAULT_NAME,
-    object_store_bytes: int = 80 << 20,
+    num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0, name: str = DEFAULT_NAME
 ) -> StandingCluster:
     """Starts a simulated cluster that stays until `end_cluster`, and notes where it is.
 
@@ -126,47 +121,44 @@ def start_cluster(
     Raises:
         JobError: a cluster of this name is up, Ray is not installed, or it does not come up.
     """
-    from .ray_session import require_ray
-    from .simulated import (
-        await_address,
-        explicit_environment,
-        new_directory,
-        require_addresses,
-        start_host,
-        write_token,
-    )
+    from .simulated import LEAST_STORE_BYTES, check_possible, new_directory
 
-    require_ray()
-    require_addresses(num_nodes)
+    check_possible(num_nodes)
     folder = _claim(name)
     directory = new_directory()
+    devices = tuple(
+        tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)) for node in range(num_nodes)
+    )
+    plan = Plan(str(directory), cpus_per_node, devices, LEAST_STORE_BYTES, stays=True)
     try:
-        token_file = write_token(directory, secrets.token_hex(32))
-        devices = tuple(
-            tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node))
-            for node in range(num_nodes)
-        )
-        plan = Plan(str(directory), cpus_per_node, devices, object_store_bytes, stays=True)
-        with explicit_environment(directory, token_file):
-            host = start_host(plan)
-        try:
-            address = await_address(host, directory)
-            assert host.stdout is not None
-            host.stdout.close()
-            started = psutil.Process(host.pid).create_time()
-            cluster = StandingCluster(
-                name, address, str(directory), str(token_file), host.pid, started
-            )
-            write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
-        except BaseException:
-            processes.end([*processes.descendants(host.pid), host.pid])
-            host.wait()
-            raise
+        cluster = _start(name, plan)
+        write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
     except BaseException:
+        processes.end(_processes_of(str(directory)))
         shutil.rmtree(directory, ignore_errors=True)
         _remove_note(name)
         raise
     return cluster
+
+
+def _start(name: str, plan: Plan) -> StandingCluster:
+    """Starts the host of a cluster, and returns when it is up."""
+    from .simulated import await_address, ray_variables, start_host, write_token
+
+    directory = Path(plan.directory)
+    token_file = write_token(directory, secrets.token_hex(32))
+    with ray_variables(directory, token_file):
+        host = start_host(plan)
+    try:
+        address = await_address(host, directory)
+    except BaseException:
+        processes.end([*processes.descendants(host.pid), host.pid])
+        host.wait()
+        raise
+    assert host.stdout is not None
+    host.stdout.close()
+    started = psutil.Process(host.pid).create_time()
+    return StandingCluster(name, address, str(directory), str(token_file), host.pid, started)
 
 
 def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:

@@ -76,4 +76,4 @@ def test_what_differs_is_said_elsewhere_alone(monkeypatch):
 def test_a_simulated_cluster_says_which_address_is_missing(monkeypatch):
     monkeypatch.setattr(simulated, "node_address", lambda number: "203.0.113.9")
     with pytest.raises(JobError, match=r"needs the address 203.0.113.9 on this machine"):
-        simulated.require_addresses(2)
+        simulated.check_possible(2)
