@@ -355,8 +355,9 @@ def refuse_if_running(run_dir: Path) -> None:
     if not status.state.is_final and status.state is not State.LOST:
         raise JobError(
             f"{run_dir}: a job is already at work here ({status.state}, generation "
-            f"{status.generation}); "
-            "end it with `moebius stop`, or choose another run folder"
+            f"{status.generation}), and gave a sign of life {status.heartbeat_age_s or 0:.0f} s "
+            "ago: end it with `moebius stop`, or choose another run folder. If it was killed, the "
+            f"folder is free {LOST_AFTER_S:.0f} s after the last sign"
         )
 
 

@@ -29,6 +29,9 @@ from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHe
 from .feed_forward_config import FEED_FORWARD, AnyFeedForwardConfig, ExpertsConfig
 from .sections import Section, kinds_first, set_value
 
+# How a run multiplies matrices and stores weights (model/execution/precision.py).
+Precision = Literal["float32", "bfloat16", "bfloat16_only"]
+
 
 class HaltingConfig(BaseModel):
     """Configures stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""

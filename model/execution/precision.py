@@ -15,16 +15,13 @@ the loss, gradients over ranks), as in PyTorch's own bfloat16 operations, and th
 three digits of it would measure nothing.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from ..config.model_config import Precision
 from ..documents import Documents
 from ..transformer import ModelOutput, Transformer
-
-Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 
 _FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules, at any depth
 

@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
-from ...model.execution.precision import Precision
+from ...model.config.model_config import Precision
 from ...model.execution.recompute import Recompute
 from .start_when import StartWhen
 
