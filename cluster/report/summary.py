@@ -166,29 +166,25 @@ def draw_summary(run_dir: Path, path: Path | None = None) -> Path:
     return path
 
 
-_INK, _TRAIN, _VALIDATION, _RESTART = "#22313f", "#7aa6c2", "#d1495b", "#8d6a9f"
+_INK, _TRAIN, _MEAN, _VALIDATION, _RESTART = "#22313f", "#7aa6c2", "#2e6f95", "#d1495b", "#8d6a9f"
 
 
 def _draw_loss(figure: Any, history: History, *, title: str) -> None:
-    axes = _plain_axes(figure)
+    axes = _axes(figure, f"{title}: loss", "loss in nats per token")
     steps = sorted(history.loss)
     losses = [history.loss[step] for step in steps]
     smooth = _running_mean(losses, len(losses) // 60)
     axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, alpha=0.55, label="training, each step")
-    axes.plot(steps, smooth, color="#2e6f95", linewidth=2.0, label="training, running mean")
+    axes.plot(steps, smooth, color=_MEAN, linewidth=2.0, label="training, running mean")
     if history.validation:
         points = sorted(history.validation)
         values = [history.validation[step] for step in points]
-        axes.plot(
-            points, values, "o-", color=_VALIDATION, markersize=6, linewidth=1.4, label="validation"
-        )
-        for step, value, align, shift in (
-            (points[0], values[0], "left", 8),
-            (points[-1], values[-1], "right", -2),
-        ):
+        style = {"color": _VALIDATION, "markersize": 6, "linewidth": 1.4}
+        axes.plot(points, values, "o-", label="validation", **style)
+        for place, align, shift in ((0, "left", 8), (-1, "right", -2)):
             axes.annotate(
-                f"{value:.3f}",
-                (step, value),
+                f"{values[place]:.3f}",
+                (points[place], values[place]),
                 textcoords="offset points",
                 xytext=(shift, 9),
                 ha=align,
@@ -199,42 +195,24 @@ def _draw_loss(figure: Any, history: History, *, title: str) -> None:
     axes.margins(x=0.01, y=0.12)
     for start in history.restarts:
         _mark_restart(axes, start)
-    axes.set_title(
-        f"{title}: loss",
-        loc="left",
-        fontsize=14,
-        fontweight="bold",
-        color=_INK,
-        parse_math=False,  # a run folder's name may hold dollars
-    )
-    axes.set_xlabel("training step", fontsize=11)
-    axes.set_ylabel("loss in nats per token", fontsize=11)
-    axes.legend(
-        frameon=False,
-        fontsize=10.5,
-        ncols=3,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        borderaxespad=0.1,
-    )
+    axes.legend(frameon=False, fontsize=10.5, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _mark_restart(axes: Any, start: Start) -> None:
     at = start.reached or 0
     axes.axvline(at, color=_RESTART, linestyle="--", linewidth=1.4)
-    resumed = start.resumed_from or 0
     left, right = axes.get_xlim()
     late = at > left + 0.75 * (right - left)  # then the words go to the left of the line
     axes.annotate(
-        f"restarted after step {at},\nresumed from {resumed}",
+        f"restarted after step {at},\nresumed from {start.resumed_from or 0}",
         (at, 0.5),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
         xytext=(-6 if late else 6, 0),
         ha="right" if late else "left",
+        va="center",
         color=_RESTART,
         fontsize=10,
-        va="center",
     )
 
 
@@ -265,57 +243,47 @@ def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
     panels[0].yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(panels[-1].images[0], ax=list(panels), pad=0.01, fraction=0.03)
     bar.set_label("load ÷ mean load", fontsize=11)
-    figure.suptitle(
-        "feed-forward experts: load (1 = balanced)",
-        x=0.01,
-        ha="left",
-        fontsize=14,
-        fontweight="bold",
-        color=_INK,
-    )
+    title = "feed-forward experts: load (1 = balanced)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
 
 
 def _draw_violation(figure: Any, history: History) -> None:
     from matplotlib import colormaps
 
-    axes = _plain_axes(figure)
+    title = "most loaded expert: excess over the mean load"
+    axes = _axes(figure, title, "max ÷ mean − 1")
     steps = sorted(history.loads)
     newest = history.loads[steps[-1]]
     num_depths = len(newest.max_violation)
-    half = len(steps) // 60
     for depth in range(num_depths):
-        values = _running_mean([history.loads[step].max_violation[depth] for step in steps], half)
+        values = [history.loads[step].max_violation[depth] for step in steps]
         color = colormaps["viridis"](0.9 * depth / max(1, num_depths - 1))
         label = f"{newest.depth_name(depth)}" if depth in _spread(num_depths, MAX_PANELS) else None
-        axes.plot(steps, values, color=color, linewidth=1.6, label=label)
+        smooth = _running_mean(values, len(steps) // 60)
+        axes.plot(steps, smooth, color=color, linewidth=1.6, label=label)
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
-    axes.set_title(
-        "most loaded expert: excess over the mean load",
-        loc="left",
-        fontsize=14,
-        fontweight="bold",
-        color=_INK,
-    )
-    axes.set_xlabel("training step", fontsize=11)
-    axes.set_ylabel("max ÷ mean − 1", fontsize=11)
     axes.legend(
         title="depth step",
-        title_fontsize=10.5,
         frameon=False,
         fontsize=10,
         ncols=MAX_PANELS,
         loc="lower right",
         bbox_to_anchor=(1.0, 0.98),
-        borderaxespad=0.0,
     )
 
 
-def _plain_axes(figure: Any) -> Any:
+def _axes(figure: Any, title: str, label: str) -> Any:
+    """Returns plain axes over training steps."""
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e4e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
+    # a run folder's name may hold dollars, which are no formula
+    named = {"loc": "left", "fontsize": 14, "fontweight": "bold", "parse_math": False}
+    axes.set_title(title, color=_INK, **named)
+    axes.set_xlabel("training step", fontsize=11)
+    axes.set_ylabel(label, fontsize=11)
     return axes
 
 
@@ -326,22 +294,17 @@ def _chosen_depths(history: History) -> list[int]:
 
 
 def _spread(count: int, limit: int) -> list[int]:
-    """At most `limit` of the numbers below `count`, evenly spread, both ends included."""
+    """Returns at most `limit` of the numbers below `count`, evenly spread, both ends included."""
     if count <= limit:
         return list(range(count))
     return sorted({round(number * (count - 1) / (limit - 1)) for number in range(limit)})
 
 
 def _running_mean(values: Sequence[float], half: int) -> list[float]:
-    """Mean over each value and its `half` neighbours on either side; what is not finite is left
-    out.
-    """
+    """Returns the mean over each value and its `half` neighbours on either side, if finite."""
     means = []
     for index in range(len(values)):
-        near = [
-            value
-            for value in values[max(0, index - half) : index + half + 1]
-            if math.isfinite(value)
-        ]
-        means.append(sum(near) / len(near) if near else math.nan)
+        near = values[max(0, index - half) : index + half + 1]
+        finite = [value for value in near if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
     return means
