@@ -1,7 +1,6 @@
 """How long a job stands still after a kill, and how long it takes to start, phase by phase.
 
-    python -m benchmarks.recovery [--runs 5] [--only rank,node] [--minutes 9] [--keep FOLDER]
-                                  [--no-warm-start] [--vocabulary N] [--no-save]
+    python -m benchmarks.recovery [--runs 5] [--only rank,node] [--minutes 9] [--no-save]
 
 A simulated cluster of 3 nodes trains the recipe `smoke` on 2 of them, 2 ranks each, with a
 checkpoint every 3 steps; the third node is a spare. One victim after the other is killed with
@@ -27,8 +26,6 @@ All are done in rounds, until --runs or --minutes are used up. A sample that fai
 counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json;
 with --only those of the victims that are named, beside what the file says of the others.
 
-With --vocabulary the model is larger, so that building it and loading its checkpoint take time.
-
 Cost: 90 s per round on two quiet cores.
 """
 
@@ -37,16 +34,14 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,11 +94,8 @@ class Recovery:
     failure: str = ""  # why there is no time
 
 
-def config_for(data: Path, *, warm_start: bool, vocabulary: int | None = None) -> Config:
-    """Returns the recipe with checkpoints every 3 steps and without a drill of its own.
-
-    A larger `vocabulary` than the tokenizer's makes a larger model, whose steps take hardly longer.
-    """
+def config_for(data: Path) -> Config:
+    """Returns the recipe with checkpoints every 3 steps and without a drill of its own."""
     recipe = smoke().model_dump()
     recipe["train"] |= {"steps": 1_000_000, "log_every": 1, "eval_every": 0}
     recipe["checkpoint"] |= {"every": 3}
@@ -111,11 +103,8 @@ def config_for(data: Path, *, warm_start: bool, vocabulary: int | None = None) -
         "rehearse_failure_at_step": None,
         "max_restarts": 1000,
         "max_node_losses": 1000,
-        "warm_start": warm_start,
         "limits": recipe["job"]["limits"] | {"step_s": 5.0},
     }
-    if vocabulary is not None:
-        recipe["model"] |= {"vocab_size": vocabulary}
     recipe["data"] |= {"directory": str(data)}
     return Config.model_validate(recipe)
 
@@ -209,9 +198,9 @@ def _parent(marks: Mapping[str, str]) -> int:
 class Bench:
     """The cluster, the job that is shot at, and the samples."""
 
-    def __init__(self, folder: Path, configure: Callable[[Path], Config]):
-        """Takes where all is kept, and what returns the configuration for a data folder."""
-        self._folder, self._configure = folder, configure
+    def __init__(self, folder: Path):
+        """Takes where all is kept."""
+        self._folder = folder
         self._cluster: StandingCluster | None = None
         self._observer: Observer | None = None
 
@@ -257,7 +246,7 @@ class Bench:
 
     def _submit(self, victim: str, data: Path, *, address: str) -> Recovery:
         run_dir, asked = self._new_folder("run"), self._folder / "asked.json"
-        self._configure(data).save(asked)
+        config_for(data).save(asked)
         started = time.time()
         command = [sys.executable, "-c", _SUBMIT, str(asked), str(run_dir), address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -368,18 +357,6 @@ def _spell(phases: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
 
 
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    folder = keep or Path(tempfile.mkdtemp(prefix="moebius-recovery-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # the cluster's note
-    try:
-        yield folder.absolute()
-    finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _victims(text: str) -> tuple[str, ...]:
     chosen = tuple(name.strip() for name in text.split(","))
     if unknown := [name for name in chosen if name not in VICTIMS]:
@@ -393,27 +370,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="samples of each kind (5)")
     parser.add_argument("--only", type=_victims, default=VICTIMS, help=", ".join(VICTIMS))
     parser.add_argument("--minutes", type=float, default=8.5, help="then no sample is begun (8.5)")
-    parser.add_argument("--keep", type=Path, help="folder to keep")
-    parser.add_argument("--no-warm-start", action="store_true", help="job.warm_start=false")
-    parser.add_argument("--vocabulary", type=int, help="of the model: a larger one, to load")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is up is ended
-    with _folder(options.keep) as folder:
-        configure = partial(
-            config_for,
-            warm_start=not options.no_warm_start,
-            vocabulary=options.vocabulary,
-        )
-        bench = Bench(folder, configure)
+    with tempfile.TemporaryDirectory(prefix="moebius-recovery-") as folder:
+        os.environ["XDG_STATE_HOME"] = f"{folder}/state"  # the cluster's note
+        bench = Bench(Path(folder))
         found = measure(options.runs, options.only, bench, minutes=options.minutes)
     figures = medians(found)
     Console().print(draw(figures))
     if options.no_save:
         print(json.dumps(figures))
     else:
-        name = "recovery" if not options.no_warm_start else "recovery_as_programs"
-        print(report.save_parts(name, figures, {"load_average": os.getloadavg()}, under="kills"))
+        print(
+            report.save_parts("recovery", figures, {"load_average": os.getloadavg()}, under="kills")
+        )
 
 
 if __name__ == "__main__":

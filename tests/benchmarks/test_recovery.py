@@ -61,8 +61,7 @@ def test_no_round_begins_after_its_time():
 
 
 def test_the_job_saves_often_and_drills_nothing(tmp_path: Path):
-    config = config_for(tmp_path, warm_start=False)
+    config = config_for(tmp_path)
     assert config.checkpoint.every == 3
     assert config.job.rehearse_failure_at_step is None
     assert config.job.limits.step_s == 5.0
-    assert not config.job.warm_start
