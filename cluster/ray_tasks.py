@@ -54,7 +54,6 @@ class RayPool:
         self._submitted = 0
 
     @property
-    @property
     def capacity(self) -> int:
         """Implements `TaskPool.capacity`."""
         if self._capacity is not None:
