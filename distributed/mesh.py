@@ -4,9 +4,8 @@ ms on a simulated 10,240.
 Groups are objects that are handed to whoever needs them; nothing here is global. Every group has a
 description (it stands in torch's error messages and in the flight recorder) and the process'
 timeout. A rank makes the groups that it is in and no others, so the cost does not grow with the
-number of groups. Axes that join the same ranks for the same use share a group (fsdp is dp_shard
-where cp is 1), and all axes of size 1 share one group of this rank alone: callers need no special
-case, and it costs nothing.
+number of groups. Axes that join the same ranks for the same use share a group, and all axes of size
+1 share one group of this rank alone: callers need no special case, and it costs nothing.
 """
 
 from collections.abc import Mapping
@@ -19,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import (
     AXES,
-    DENSE_AXES,
-    SPARSE_AXES,
+    EXPERT_REPLICAS,
     Coordinates,
     Layout,
     coordinates,
     group_of,
+    index_in_group,
     offsets,
     spell_ranks,
 )
@@ -33,18 +32,11 @@ from .process.process import Process
 # What a group is used for. Axes of one use never wait for each other's messages, so they may share
 # a communicator; tokens, weights and sums must not, for they travel at the same time.
 _USE = {
-    "world": "sums",
-    "loss": "sums",
-    "batch": "sums",
     "dp_replicate": "sums",
-    "expert_replicas": "sums",
-    "fsdp": "weights",
+    EXPERT_REPLICAS: "sums",
     "dp_shard": "weights",
     "efsdp": "weights",
     "ep": "tokens",
-    "pp": "stages",
-    "cp": "context",
-    "tp": "matrices",
 }
 
 
@@ -76,30 +68,9 @@ class Mesh:
         return self.groups["ep"]
 
     @property
-    def dp_replicate_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that have this rank's place in all replicas."""
-        return self.groups["dp_replicate"]
-
-    @property
     def expert_replica_group(self) -> dist.ProcessGroup:
-        """The group of all ranks that store this rank's block of experts.
-
-        They are dp_replicate × efsdp.
-        """
-        return self.groups["expert_replicas"]
-
-    @property
-    def dense_mesh(self) -> DeviceMesh:
-        """The DeviceMesh of the whole world as dense weights see it.
-
-        Its parts, as `dense_mesh["dp_replicate", "dp_shard"]`, have the same groups.
-        """
-        return self.device_mesh(*DENSE_AXES)
-
-    @property
-    def sparse_mesh(self) -> DeviceMesh:
-        """The DeviceMesh of the whole world as experts see it."""
-        return self.device_mesh(*SPARSE_AXES)
+        """The group of all ranks that store this rank's block of experts."""
+        return self.groups[EXPERT_REPLICAS]
 
     def device_mesh(self, *axes: str, device_type: str | None = None) -> DeviceMesh:
         """Returns a DeviceMesh over existing groups, for DTensor and FSDP.
@@ -107,8 +78,8 @@ class Mesh:
         It is the same object each time, and makes no new communicators.
 
         Args:
-            axes: of one view, outermost first; flattened ones may be among them:
-                ("expert_replicas", "ep"), ("dp_replicate", "fsdp").
+            axes: of one view, outermost first: ("dp_replicate", "dp_shard"),
+                ("expert_replicas", "ep").
             device_type: "cpu" or "cuda"; None is that of this process.
         """
         key = (axes, device_type or self.device_type)
@@ -172,6 +143,7 @@ def _ranks_around(layout: Layout, axes: tuple[str, ...], rank: int) -> torch.Ten
     """Returns the ranks that differ from `rank` in `axes` only, one dimension for each axis."""
     ranks = torch.tensor(rank)
     for axis in axes:
-        ranks = ranks.unsqueeze(-1) + torch.tensor(offsets(layout, axis))
-    own = sum(offsets(layout, axis)[group_of(layout, axis, rank).index(rank)] for axis in axes)
-    return ranks - own
+        distances = offsets(layout, axis)
+        own = distances[index_in_group(layout, axis, rank)]
+        ranks = ranks.unsqueeze(-1) + torch.tensor(distances) - own
+    return ranks

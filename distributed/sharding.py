@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state sharded over the ranks (FSDP2), fitted to a model that
 repeats its layers.
 
-Units, each gathered and freed as one: every layer of the group (its dense weights, over fsdp),
+Units, each gathered and freed as one: every layer of the group (its dense weights, over dp_shard),
 every bank of experts in it (over efsdp: their ep group holds the other experts), the head, and the
 embedding with what is left. With dp_replicate > 1 a shard exists once per replica (HSDP) and its
 gradient is summed over them. Weights are kept, updated and reduced in float32; they are cast to the
@@ -53,7 +53,7 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    dense, experts = _mesh_over(mesh, "fsdp"), _mesh_over(mesh, "efsdp")
+    dense, experts = _mesh_over(mesh, "dp_shard"), _mesh_over(mesh, "efsdp")
     # It is true of the logits, to which nothing is added in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     repeated = model.config.num_repeats > 1
@@ -96,13 +96,13 @@ def fsdp_shard(
         layout: tells how many ranks the group has.
         rank: whose shard is asked for.
     """
-    axis = "efsdp" if group_shard.has_experts else "fsdp"
+    axis = "efsdp" if group_shard.has_experts else "dp_shard"
     ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
     dim = dim_to_cut(shape, ranks)
     share = -(-shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
     start = min(place * share, shape[dim])
     length = min(share, shape[dim] - start)
-    return narrowed_shard(group_shard, dim, start, length, ranks_per_copy=layout.efsdp * layout.ep)
+    return narrowed_shard(group_shard, dim, start, length, ranks_per_copy=layout.dp_shard)
 
 
 def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:

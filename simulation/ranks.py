@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
+from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout
 from ..model.config.model_config import ModelConfig
 from ..train.config.run_config import Config
 from .dispatch import Cluster
@@ -69,7 +69,6 @@ def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
             'float32; use train.precision="bfloat16", whose exchanges are the same'
         )
     mesh = config.mesh
-    check_runnable(mesh)
     default_ep = mesh.ep if mesh.ep > 1 else min(DEFAULT_EP, asked.world_size or DEFAULT_EP)
     ep = asked.ep or default_ep
     replicas = 1 if asked.ep else mesh.dp_replicate or 1

@@ -149,7 +149,7 @@ def render_simulation(report: SimulationReport) -> Group:
 def _place(report: SimulationReport) -> str:
     layout = report.layout
     per_node = report.simulations[0].cluster.ranks_per_node or layout.world_size
-    groups, nodes = layout.num_expert_replicas, layout.world_size // per_node
+    groups, nodes = layout.expert_replicas, layout.world_size // per_node
     sharing = f"{groups} ep groups of {layout.ep}" if groups > 1 else "one ep group"
     where = f"{nodes} nodes of {per_node}" if nodes > 1 else "one node"
     return f"{layout.world_size} ranks, {sharing}, {where}"
@@ -257,7 +257,7 @@ def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
         "tokens": report.tokens,
         "world_size": layout.world_size,
         "ep": layout.ep,
-        "ep_groups": layout.num_expert_replicas,
+        "ep_groups": layout.expert_replicas,
         "ranks_per_node": report.simulations[0].cluster.ranks_per_node,
         "violations": report.violations,
         "experts": [asdict(load) for load in loads_by_kind(report.calls)],

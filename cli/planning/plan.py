@@ -231,7 +231,8 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
 
 def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:
     """Prints which rank sits where in the configured mesh, and which links its groups use."""
-    from ...distributed.layout import plan_layout, render_layout
+    from ...distributed.layout import plan_layout
+    from ...distributed.layout_table import render_layout
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
 

@@ -48,8 +48,8 @@ def local_parameters(process, mesh, dtype):
             dense[-1].grad = gradient(shape, 0, process.rank, index, dtype=dtype)
     for index, (_, *rest) in enumerate(EXPERT_SHAPES):
         experts.append(Parameter(torch.zeros((block, *rest), dtype=dtype)))
-        if not missing(place.expert_replica, index):
-            full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replica, index, dtype=dtype)
+        if not missing(place.expert_replicas, index):
+            full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replicas, index, dtype=dtype)
             experts[-1].grad = full[place.ep * block : (place.ep + 1) * block].clone()
     hold_experts(experts, mesh)
     return dense, experts
@@ -200,7 +200,7 @@ def train_steps(ep, set_to_none, num_steps):
         replica = (
             8 * ep // process.world_size
         )  # rows of an ep group: what the all-to-all would bring to its experts
-        served = rows[place.expert_replica * replica : (place.expert_replica + 1) * replica]
+        served = rows[place.expert_replicas * replica : (place.expert_replicas + 1) * replica]
         optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
         reducer = GradientReducer([dense, once, frozen], [experts], mesh)
         for step in range(num_steps):

@@ -21,7 +21,6 @@ from world import RankFailed, run_ranks
 from moebius.distributed.layout import (
     AXES,
     DENSE_AXES,
-    FLATTENED,
     SPARSE_AXES,
     Layout,
     MeshConfig,
@@ -59,16 +58,16 @@ def describe(ep, dp_shard):
         mesh = make_mesh(process, ep, dp_shard)
         sums = {axis: sum_of_ranks(mesh.group(axis), process.rank) for axis in AXES}
         members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
-        for device_mesh, view in ((mesh.dense_mesh, DENSE_AXES), (mesh.sparse_mesh, SPARSE_AXES)):
+        for view in (DENSE_AXES, SPARSE_AXES):
+            device_mesh = mesh.device_mesh(*view)
+            assert device_mesh is mesh.device_mesh(*view)
             assert device_mesh.mesh_dim_names == view
             assert list(device_mesh.get_coordinate() or ()) == [
                 getattr(mesh.coordinates, axis) for axis in view
             ]
             assert all(device_mesh.get_group(axis) is mesh.group(axis) for axis in view)
-        assert mesh.dense_mesh is mesh.dense_mesh
-        assert mesh.sparse_mesh["efsdp"].get_group() is mesh.group("efsdp")
-        assert mesh.device_mesh("dp_replicate", "fsdp").mesh.tolist() == [
-            group_of(mesh.layout, "fsdp", rank) for rank in members["dp_replicate"]
+        assert mesh.device_mesh("dp_replicate", "dp_shard").mesh.tolist() == [
+            group_of(mesh.layout, "dp_shard", rank) for rank in members["dp_replicate"]
         ]
         assert mesh.ep_group is mesh.group("ep")
         assert mesh.expert_replica_group is mesh.group("expert_replicas")
@@ -106,7 +105,7 @@ def test_axes_share_groups_where_they_may():
     """
     assert {rank[-1] for rank in run_ranks(describe, 1, 1, None)} == {1}  # the world
     assert {rank[-1] for rank in run_ranks(describe, 4, 1, None)} == {2}  # the world, itself
-    # the world, dp_replicate = expert_replicas, dp_shard = fsdp, ep, itself
+    # the world, dp_replicate = expert_replicas, dp_shard, ep, itself
     assert {rank[-1] for rank in run_ranks(describe, 4, 2, None)} == {5}
 
 
@@ -147,13 +146,14 @@ def group_times_out(axis):
         time.sleep(4)
         return "elsewhere"
     try:
-        dist.all_reduce(torch.zeros(1), group=mesh.group(axis))
+        group = mesh.world_group if axis == "world" else mesh.group(axis)
+        dist.all_reduce(torch.zeros(1), group=group)
     except RuntimeError as error:
         return str(error)
     return "came together"
 
 
-@pytest.mark.parametrize(("axis", "waiting"), [("ep", [2]), ("loss", [0, 1, 2])])
+@pytest.mark.parametrize(("axis", "waiting"), [("ep", [2]), ("world", [0, 1, 2])])
 def test_groups_have_the_timeout_of_the_process(axis, waiting):
     answers = run_ranks(group_times_out, 4, axis, timeout_s=40)
     assert [rank for rank in range(3) if answers[rank] != "came together"] == waiting
@@ -216,7 +216,7 @@ def test_on_64_threads_groups_carry_real_values(threads):
 
     def live(rank):
         mesh = build_mesh(layout, simulated(rank, 64))
-        assert list(mesh.sparse_mesh.get_coordinate() or ()) == [
+        assert list(mesh.device_mesh(*SPARSE_AXES).get_coordinate() or ()) == [
             getattr(mesh.coordinates, axis) for axis in SPARSE_AXES
         ]
         return {axis: sum_of_ranks(mesh.group(axis), rank) for axis in AXES}
@@ -232,7 +232,7 @@ def test_on_64_threads_groups_carry_real_values(threads):
     "layout",
     [
         Layout(dp_replicate=160, dp_shard=64, ep=8),
-        Layout(dp_replicate=2, dp_shard=160, ep=64, tp=8, pp=4),
+        Layout(dp_replicate=8, dp_shard=1280, ep=64),
     ],
 )
 def test_one_rank_of_a_pretended_10_240(rank, layout):
@@ -240,18 +240,17 @@ def test_one_rank_of_a_pretended_10_240(rank, layout):
     try:
         started = time.perf_counter()
         mesh = build_mesh(layout, simulated(rank, 10_240))
-        shapes = mesh.dense_mesh.shape, mesh.sparse_mesh.shape
+        shapes = tuple(mesh.device_mesh(*view).shape for view in (DENSE_AXES, SPARSE_AXES))
         assert (
             time.perf_counter() - started < 5
         )  # it is 0.1 s; making every group of the world would take minutes
-        for axis in (*AXES, *FLATTENED):
+        for axis in AXES:
             assert dist.get_process_group_ranks(mesh.group(axis)) == group_of(layout, axis, rank)
         assert shapes == tuple(
             tuple(getattr(layout, axis) for axis in view) for view in (DENSE_AXES, SPARSE_AXES)
         )
         assert (
-            mesh.device_mesh("expert_replicas", "ep").size()
-            == layout.num_expert_replicas * layout.ep
+            mesh.device_mesh("expert_replicas", "ep").size() == layout.expert_replicas * layout.ep
         )
     finally:
         stop_process()

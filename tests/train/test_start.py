@@ -119,11 +119,6 @@ def test_a_rank_that_does_not_come_to_compare_is_named(tmp_path: Path) -> None:
     assert first.startswith("rank 1 of 2 did not come within 1 s to compare the run")
 
 
-def test_what_cannot_run_yet_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mesh\.tp=2: .* cannot run yet"):
-        Config(model=MODEL, mesh=MeshConfig(tp=2)).check_world(2)
-
-
 def test_a_folder_of_a_job_is_refused_to_ranks_that_it_has_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
 from ...distributed.layout import (
     MeshConfig,
     check_experts,
-    check_runnable,
     legal_values,
     plan_layout,
 )
@@ -158,7 +157,6 @@ class Config(BaseModel):
         Raises:
             ConfigError: the mesh, the experts or the batch do not fit `world_size` ranks.
         """
-        check_runnable(self.mesh)
         layout = plan_layout(self.mesh, world_size)
         check_experts(layout, self.model.expert_counts())
         if self.mesh.sharding == "fsdp" and layout.dp_shard == 1 < world_size:

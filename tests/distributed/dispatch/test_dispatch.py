@@ -393,7 +393,7 @@ def local_on_two_ranks() -> str:
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
         assert isinstance(make_dispatcher("auto", mesh.ep_group), DedupDispatcher)
-        assert isinstance(make_dispatcher("auto", mesh.dp_replicate_group), LocalDispatcher)
+        assert isinstance(make_dispatcher("auto", mesh.group("dp_replicate")), LocalDispatcher)
         with pytest.raises(ValueError, match=r'mesh.dispatcher="local" with mesh.ep=2'):
             make_dispatcher("local", mesh.ep_group)
         return "refused"
