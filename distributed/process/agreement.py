@@ -14,7 +14,7 @@ group is needed.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _GRACE_S = 5.0  # what rank 0's result may be later than its own wait
 _LEAVE_S = 2.0  # how long rank 0, whose process may serve the store, waits for others to have heard
 _MOST_KEYS = 20
 _ROOT = Path(__file__).resolve().parents[2]
+# Packages that lie beside the core in a checkout; no rank runs them.
+_BESIDE = {"benchmarks", "conform", "dashboard", "science"}
 
 
 class AgreementError(ValueError):
@@ -80,9 +82,9 @@ def agree(
 def code_facts() -> dict[str, str]:
     """Returns a digest of every module of the package that this process runs, in C++ too."""
     files = list(_ROOT.glob("*.py"))
-    for room in _rooms():
-        files += (_ROOT / room).rglob("*.py")
-        files += (_ROOT / room).rglob("*.cpp")
+    for package in {file.parent.name for file in _ROOT.glob("*/__init__.py")} - _BESIDE:
+        files += (_ROOT / package).rglob("*.py")
+        files += (_ROOT / package).rglob("*.cpp")
     return {
         f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes())
         for file in sorted(files)
@@ -225,12 +227,6 @@ def _wait_for(store: Store, keys: list[str], timeout_s: float) -> bool:
     except dist.DistStoreError:
         return False
     return True
-
-
-def _rooms() -> Iterable[str]:
-    """Returns the package's folders; what lies beside it in a checkout (tests, …) does not run."""
-    folders = {file.parent.name for file in _ROOT.glob("*/__init__.py")}
-    return sorted(folders - {"benchmarks"})
 
 
 def _leaves(
