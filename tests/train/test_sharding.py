@@ -418,7 +418,7 @@ def interrupt(*_: object) -> None:
     raise Interrupted
 
 
-def test_after_a_pass_that_an_error_ended_nothing_is_saved_nor_computed(
+def test_after_a_pass_that_raised_nothing_is_saved_nor_computed(
     data: Path, tmp_path: Path
 ) -> None:
     """FSDP would go on with weights that no update reaches any more."""
