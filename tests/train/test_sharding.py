@@ -418,9 +418,7 @@ def interrupt(*_: object) -> None:
     raise Interrupted
 
 
-def test_after_a_pass_that_raised_nothing_is_saved_nor_computed(
-    data: Path, tmp_path: Path
-) -> None:
+def test_after_a_pass_that_raised_nothing_is_saved_nor_computed(data: Path, tmp_path: Path) -> None:
     """FSDP would go on with weights that no update reaches any more."""
     config = make_config(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
     for said in run_ranks(refusals_after_an_error, 2, config, tmp_path):
