@@ -1,23 +1,20 @@
 """The table of the family, through the command."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from moebius.cli.main import main
 from moebius.cli.models.catalogue import catalogue, render_catalogue, short
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Promises
 from moebius.train.recipes.smoke import RECIPES
 
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["models", *arguments])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
+Command = Callable[..., Any]  # the fixture `moebius` of conftest.py
 
 
 @pytest.fixture(autouse=True)
@@ -25,62 +22,48 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def test_every_recipe_has_a_line_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys).splitlines()
-    names = [line.split()[0] for line in lines[1 : 1 + len(RECIPES)]]
-    assert names == list(RECIPES)
+def test_every_recipe_has_a_line_with_its_description(moebius: Command) -> None:
+    said = moebius("models").out
+    lines = said.splitlines()[1 : 1 + len(RECIPES)]
+    assert [line.split()[0] for line in lines] == list(RECIPES)
     for name, recipe in RECIPES.items():
         assert recipe.__doc__, name
-        assert recipe.__doc__.strip().split("\n")[0][:30] in "\n".join(lines)
+        assert recipe.__doc__.strip().split("\n")[0][:30] in said
 
 
 def test_a_recipe_is_one_line_however_narrow_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    moebius: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    lines = printed(capsys, "x_moe_torchscale", "sut").splitlines()
+    lines = moebius("models", "x_moe_torchscale", "sut").out.splitlines()
     assert lines[1].startswith("x_moe_torchscale")
     assert lines[2].startswith("sut")
     assert lines[3] == ""
     assert max(map(len, lines[:3])) <= 80
 
 
-def test_a_line_says_what_the_model_costs_and_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    header, moeut, dense, switch, *_ = printed(
-        capsys, "moeut_44m", "dense_1b", "switch_causal"
-    ).splitlines()
-    assert header.split() == [
-        "recipe",
-        "parameters",
-        "active",
-        "FLOPs/token",
-        "g",
-        "promises",
-        "architecture",
-    ]
-    assert moeut.split()[1:9] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
-    assert dense.split()[1:9] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
-    assert switch.split()[3:10] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
+def test_a_line_says_what_the_model_costs_and_promises(moebius: Command) -> None:
+    said = moebius("models", "moeut_44m", "dense_1b", "switch_causal").out
+    header, moeut, dense, switch, *_ = [line.split() for line in said.splitlines()[:4]]
+    columns = "recipe parameters active FLOPs/token g promises architecture"
+    assert header == columns.split()
+    assert moeut[1:9] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
+    assert dense[1:9] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
+    assert switch[3:10] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
 
 
-def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = json.loads(printed(capsys, "--json", "--count", "expert_choice"))
+def test_json_is_exact(moebius: Command) -> None:
+    (found,) = json.loads(moebius("models", "--json", "--count", "expert_choice").out)
     config = RECIPES["expert_choice"]()
     model, length = config.model, config.data.seq_len
-    flops = forward_flops(model, length)
-    assert found["parameters"]["total"] == count_parameters(model, length).total
-    assert found["flops"]["training"] == 3 * sum(
-        found["flops"][part]
-        for part in (
-            "attention_projections",
-            "attention_scores",
-            "feed_forward",
-            "sub_tokens",
-            "routing",
-            "read_out",
-        )
+    flops = found["flops"]
+    forward = (
+        *("attention_projections", "attention_scores", "feed_forward"),
+        *("sub_tokens", "routing", "read_out"),
     )
-    assert found["counted"] == found["flops"]["training"] == flops.training
+    assert flops["training"] == 3 * sum(flops[part] for part in forward)
+    assert found["counted"] == flops["training"] == forward_flops(model, length).training
+    assert found["parameters"]["total"] == count_parameters(model, length).total
     assert Promises(**found["promises"]) == model.promises
     assert (found["group_sequences"], found["seq_len"]) == (model.group_sequences, length)
 
@@ -100,10 +83,10 @@ def test_torch_agrees_or_its_own_figure_is_shown() -> None:
     assert second.count("8.012M") == 2
 
 
-def test_a_file_is_a_model_too(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_a_model_too(tmp_path: Path, moebius: Command) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('recipe = "dense"\n[model.feed_forward]\nd_feed_forward = 1024\n')
-    (mine, dense) = json.loads(printed(capsys, "--json", str(file), "dense"))
+    mine, dense = json.loads(moebius("models", "--json", file, "dense").out)
     assert mine["flops"]["training"] - dense["flops"]["training"] == 4 * 3 * 4 * 128 * 512
     assert mine["description"] == ""
 
