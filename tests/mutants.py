@@ -327,7 +327,7 @@ MUTANTS = (
     Mutant(
         "analysis: halted tokens are updated",
         "science/analysis/updates.py",
-        "kept_T = counted_T & update.active_T",
+        "kept_T = counted_T & active_BS.flatten()",
         "kept_T = counted_T",
         (f"{COUNTS}::test_updates_are_those_of_a_plain_loop",),
     ),
@@ -394,7 +394,7 @@ def misfit(mutant: Mutant, root: Path) -> str | None:
 
 
 def copy_to(copy: Path) -> Path:
-    """The tracked files as they are now."""
+    """Copies the tracked files as they are now, and links the satellites beside them as packages."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
     ).stdout
@@ -402,6 +402,9 @@ def copy_to(copy: Path) -> Path:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
+    for satellite in copy.glob("*/pyproject.toml"):
+        folder = satellite.parent
+        (copy.parent / f"moebius_{folder.name}").symlink_to(folder)
     return copy
 
 
