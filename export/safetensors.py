@@ -30,6 +30,7 @@ from ..data_pipeline.tokenizers.interface import (
     main_file,
 )
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ..distributed.checkpoint.checkpoint_folder import atomic_directory, refuse_existing
 from ..distributed.checkpoint.format import (
     CheckpointError,
     StartProgress,
@@ -39,8 +40,8 @@ from ..distributed.checkpoint.format import (
     refuse_name_of_another_step,
     tensor_checksum,
 )
-from ..distributed.checkpoint.reading import dtype_named, read_tensor
-from ..distributed.checkpoint.writing import atomic_directory, refuse_existing, write_synced
+from ..distributed.checkpoint.loading import dtype_named, read_tensor
+from ..distributed.checkpoint.writing import write_synced
 from ..distributed.parallelize import expert_names
 from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import enters_a_product

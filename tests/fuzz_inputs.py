@@ -400,8 +400,7 @@ def _write_run(run_dir: Path) -> dict[str, bytes]:
 
 def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """Writes a checkpoint of one rank, and returns what is in it."""
-    from moebius.distributed.checkpoint.dcp_save import finish_save, write_plan
-    from moebius.distributed.checkpoint.parts import ShardSavePlanner
+    from moebius.distributed.checkpoint.writing import ShardSavePlanner, finish_save, write_plan
 
     path.mkdir(parents=True)
     tensors = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5)}

@@ -30,7 +30,7 @@ UNPICKLES = {
 }
 BUILTINS = {"eval", "exec"}  # as calls; `model.eval` is something else
 ALLOWED = {
-    ("distributed/checkpoint/reading.py", "pickle"): "an exception of torch.load is named by it",
+    ("distributed/checkpoint/loading.py", "pickle"): "an exception of torch.load is named by it",
     ("export/published.py", "pickle"): "an exception of torch.load is named by it",
     ("data_pipeline/make/pools.py", "pickle"): "an exception is tried before it travels",
 }

@@ -38,9 +38,7 @@ from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
 from ..process.json_messages import gather_json
 from ..process.process import Process
-from .checkpoint_config import OnFailure
-from .checkpoint_folder import CheckpointFolder, DamagedCheckpoint, publish
-from .dcp_save import finish_save, write_plan
+from .checkpoint_folder import CheckpointFolder, DamagedCheckpoint, OnFailure, discard, publish
 from .format import (
     CheckpointError,
     CheckpointMeta,
@@ -53,13 +51,20 @@ from .format import (
     step_name,
     without_advice,
 )
-from .loading import open_share
-from .parts import ShardSavePlanner, TensorShard, misfits
-from .reading import dtype_name
+from .loading import TensorShard, dtype_name, misfits, open_share
 from .recovery import WholeCheckpoint, WhyNot, newest_whole
 from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, gloo_group, together
-from .writing import SummingWriter, discard, drop_cached, encoded, seal, software_versions
+from .writing import (
+    ShardSavePlanner,
+    SummingWriter,
+    drop_cached,
+    encoded,
+    finish_save,
+    seal,
+    software_versions,
+    write_plan,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

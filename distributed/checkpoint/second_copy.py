@@ -27,8 +27,8 @@ from typing import Any
 
 import fsspec
 
+from .checkpoint_folder import discard
 from .format import CheckpointError, step_of
-from .writing import discard
 
 logger = logging.getLogger(__name__)
 

@@ -1,30 +1,49 @@
-"""How a checkpoint's files are written: summed on the way, synced, and in a directory that is there
-whole or not at all.
+"""Writes a checkpoint's files: summed on the way, synced, and without torch.distributed.checkpoint's
+collectives, which unpickle what other ranks send.
 
-What stands in the files says files.py. Cost: one pass over the bytes, since the
-checksums are taken while writing.
+DCP sends every rank's plan to one rank, the joint plan back, and what was written to that rank
+again. Here no plan needs to travel before the writing: `owners_of` has chosen already, alike on all
+ranks, who writes what. So each rank writes its own plan, tells rank 0 in JSON what it wrote and
+where, and rank 0 lets DCP check that all of every tensor is there and make its index of it.
+
+Cost: one pass over the bytes, since checksums are taken while writing; one message per rank, some
+200 bytes per chunk. What stands in the files says format.py.
 """
 
-import errno
-import fcntl
 import hashlib
 import io
 import json
-import logging
 import os
 import platform
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..layout import MeshConfig, plan_layout
+from .checkpoint_folder import atomic_directory, sync_directory
 from .format import (
     SUM_BYTES,
     CheckpointError,
@@ -34,14 +53,16 @@ from .format import (
     FileSum,
     Index,
     StoredTensor,
+    audit,
     blake2b,
+    damaged_files,
     digest_of_sums,
+    open_checkpoint,
+    refuse_name_of_another_step,
 )
-from .reading import dtype_name
+from .loading import dtype_name, dtype_named, lookup_shard, storage_metadata
 
-logger = logging.getLogger(__name__)
-
-_LOCK_NAME = "lock"
+_FILE = "__0_0.distcp"
 
 # The tensors' files ------------------------------------------------------------------------------
 
@@ -143,150 +164,118 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
     return Index(tensors=tensors)
 
 
-# Small files, and a directory that is there whole or not at all ---------------------------------
+class ShardSavePlanner(DefaultSavePlanner):
+    """A planner of DCP that finds the slices of a `TensorShard` to be written."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Returns the tensor that is to be written under `index`."""
+        return lookup_shard(self.state_dict, index, super().lookup_object)
 
 
-@contextmanager
-def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
+@dataclass(frozen=True)
+class WrittenChunk:
+    """One chunk of a tensor as a rank wrote it; every field is a plain value."""
 
-    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock in
-    there. What a process left there that was killed is removed, and a warning says so.
+    name: str
+    is_part: bool  # of a tensor that several chunks make up
+    shape: Sequence[int]  # of the whole tensor
+    dtype: str
+    requires_grad: bool
+    pin_memory: bool
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    file: str
+    start: int
+    length: int
+
+
+def write_plan(
+    tensors: Mapping[str, Any], writer: FileSystemWriter, planner: SavePlanner, *, rank: int
+) -> list[dict[str, Any]]:
+    """Writes this rank's part of a checkpoint; returns what it wrote, as plain values.
+
+    Args:
+        tensors: what this rank writes, by name: tensors, or `TensorShard`s of them.
+        rank: names the file, __<rank>_0.distcp.
 
     Raises:
-        CheckpointError: `out` exists, another process writes it, its disk has less than
-            `needed_bytes` left, or a file in it cannot be written; or it is there, whole, but its
-            name could not be synced. An OSError about a file elsewhere is raised as it is.
+        CheckpointError: a value is no tensor.
     """
-    refuse_existing(out)
-    part = out.with_name(f"{out.name}.part.tmp")
-    with ExitStack() as stack:
-        with _blamed_on(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            _refuse_small_disk(out, needed_bytes)
-            lock = stack.enter_context(_locked(part, out))
-            stack.callback(discard, part)
-        with _blamed_on(out, within=part):
-            yield part
-        with _blamed_on(out):
-            os.unlink(lock.name)
-            sync_directory(part)
-            _rename_to_new(part, out)
-    _sync_name(out)
+    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # The writer names files by a plan's place in the list of all ranks' plans.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    plan = planner.finish_plan(plan)
+    places = {result.index: result for result in writer.write_data(plan, planner).wait()}
+    return [asdict(_written(item, places[item.index])) for item in plan.items]
 
 
-def refuse_existing(out: Path) -> None:
-    """Refuses a name that exists, even a link to nothing.
+def finish_save(
+    writer: FileSystemWriter, planner: SavePlanner, written: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Rank 0: checks that the chunks make up every tensor and writes DCP's index, `.metadata`.
 
-    Raises:
-        CheckpointError: there is something of that name.
+    Args:
+        planner: the one that rank 0 wrote with.
+        written: what `write_plan` returned, by rank.
     """
-    if os.path.lexists(out):
+    chunks = [[WrittenChunk(**chunk) for chunk in of_rank] for of_rank in written]
+    plans = [SavePlan([_item(chunk) for chunk in of_rank]) for of_rank in chunks]
+    plans, metadata = planner.create_global_plan(plans)
+    results = [
+        [_result(item, chunk) for item, chunk in zip(plan.items, of_rank, strict=True)]
+        for plan, of_rank in zip(plans, chunks, strict=True)
+    ]
+    writer.finish(metadata, results)
+
+
+def _written(item: WriteItem, result: WriteResult) -> WrittenChunk:
+    data, place = item.tensor_data, result.storage_data
+    if data is None:
         raise CheckpointError(
-            f"{out} exists already and is not overwritten: choose another name, or remove it first"
+            f"{item.index.fqn} is no tensor; values that are none belong into meta"
         )
+    return WrittenChunk(
+        name=item.index.fqn,
+        is_part=item.type is WriteItemType.SHARD,
+        shape=list(data.size),
+        dtype=dtype_name(data.properties.dtype),
+        requires_grad=data.properties.requires_grad,
+        pin_memory=data.properties.pin_memory,
+        offsets=list(data.chunk.offsets),
+        sizes=list(data.chunk.sizes),
+        file=place.relative_path,
+        start=place.offset,
+        length=place.length,
+    )
 
 
-@contextmanager
-def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError about `out`.
-
-    With `within`, only if it is about a file in there, or about none.
-    """
-    try:
-        yield
-    except OSError as error:
-        is_elsewhere = error.filename and within and within not in Path(error.filename).parents
-        if is_elsewhere:
-            raise
-        raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
-            "nothing was left there"
-        ) from error
-
-
-def _sync_name(out: Path) -> None:
-    """Writes the name of a complete `out` to the disk.
-
-    `out` is not taken back if that fails: whoever wants it has it.
-    """
-    try:
-        sync_directory(out.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out} is complete, but its name may not survive a power cut: "
-            f"{error.strerror or error} ({out.parent})"
-        ) from error
+def _item(chunk: WrittenChunk) -> WriteItem:
+    """What the rank that wrote the chunk had planned."""
+    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+    properties = TensorProperties(
+        dtype=dtype_named(chunk.dtype),
+        requires_grad=chunk.requires_grad,
+        pin_memory=chunk.pin_memory,
+    )
+    return WriteItem(
+        index=MetadataIndex(chunk.name, offsets),
+        type=WriteItemType.SHARD if chunk.is_part else WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, sizes),
+            properties=properties,
+            size=torch.Size(chunk.shape),
+        ),
+    )
 
 
-def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
-    if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
-        raise CheckpointError(
-            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
-            f"{free_bytes / 2**20:,.0f} MiB left; nothing was written"
-        )
+def _result(item: WriteItem, chunk: WrittenChunk) -> WriteResult:
+    place = _StorageInfo(chunk.file, chunk.start, chunk.length)
+    return WriteResult(index=item.index, size_in_bytes=chunk.length, storage_data=place)
 
 
-def _locked(part: Path, out: Path) -> io.FileIO:
-    """Makes the directory `part` and returns its lock file, locked until it is closed.
-
-    A directory without a lock file is somebody's own, and stays as it is.
-    """
-    is_new = not part.exists()
-    part.mkdir(exist_ok=True)
-    try:
-        lock = _opened_lock(part / _LOCK_NAME, is_new=is_new)
-    except OSError as error:
-        raise CheckpointError(
-            f"{part} is being written by another process, or was left by one that was killed and "
-            f"cannot be told from one that lives ({error.strerror}): remove it if nothing writes "
-            f"{out}, or choose another name"
-        ) from error
-    if is_new:
-        return lock
-    with lock:
-        logger.warning("%s was left by a process that was killed; it is removed", part)
-        discard(part)
-    part.mkdir()
-    return _opened_lock(part / _LOCK_NAME, is_new=True)
-
-
-def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
-    """Opens a lock file and locks it. A new one will do where the file system has no locks.
-
-    Raises:
-        OSError: another process holds it, it is gone, or that cannot be told.
-    """
-    file = io.FileIO(path, "x" if is_new else "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            raise FileNotFoundError(errno.ENOENT, "its lock was replaced", str(path))
-    except OSError as error:
-        if not is_new or isinstance(error, BlockingIOError):
-            file.close()
-            raise
-    return file
-
-
-def discard(path: Path) -> None:
-    """Deletes a directory, or what is left of it; warns if it cannot.
-
-    Its own writer may be deleting it too.
-    """
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
-
-
-def _rename_to_new(path: Path, out: Path) -> None:
-    """Renames a directory to a name that must not exist."""
-    refuse_existing(out)
-    try:
-        path.rename(out)
-    except OSError:
-        refuse_existing(out)  # it came between that look and the rename
-        raise
+# Small files -------------------------------------------------------------------------------------
 
 
 def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
@@ -320,15 +309,6 @@ def drop_cached(path: Path) -> None:
             os.close(descriptor)
 
 
-def sync_directory(path: Path) -> None:
-    """Writes a directory's names to the disk (fsync): after that they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_synced(path: Path, content: str | bytes) -> FileSum:
     """Writes a text or bytes to a file and to the disk (fsync); returns its size and checksum."""
     data = content.encode() if isinstance(content, str) else content
@@ -337,9 +317,6 @@ def write_synced(path: Path, content: str | bytes) -> FileSum:
         file.flush()
         os.fsync(file.fileno())
     return FileSum(num_bytes=len(data), blake2b=blake2b(data))
-
-
-# What stands in meta.json ------------------------------------------------------------------------
 
 
 def encoded(meta: dict[str, Any]) -> str:
@@ -363,3 +340,84 @@ def software_versions() -> dict[str, str]:
     except PackageNotFoundError:
         own = "unknown"
     return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+# Tensors that no run has written -----------------------------------------------------------------
+
+
+def write_checkpoint(
+    out: Path,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    *,
+    step: int,
+    num_experts: Mapping[str, int],
+    meta: dict[str, Any],
+) -> CheckpointMeta:
+    """Writes the checkpoint of a step as one rank would, reads it back, and calls it `out`.
+
+    Args:
+        out: appears whole or not at all.
+        tensors: by their names in a checkpoint; each is made when it is written.
+        step: optimizer steps done.
+        num_experts: of the tensors that have experts.
+        meta: the caller's; JSON.
+
+    Raises:
+        CheckpointError: `out` exists or is called as another step's, or the disk is full or unsound.
+    """
+    refuse_name_of_another_step(out, step)
+    with atomic_directory(out, needed_bytes=0) as temporary:
+        writer = SummingWriter(temporary)
+        writer.set_up_storage_writer(is_coordinator=True)
+        stored, results = _write_whole(tensors, writer, temporary / _FILE)
+        writer.finish(Metadata({k: storage_metadata(v) for k, v in stored.items()}), [results])
+        layout = plan_layout(MeshConfig(), 1)
+        written = CheckpointMeta(
+            step=step,
+            generation=0,
+            layout=layout,
+            num_experts=dict(num_experts),
+            versions=software_versions(),
+            meta=meta,
+        )
+        seal(temporary, writer.index, written, writer.files.sums)
+        found = open_checkpoint(temporary)
+        if problems := audit(found) + damaged_files(found, sorted(found.manifest.files)):
+            listed = "\n  ".join(problems)
+            raise CheckpointError(
+                f"{out} does not read as it was written; is the disk sound? Nothing was left of "
+                f"it:\n  {listed}"
+            )
+    return written
+
+
+def _write_whole(
+    tensors: Mapping[str, Callable[[], Tensor]], writer: SummingWriter, file: Path
+) -> tuple[dict[str, StoredTensor], list[WriteResult]]:
+    """Writes all tensors into one file; returns what they are, and where each one is."""
+    stored: dict[str, StoredTensor] = {}
+    results: list[WriteResult] = []
+    with writer.files.create_stream(file, "wb") as opened:
+        stream: Any = opened
+        for name, make in tensors.items():
+            tensor = make().detach().contiguous()
+            start = stream.tell()
+            torch.save(tensor.clone(), stream)  # a view would bring its whole storage along
+            length = stream.tell() - start
+            offsets = (0,) * tensor.ndim
+            whole = Chunk(
+                offsets=offsets,
+                sizes=tuple(tensor.shape),
+                file=file.name,
+                start=start,
+                length=length,
+            )
+            stored[name] = StoredTensor(
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), chunks=[whole]
+            )
+            place = _StorageInfo(file.name, start, length)
+            index = MetadataIndex(name, torch.Size(offsets))
+            results.append(WriteResult(index, length, place))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return stored, results

@@ -16,7 +16,7 @@ from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import latest, open_checkpoint
-from moebius.distributed.checkpoint.reading import read_tensor
+from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
-from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
+from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...distributed.layout import (
     MeshConfig,
     check_experts,

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...distributed.checkpoint.checkpoint_config import CheckpointConfig
+from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...model.config.model_config import Precision
 from ...model.execution.recompute import Recompute
 from .start_when import StartWhen

@@ -23,11 +23,10 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import format as checkpoint_files
-from moebius.distributed.checkpoint import reading as checkpoint_reading
+from moebius.distributed.checkpoint import loading as checkpoint_loading
 from moebius.distributed.checkpoint import writing as checkpoint_writing
 from moebius.distributed.checkpoint.checkpoint_folder import CheckpointFolder
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.dcp_save import write_plan
 from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
@@ -43,8 +42,8 @@ from moebius.distributed.checkpoint.format import (
     verify,
 )
 from moebius.distributed.checkpoint.loading import load
-from moebius.distributed.checkpoint.parts import ShardSavePlanner
 from moebius.distributed.checkpoint.recovery import newest_whole
+from moebius.distributed.checkpoint.writing import ShardSavePlanner, write_plan
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
 from moebius.distributed.mesh import build_mesh
@@ -877,10 +876,10 @@ def test_a_value_that_is_no_tensor_is_refused(tmp_path):
 
 
 def test_what_is_no_dtype_is_told():
-    assert checkpoint_reading.dtype_named("bfloat16") == torch.bfloat16
+    assert checkpoint_loading.dtype_named("bfloat16") == torch.bfloat16
     for name in ("float31", "nn"):
         with pytest.raises(CorruptCheckpointError, match=f"index.json: '{name}' is no dtype"):
-            checkpoint_reading.dtype_named(name)
+            checkpoint_loading.dtype_named(name)
 
 
 def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
@@ -928,7 +927,7 @@ def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
     with pytest.raises(
         CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"
     ):
-        checkpoint_reading.read_tensor(stored, "embed.weight")
+        checkpoint_loading.read_tensor(stored, "embed.weight")
 
 
 def test_bytes_that_are_no_tensor_are_told(saved):
@@ -944,7 +943,7 @@ def test_bytes_that_are_no_tensor_are_told(saved):
             damaged[chunk.start : chunk.start + chunk.length] = random.randbytes(chunk.length)
         (saved / chunk.file).write_bytes(damaged)
         try:
-            checkpoint_reading.read_tensor(stored, "embed.weight")
+            checkpoint_loading.read_tensor(stored, "embed.weight")
         except CorruptCheckpointError:
             refused += 1
     assert refused > 100
@@ -957,15 +956,15 @@ def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
     stored = checkpoint_files.open_checkpoint(saved)
     monkeypatch.setattr(torch, "load", lack)
     with pytest.raises((MemoryError, RuntimeError)) as told:
-        checkpoint_reading.read_tensor(stored, "embed.weight")
+        checkpoint_loading.read_tensor(stored, "embed.weight")
     assert isinstance(told.value, MemoryError) or "can't allocate memory" in str(told.value)
 
 
 def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
     """Experts that were moved lie one by one."""
-    read, read_chunk = [], checkpoint_reading._read_chunk
+    read, read_chunk = [], checkpoint_loading._read_chunk
     monkeypatch.setattr(
-        checkpoint_reading, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
+        checkpoint_loading, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
     )
     slices = tuple(Slice((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
     part = {"experts.w_up": torch.zeros(8, 3, 2)}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from world import RankFailed, run_ranks
 
-from moebius.distributed.checkpoint import writing as checkpoint_writing
+from moebius.distributed.checkpoint import checkpoint_folder
+from moebius.distributed.checkpoint.checkpoint_folder import atomic_directory
 from moebius.distributed.checkpoint.format import CheckpointError
-from moebius.distributed.checkpoint.writing import atomic_directory
 
 
 def write(
@@ -177,14 +177,14 @@ def test_where_there_are_no_locks_what_was_left_stays_and_is_named(tmp_path: Pat
 def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = checkpoint_writing.sync_directory
+    sync = checkpoint_folder.sync_directory
 
     def fail_on_the_parent(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(path)
 
-    monkeypatch.setattr(checkpoint_writing, "sync_directory", fail_on_the_parent)
+    monkeypatch.setattr(checkpoint_folder, "sync_directory", fail_on_the_parent)
     with pytest.raises(
         CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/"
     ) as told:
@@ -212,6 +212,6 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
 def test_what_cannot_be_deleted_is_told_and_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writing.shutil, "rmtree", lambda path, ignore_errors: None)
-    checkpoint_writing.discard(tmp_path)
+    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda path, ignore_errors: None)
+    checkpoint_folder.discard(tmp_path)
     assert f"{tmp_path} could not be deleted; it holds nothing that is needed" in caplog.text

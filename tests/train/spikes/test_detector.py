@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moebius.distributed.checkpoint.checkpoint_config import CheckpointConfig
+from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.train_config import SpikeConfig
 from moebius.train.config.validation import validated
