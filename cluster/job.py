@@ -23,7 +23,8 @@ from typing import Any
 
 from ..train.record.process_log import MAX_BYTES, PIECES
 from ..train.record.redaction import redact, redact_values
-from .liveness import LOST_AFTER_S, LivenessWatch, beat, silence_s
+from . import liveness
+from .liveness import LivenessWatch, beat, silence_s
 from .report.json_lines import JsonLinesTail
 
 JOURNAL = "journal.jsonl"
@@ -311,7 +312,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
 
 
 def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]:
-    if silent_s is None or silent_s <= LOST_AFTER_S:
+    if silent_s is None or silent_s <= liveness.LOST_AFTER_S:
         return last.state, last.reason
     return (
         State.LOST,
@@ -357,7 +358,7 @@ def refuse_if_running(run_dir: Path) -> None:
             f"{run_dir}: a job is already at work here ({status.state}, generation "
             f"{status.generation}), and gave a sign of life {status.heartbeat_age_s or 0:.0f} s "
             "ago: end it with `moebius stop`, or choose another run folder. If it was killed, the "
-            f"folder is free {LOST_AFTER_S:.0f} s after the last sign"
+            f"folder is free {liveness.LOST_AFTER_S:.0f} s after the last sign"
         )
 
 

@@ -147,16 +147,3 @@ def test_tail_near_the_end_reads_only_the_end(tmp_path):
     values = [line["n"] for line in JsonLinesTail.near_the_end(path, num_bytes=100).read()]
     assert values == list(range(1000 - len(values), 1000))
     assert 5 < len(values) < 12
-
-
-def test_launch_starts_the_training_loop_with_the_python_of_the_node(monkeypatch):
-    monkeypatch.setattr(job.sys, "executable", "/node/python")
-    assert Launch("/r").rank_command() == ["/node/python", "-m", "moebius.train", "/r"]
-    assert Launch("/r", command=("a", "b")).rank_command() == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "name"), [(None, None), (1, None), (-9, "SIGKILL"), (-200, "signal 200")]
-)
-def test_exit_codes_are_named_by_their_signals(exit_code, name):
-    assert job.signal_name(exit_code) == name

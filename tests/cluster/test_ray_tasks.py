@@ -133,13 +133,13 @@ _DRIVER = """
 import sys
 from moebius.cluster.ray_tasks import RayPool
 from moebius.cluster.places.ray_session import connected
-from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.make.prepare import prepare
 
 def tell(progress):
     print(progress.stage, flush=True)
 
-config = DataConfig.model_validate_json(sys.argv[1])
+config = PrepareConfig.model_validate_json(sys.argv[1])
 with connected(sys.argv[3]), RayPool(capacity=4) as pool:
     prepare(config, sys.argv[2], pool=pool, on_progress=tell)
 """
@@ -204,7 +204,7 @@ import os, signal, sys, time
 from pathlib import Path
 from moebius.cluster.ray_tasks import RayPool
 from moebius.cluster.places.simulated import simulated_cluster
-from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.make.prepare import prepare
 
 class KillingANode(RayPool):
@@ -222,7 +222,7 @@ class KillingANode(RayPool):
 
         return super().submit(ending, item)
 
-config = DataConfig.model_validate_json(sys.argv[1])
+config = PrepareConfig.model_validate_json(sys.argv[1])
 with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
     import ray
     prepare(config, sys.argv[2], pool=pool)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from moebius.cli import main as command
 from moebius.cluster.job import (
     THIS_MACHINE,
     JobError,
@@ -17,13 +16,12 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.launch import begin_job
 from moebius.cluster.nodes.assignment import AgentReport
-from moebius.cluster.nodes.node import Node
-from moebius.cluster.nodes.provider import Capacity, ThisMachine
+from moebius.cluster.nodes.provider import Capacity
 from moebius.cluster.scale import ScaleRequest, request_scale, scale_requested
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.cluster.watch.heartbeats import RankState
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
+from tests.cluster.pretended import PretendedNode, finishes
 
 
 def begun(run_dir: Path, **job) -> Path:
@@ -38,11 +36,10 @@ def begun(run_dir: Path, **job) -> Path:
     return run_dir
 
 
-def test_a_number_that_fits_is_asked_for(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main(["scale", str(begun(tmp_path)), "2"])
-    assert ended.value.code == 0
-    assert "asked for 2 node(s)" in capsys.readouterr().out
+def test_a_number_that_fits_is_asked_for(tmp_path, moebius):
+    done = moebius("scale", begun(tmp_path), 2)
+    assert done.code == 0
+    assert "asked for 2 node(s)" in done.text
     asked = scale_requested(tmp_path)
     assert asked is not None
     assert (asked.num_nodes, asked.layouts) == (2, {1: {}, 2: {}})
@@ -74,62 +71,32 @@ def test_without_a_configuration_any_number_will_do(tmp_path):
     assert json.loads((tmp_path / "scale.json").read_text()) == {"num_nodes": 3, "layouts": None}
 
 
-class OneNode(Node):
-    """A node whose generations end as the script says: an exception or a report."""
-
-    def __init__(self, script: list[BaseException | AgentReport]):
-        super().__init__()
-        self.script = script
-
-    def check(self, wanted) -> str:
-        return ""
-
-    def start(self, assignment) -> None:
-        self.run_dir = Path(assignment.launch.run_dir)
-
-    def poll(self) -> AgentReport:
-        act = self.script.pop(0)
-        if isinstance(act, BaseException):
-            request_scale(self.run_dir, 2)  # and at once the supervisor is killed
-            raise act
-        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
-        self.script.append(act)
-        return act
-
-    def heartbeats(self) -> list[RankState]:
-        return []
-
-    def running_ranks(self) -> list[int]:
-        return []
-
-    def stop(self) -> None:
-        pass
-
-
-class Nodes(ThisMachine):
-    """A cluster of four."""
-
-    def __init__(self, script: list[BaseException | AgentReport]):
-        super().__init__()
-        self.node = OneNode(script)
-        self.asked: list[int] = []
+class FourNodes(PretendedNode):
+    """A cluster of four, as which one node pretends; it outlives no supervisor."""
 
     def capacity(self) -> Capacity:
         return Capacity(4, 4)
 
     def provide_nodes(self, num_nodes, while_waiting):
-        self.asked.append(num_nodes)
-        return [self.node] * num_nodes
+        return [self] * num_nodes
+
+    def adopt_nodes(self):
+        return []
+
+
+def asks_and_dies(run_dir: Path) -> AgentReport:
+    request_scale(run_dir, 2)
+    raise SystemExit("the supervisor is killed")
 
 
 def test_it_outlives_the_supervisor(tmp_path):
     launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
     begin_submission(launch)
-    nodes = Nodes([SystemExit("killed"), AgentReport(ok=True)])
+    nodes = FourNodes(tmp_path, [asks_and_dies] * 4 + [finishes] * 2)
     with pytest.raises(SystemExit):
         supervise(launch, nodes)
     supervise(launch, nodes)
-    assert nodes.asked == [4, 2]
+    assert [each.generation for each in nodes.assignments] == [1] * 4 + [2] * 2
     assert read_status(tmp_path).state is State.SUCCEEDED
     starting = [entry for entry in Journal(tmp_path).entries() if entry.state is State.STARTING]
     assert "on 2 node(s) instead of 4" in starting[-1].reason
@@ -155,28 +122,23 @@ def scaled_and_stopped(run_dir: Path, *, configured: int = 4, scaled: int = 2) -
     return run_dir
 
 
-def test_it_goes_along_when_the_job_is_resumed(tmp_path, resumed, capsys):
-    run_dir = scaled_and_stopped(tmp_path)
-    with pytest.raises(SystemExit):
-        command.main(["resume", str(run_dir)])
+def test_it_goes_along_when_the_job_is_resumed(tmp_path, resumed, moebius):
+    done = moebius("resume", scaled_and_stopped(tmp_path))
     [(configured, scale)] = resumed
     assert (configured, scale.num_nodes, scale.layouts[2]) == (4, 2, {})
-    assert "on 2 node(s), as `moebius scale` asked before" in capsys.readouterr().out
+    assert "on 2 node(s), as `moebius scale` asked before" in done.text
 
 
-def test_a_number_of_nodes_that_is_given_goes_before(tmp_path, resumed):
-    run_dir = scaled_and_stopped(tmp_path)
-    with pytest.raises(SystemExit):
-        command.main(["resume", str(run_dir), "job.num_nodes=1"])
+def test_a_number_of_nodes_that_is_given_goes_before(tmp_path, resumed, moebius):
+    moebius("resume", scaled_and_stopped(tmp_path), "job.num_nodes=1")
     assert resumed == [(1, None)]
 
 
-def test_what_does_not_fit_any_more_is_refused(tmp_path, resumed, capsys):
+def test_what_does_not_fit_any_more_is_refused(tmp_path, resumed, moebius):
     run_dir = scaled_and_stopped(tmp_path, configured=1, scaled=4)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["resume", str(run_dir), "train.global_batch=2"])
-    assert ended.value.code == 2
-    assert "does not fit 4 node(s)" in capsys.readouterr().err
+    done = moebius("resume", run_dir, "train.global_batch=2")
+    assert done.code == 2
+    assert "does not fit 4 node(s)" in done.text
     assert resumed == []
 
 

@@ -1,6 +1,5 @@
 """The code that a job runs: recorded, and brought along."""
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -14,7 +13,6 @@ from small_corpus import sentences
 
 from moebius import __version__
 from moebius.cluster import shipped_code as record
-from moebius.cluster import shipped_code as wheel
 from moebius.cluster.job import JobError, Launch, read_status
 from moebius.cluster.launch import begin_job
 from moebius.cluster.report.run_report import read_report
@@ -24,8 +22,6 @@ from moebius.cluster.shipped_code import (
     build_wheel,
     code_here,
     copy_sources,
-    hand_on_shipment,
-    installed_packages,
     make_shipment,
     runtime_env,
     shipping,
@@ -69,19 +65,6 @@ def test_connections_get_it_while_it_is_shipped_and_not_later(tmp_path):
     assert not shipment.folder.exists()
 
 
-def test_an_actor_hands_on_what_it_runs(monkeypatch):
-    monkeypatch.setenv("SHIPPED_MOEBIUS", "to be undone by the test")
-
-    class Ray:
-        modules = ("gcs://_ray_pkg_1.zip",)
-
-        def get_runtime_context(self):
-            return argparse.Namespace(runtime_env={"py_modules": list(self.modules)})
-
-    hand_on_shipment(Ray())
-    assert runtime_env() == {"py_modules": ["gcs://_ray_pkg_1.zip"]}
-
-
 def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
     copy_sources(tmp_path / "source")
     copied = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source").rglob("*.py")}
@@ -89,22 +72,6 @@ def test_the_sources_of_a_wheel_are_all_packages_and_nothing_else(tmp_path):
     assert (tmp_path / "source" / "kernels" / "cpu" / "brgemm.cpp").exists()
     assert not any(path.parts[0] in ("tests", "benchmarks") for path in copied)
     assert all((ROOT / path).is_file() for path in copied)
-
-
-def test_an_installed_package_says_that_it_is_no_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(wheel, "ROOT", tmp_path)
-    with pytest.raises(JobError, match="is an installed package, no checkout"):
-        build_wheel(tmp_path / "into")
-
-
-@pytest.mark.slow
-def test_a_build_that_fails_says_why(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires=[]\nbuild-backend="nowhere"\n[tool.setuptools]\npackages=[]\n'
-    )
-    monkeypatch.setattr(wheel, "ROOT", tmp_path)
-    with pytest.raises(JobError, match=r"cannot be built here .*nowhere"):
-        build_wheel(tmp_path / "into")
 
 
 # What is recorded ---------------------------------------------------------------------------------
@@ -128,13 +95,6 @@ def test_a_job_s_code_and_software_are_in_its_folder_and_its_status(tmp_path, mo
     assert written["host"]["memory_bytes"] > 0
     assert read_report(run_dir).record()["commit"] == "abcdef+changes"
     assert read_status(run_dir).run_dir == run_dir
-
-
-def test_packages_are_known_by_their_normal_names(tmp_path, monkeypatch):
-    for name in ("Ruamel.Yaml_clib-0.2.8.dist-info", "torch-2.13.0+cpu.dist-info"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "nowhere")])
-    assert installed_packages() == {"ruamel-yaml-clib": "0.2.8", "torch": "2.13.0+cpu"}
 
 
 def git(folder: Path, *words: str) -> str:

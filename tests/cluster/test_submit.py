@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
@@ -141,42 +140,6 @@ def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
         submit(config_of(tmp_path), tmp_path / "run")
 
 
-def test_the_run_folder_is_opened_once_and_asked_for_a_job_before_and_after_the_data(
-    tmp_path, monkeypatch
-):
-    """`moebius train`, from the command line to the supervision, which is left out."""
-    from moebius.cli import main as command
-    from moebius.cluster import job, launch, local
-
-    monkeypatch.chdir(tmp_path)
-    happened = []
-
-    def note(module, name: str) -> None:
-        real = getattr(module, name)
-
-        def noting(*args, **options):
-            happened.append(name)
-            return real(*args, **options)
-
-        monkeypatch.setattr(module, name, noting)
-
-    note(launch, "refuse_if_running")
-    note(launch, "open_run")
-    note(job, "refuse_if_running")
-    monkeypatch.setattr(local, "prepare", lambda *_, **__: happened.append("prepare"))
-    monkeypatch.setattr(
-        local,
-        "supervise",
-        lambda launch, *_: Journal(Path(launch.run_dir)).append(
-            State.FAILED, generation=1, reason="left out"
-        ),
-    )
-    with pytest.raises(SystemExit) as ended:
-        command.main(["train", "smoke", "--run-dir", str(tmp_path / "run")])
-    assert ended.value.code == 1, "what was left out counts as failed"
-    assert happened == ["refuse_if_running", "open_run", "prepare", "refuse_if_running"]
-
-
 def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):
     with pytest.raises(JobError, match="no job was ever started"):
         stop(tmp_path)
@@ -258,50 +221,11 @@ def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
         make_launch(config, tmp_path, address=None)
 
 
-class NoCluster:
-    """Ray where no cluster can be joined."""
-
-    def init(self, **options):
-        raise ConnectionError(f"nobody at {options['address']}")
-
-
-def test_a_cluster_that_cannot_be_joined_is_told_with_what_to_do():
-    with pytest.raises(
-        JobError,
-        match=r"at head:6379 \(ConnectionError: nobody at head:6379\).*`ray start --address=head:",
-    ):
-        ray_session._connect(NoCluster(), "head:6379")
-
-
 @pytest.mark.parametrize("address", ["head", "head:ray", "http://head:6379"])
 def test_what_is_no_address_is_told(address):
     ray_session._check_reachable("auto")  # Ray itself knows where
     with pytest.raises(JobError, match=f"address '{address}': write host:port of the cluster"):
         ray_session._check_reachable(address)
-
-
-class Loader:
-    """Ray's own reader of credentials, which remembers what it read."""
-
-    resets = 0
-
-    def reset_cache(self):
-        self.resets += 1
-
-
-@pytest.mark.parametrize("has_credentials", [True, False], ids=["2.52", "2.50"])
-def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
-    has_credentials, monkeypatch
-):
-    """Nobody is asked about them: `auto` is no address. Ray before 2.52 has none."""
-    loader = Loader()
-    raylet = SimpleNamespace(Config=SimpleNamespace(initialize=lambda settings: None))
-    if has_credentials:
-        raylet.AuthenticationTokenLoader = SimpleNamespace(instance=lambda: loader)
-    monkeypatch.setattr(ray_session.importlib, "import_module", lambda name: raylet)
-    monkeypatch.setitem(sys.modules, "grpc", None)  # an import of it fails
-    ray_session._check_credentials("auto" if has_credentials else "head:6379")
-    assert loader.resets == has_credentials
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from moebius.cluster.local import train_here
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.assignment import AgentReport, Assignment
 from moebius.cluster.nodes.node import Node
-from moebius.cluster.nodes.template_process import OrderedAgent, _sweep
+from moebius.cluster.nodes.template_process import OrderedAgent
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config.run_config import (
     CheckpointConfig,
@@ -131,17 +131,6 @@ def test_all_layers_end_with_the_node(tmp_path):
         holder.wait()
 
 
-@pytest.mark.parametrize(("warm", "starts"), [(False, "as programs"), (True, "as forks")])
-def test_a_job_without_warm_start_has_no_template(tmp_path, monkeypatch, warm, starts):
-    started = []
-    monkeypatch.setattr(
-        "moebius.cluster.nodes.node.Template", lambda *_: started.append(_) or Refusing()
-    )
-    node = Node(launch=fake_launch(tmp_path, warm_start=warm))
-    assert bool(started) == warm
-    assert node.describe()["starts"] == starts
-
-
 class Refusing:
     refusal = None
 
@@ -178,18 +167,6 @@ def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
     assert_nothing_left(tmp_path)
     templates = tmp_path / "logs/templates"
     wait_for(lambda: not list(templates.iterdir()), what="the template's empty log to be removed")
-
-
-def test_empty_logs_of_templates_whose_nodes_are_gone_are_removed(tmp_path):
-    with subprocess.Popen(["true"]) as gone:
-        pass
-    names = [f"host-{gone.pid}", f"other-{gone.pid}", f"host-{os.getpid()}", "host-7x", "host-1"]
-    for name in names:
-        (tmp_path / f"{name}.log").touch()
-    (tmp_path / "host-999999999.log").write_text("said something")
-    _sweep(tmp_path / "host-5.log")
-    left = {path.stem for path in tmp_path.iterdir()}
-    assert left == {*names[1:], "host-999999999"}
 
 
 def test_an_ordered_agent_becomes_a_program_once():

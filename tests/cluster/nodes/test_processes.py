@@ -65,14 +65,6 @@ def test_elsewhere_only_a_parent_that_has_ended_is_noticed(parent_lives):
     assert ("has already ended" in ended.stderr) != parent_lives
 
 
-def test_what_differs_is_said_elsewhere_alone(monkeypatch):
-    assert (processes.difference_from_linux() is None) == (sys.platform == "linux")
-    monkeypatch.setattr(processes, "IS_LINUX", False)
-    said = processes.difference_from_linux()
-    assert said is not None
-    assert "do not die with the command" in said
-
-
 def test_a_simulated_cluster_says_which_address_is_missing(monkeypatch):
     monkeypatch.setattr(simulated, "node_address", lambda number: "203.0.113.9")
     with pytest.raises(JobError, match=r"needs the address 203.0.113.9 on this machine"):

@@ -130,11 +130,6 @@ def test_a_stranger_is_hung_up_on_and_the_store_hears_nothing(
     relay.await_gate(timeout_s=60)  # others still come in
 
 
-def test_a_tcp_store_client_without_the_secret_is_refused(gate):
-    with pytest.raises(RuntimeError):
-        client(gate, timeout_s=2)
-
-
 def test_another_secret_is_refused(gate):
     other = StoreRelay("127.0.0.1", gate, secret=secrets.token_hex(32))
     with pytest.raises(ConnectionError, match="did not open its store"):

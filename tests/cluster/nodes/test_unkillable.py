@@ -17,7 +17,6 @@ from moebius.cluster.job import State
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes import processes as unkillable_module
 from moebius.cluster.nodes.processes import unkillable
-from moebius.cluster.nodes.provider import NodesUnavailable, ThisMachine
 from moebius.cluster.stop import request_stop
 
 needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
@@ -71,13 +70,6 @@ def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
         wait_for(lambda: rank.pid in processes.find(str(tmp_path)), what="the process")
         assert unkillable(str(tmp_path), "10.0.0.7") == ""
         assert rank.wait(60) == -signal.SIGKILL
-
-
-def test_this_machine_has_no_other() -> None:
-    machine = ThisMachine()
-    node = machine.provide_nodes(1, lambda _: None)[0]
-    with pytest.raises(NodesUnavailable, match=r"process 7 .*no other machine; restart this one"):
-        machine.exclude(node, "SIGKILL does not end process 7 (rank 0 of generation 1)")
 
 
 @needs_a_hang

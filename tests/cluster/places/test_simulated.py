@@ -15,8 +15,7 @@ from jobs import wait_for
 
 from moebius.cluster.job import JobError
 from moebius.cluster.nodes import processes
-from moebius.cluster.places import ray_session
-from moebius.cluster.places.ray_session import connected, require_ray
+from moebius.cluster.places.ray_session import connected
 from moebius.cluster.places.simulated import simulated_cluster
 
 pytest.importorskip("ray")
@@ -93,12 +92,6 @@ def test_a_cluster_that_does_not_come_up_is_an_error_with_rays_words():
     ):
         with simulated_cluster(1, object_store_bytes=1):
             pass
-
-
-def test_missing_ray_names_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setattr(ray_session.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(JobError, match=r"pip install 'moebius\[cluster\]'"):
-        require_ray()
 
 
 @pytest.mark.parametrize(

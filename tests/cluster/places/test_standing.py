@@ -200,11 +200,6 @@ def test_addresses():
             pass
 
 
-def test_numbers_that_make_no_cluster(capsys):
-    for words in (["--simulate", "0"], ["--simulate", "251"], ["--simulate", "1", "--cpus", "0"]):
-        assert answer(capsys, "cluster", "up", *words)[0] == 2
-
-
 def is_there(pid: int) -> bool:
     """A zombie that nobody waits for has no program any more."""
     return Path(f"/proc/{pid}/exe").exists()

@@ -56,7 +56,3 @@ def test_expert_loads_are_thinned_out_evenly(monkeypatch):
     assert 5 <= len(steps) <= 10
     assert len({after - before for before, after in itertools.pairwise(steps)}) == 1
     assert len(read.loss) == 100
-
-
-def test_an_empty_folder_has_an_empty_history(tmp_path):
-    assert read_history(tmp_path).step is None

@@ -16,7 +16,6 @@ from moebius.cluster.report.live import (
     View,
     expert_load_table,
     follow,
-    preparation_words,
     render,
     show_preparation,
 )
@@ -124,13 +123,6 @@ def test_an_even_load_is_flat_and_an_uneven_one_is_not():
     assert uneven.split()[1] == "███▅▅▅▁▁▁▁▁▁"
 
 
-def test_many_experts_and_depth_steps_fit_the_terminal():
-    load = ExpertLoad([[1 / 565] * 565] * 36, [0.0] * 36, [565.0] * 36)
-    lines = printed(expert_load_table(load, width=100), width=100).splitlines()
-    assert len(lines) <= 12
-    assert max(map(len, lines)) <= 100
-
-
 def test_a_view_before_the_first_step_and_of_a_loss_that_is_not_a_number(tmp_path):
     Journal(tmp_path).append(State.SUBMITTED, generation=0, reason="")
     view = View(tmp_path)
@@ -192,19 +184,3 @@ def source(name: str, done: int, **more: float) -> SourceProgress:
         quarantined=0,
         **more,
     )
-
-
-def test_preparation_of_several_sources_is_shown_with_what_is_left_of_each():
-    sources = (source("web", 1, eta_s=90.0), source("code", 2))
-    progress = PrepareProgress("tokenising", sources, tokens_per_s=1234.5, eta_s=100.0)
-    assert preparation_words(progress) == (
-        "preparing data: tokenising 3/4, 3,000 tokens (web 1/2, 1,000, 1 min 30 s left, code 2/2, "
-        "2,000), 1,234 tokens/s, 1 min 40 s left"
-    )
-
-
-def test_data_that_is_there_already_is_said_to_be():
-    output = console()
-    with show_preparation(output):
-        pass
-    assert text_of(output) == "data is prepared already\n"

@@ -171,13 +171,6 @@ def test_heartbeats_of_this_machine_tell_phase_step_and_age(run_dir, monkeypatch
     assert (elsewhere["phase"], elsewhere["step"], elsewhere["age_s"]) == ("step", 4, None)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_fit(run_dir, width):
-    lines = drawn(run_dir, width)
-    assert len(lines) == 10
-    assert not any("…" in line for line in lines)
-
-
 def test_a_run_that_has_ended_has_no_ranks(run_dir):
     Journal(run_dir).append(State.SUCCEEDED, generation=2, reason="")
     assert look_once(run_dir)["ranks"] == []

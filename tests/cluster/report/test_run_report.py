@@ -1,18 +1,16 @@
 """A run in one line for people and one object for scripts."""
 
-import io
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from moebius.cluster.job import Journal, JournalEntry, RootCause, State, as_details
+from moebius.cluster.job import Journal, RootCause, State, as_details
 from moebius.cluster.liveness import beat
-from moebius.cluster.report.run_list import find_runs, is_recent, read_reports, run_table
-from moebius.cluster.report.run_report import last_checkpoint, read_report, short_cause
+from moebius.cluster.report.run_list import find_runs, is_recent, read_reports
+from moebius.cluster.report.run_report import read_report
 
 HOUR = 3600.0
 
@@ -109,40 +107,6 @@ def test_runs_that_go_on_have_failed_or_are_lost(tmp_path):
     assert read_report(lost).story().startswith("LOST before the first step for 1 min 0")
 
 
-def test_what_is_not_finite_is_text_in_json(tmp_path):
-    write_night(tmp_path, begun=1000.0)
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": "nan"}\n')
-    record = json.loads(json.dumps(read_report(tmp_path).record(), allow_nan=False))
-    assert (record["loss"], record["tokens_per_s"]) == ("nan", None)
-
-
-@pytest.mark.parametrize(
-    ("cause", "told"),
-    [
-        (RootCause("…", 3, 1, exit_code=-11), "rank 3 ended by SIGSEGV"),
-        (RootCause("…", 3, 1, exit_code=7), "rank 3 exited with code 7"),
-        (RootCause("…", 3, 1, exit_code=1, error="E: " + "x" * 99), "rank 3: E: " + "x" * 56 + "…"),
-        (RootCause("…", 3, exit_code=-9, on_purpose=True), "rank 3 killed by the fault drill"),
-        (RootCause("no step\n within 120 s"), "no step within 120 s"),
-        (RootCause("rank 3 left", 3), "rank 3 left"),
-    ],
-)
-def test_causes_in_a_few_words(cause, told):
-    entry = JournalEntry(0.0, State.RECOVERING, 1, "", {"root_cause": as_details(cause)})
-    assert short_cause(entry) == told
-
-
-def test_a_recovery_without_a_cause_is_told_by_its_reason():
-    entry = JournalEntry(0.0, State.RECOVERING, 1, "the supervisor was killed; next", {})
-    assert short_cause(entry) == "the supervisor was killed"
-
-
-def test_no_checkpoints(tmp_path):
-    assert last_checkpoint(tmp_path) is None
-    (tmp_path / "checkpoints").write_text("a file")
-    assert last_checkpoint(tmp_path) is None
-
-
 def test_runs_below_a_folder(tmp_path):
     now = time.time()
     for place, begun in (("a", now - HOUR), ("sweep/b", now - 9 * HOUR), ("c", now - 30 * 86400)):
@@ -173,18 +137,3 @@ def test_since_is_when_the_state_was_entered(tmp_path):
     assert read_report(tmp_path).since == 2.0
     Journal(tmp_path).append(State.SUBMITTED, generation=0, reason="again", details={"name": "b"})
     assert read_report(tmp_path).name == "b"
-
-
-@pytest.mark.parametrize(
-    ("width", "shown"), [(120, "name tokens/s loss since"), (60, "state step since"), (40, "state")]
-)
-def test_a_run_folder_is_not_broken_in_a_narrow_terminal(tmp_path, width, shown):
-    folder = tmp_path / "sweep" / "learning_rate_7"
-    write_night(folder, begun=time.time() - HOUR)
-    screen = Console(file=io.StringIO(), width=width)
-    screen.print(run_table([read_report(folder)], tmp_path, width=width))
-    assert isinstance(screen.file, io.StringIO)
-    header, row = screen.file.getvalue().splitlines()
-    assert "sweep/learning_rate_7" in row
-    assert set(shown.split()) <= set(header.split())
-    assert ("tokens/s" in header) == (width == 120)

@@ -9,10 +9,8 @@ import pytest
 from pairwise import slow_but
 from rich.console import Console
 
-from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
-from moebius.cluster.report.live import follow
-from moebius.cluster.report.logs import follow_logs
-from moebius.cluster.report.summary import closing_words, draw_summary, duration
+from moebius.cluster.job import JobStatus, RootCause, State
+from moebius.cluster.report.summary import closing_words, draw_summary
 
 
 def write_metrics(
@@ -76,11 +74,6 @@ def test_picture_of_runs_of_many_shapes(tmp_path, shape):
     assert pixels[..., :3].std() > 0.05, "something is drawn"
 
 
-def test_picture_of_a_run_whose_loss_was_not_always_finite(tmp_path):
-    write_metrics(tmp_path, steps=12, loss="nan")
-    assert draw_summary(tmp_path, tmp_path / "other.png").exists()
-
-
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="the run has made no step yet"):
         draw_summary(tmp_path)
@@ -136,13 +129,6 @@ def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
     assert f"log: {tmp_path}/logs/g001/node1/rank3.log" in text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
-)
-def test_durations(seconds, told):
-    assert duration(seconds) == told
-
-
 FOREIGN = "[/x] [/__w/pytorch/gloo.cc:542] [bold"  # what rich would take for markup
 
 
@@ -181,20 +167,3 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
     assert all(f"{field} {FOREIGN}" in said for field in shown), said
     assert str(run_dir) in said
     assert str(picture) in said
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_watching_shows_brackets_as_they_are(tmp_path, live):
-    run_dir = tmp_path / "[" / "run]"
-    (run_dir / "logs/g001/node0").mkdir(parents=True)
-    (run_dir / "logs/g001/node0/rank0.log").write_text(f"line {FOREIGN}\n")
-    write_metrics(run_dir, steps=3)
-    details = {"root_cause": as_details(foreign_cause())}
-    for state in (State.SUBMITTED, State.RUNNING, State.FAILED):
-        Journal(run_dir).append(state, generation=1, reason=f"reason {FOREIGN}", details=details)
-    screen = io.StringIO()
-    console = Console(file=screen, width=200, force_terminal=live)
-    status = follow(run_dir, console=console, live=live)
-    assert status.root_cause == foreign_cause()
-    assert screen.getvalue().count(f"reason {FOREIGN}") == 3
-    assert [str(line) for line in follow_logs(run_dir)] == [f"[g1 rank0] line {FOREIGN}"]

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from moebius.cluster.report.tracebacks import last_traceback, read_tail, summarise
 
 
@@ -49,21 +47,6 @@ def test_exceptions_ignored_at_exit_do_not_hide_the_cause():
         + output_of("raise KeyError(1)")
     )
     assert summarise(last_traceback(text))[0] == "OSError: fatal"
-
-
-def test_message_of_several_lines_is_named_by_its_first():
-    assert (
-        summarise(last_traceback(output_of("raise ValueError('one\\ntwo')")))[0]
-        == "ValueError: one"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [("", None), ("usage: x\nx: error: no such file\n", "x: error: no such file")],
-)
-def test_text_without_traceback(text, error):
-    assert summarise(last_traceback(text)) == (error, None)
 
 
 def test_tail_of_a_file(tmp_path):

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from moebius.cluster.job import JobStatus, Journal, Launch, State, begin_submission, read_status
 from moebius.cluster.nodes.assignment import AgentReport
-from moebius.cluster.report.data_progress import EXIT_FAILED, PREPARATION, ProgressLog
-from moebius.cluster.report.live import View, follow, render
-from moebius.cluster.report.summary import closing_words
+from moebius.cluster.report.data_progress import EXIT_FAILED, ProgressLog
+from moebius.cluster.report.live import View, render
 from moebius.cluster.stop import request_stop
 from moebius.cluster.supervise import background_data, generation, job_supervisor
 from moebius.cluster.supervise.background_data import BackgroundData, workers_beside
@@ -254,20 +253,3 @@ def test_both_progresses_are_shown_at_once(tmp_path):
     console.print(render(view, width=120))
     for told in ("tokenising 5/9, 5,000 tokens, 2 eras sealed, 1,234 tokens/s", "step 7", "99"):
         assert told in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_progress_is_read_from_the_run_folder_afterwards(tmp_path):
-    log = ProgressLog(tmp_path)
-    log.write(progress(3))
-    log.write(progress(3))
-    log.write(progress(5))
-    log.end("complete")
-    lines = (tmp_path / PREPARATION).read_text().splitlines()
-    assert len(lines) == 3, "what is hardly new is not written"
-    Journal(tmp_path).append(State.SUCCEEDED, generation=1, reason="finished")
-    console = Console(file=io.StringIO(), width=120)
-    status = follow(tmp_path, console=console)
-    assert "preparing data: complete 5/9, 5,000 tokens, 2 eras sealed" in console.file.getvalue()  # type: ignore[attr-defined]
-    console.print(closing_words(status))
-    assert "data" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

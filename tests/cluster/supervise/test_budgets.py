@@ -42,12 +42,6 @@ def test_steps_that_are_made_again_are_not_new():
     assert counts.charge(crash("B"), 100).given_up
 
 
-def test_they_are_never_forgotten_where_none_is_asked_for():
-    counts = budgets(max_restarts=1, reset_restarts_after_steps=None)
-    counts.charge(crash("A"), 1)
-    assert counts.charge(crash("B"), 10**9).given_up
-
-
 @pytest.mark.parametrize(("cause", "is_the_end"), [(crash(), True), (LOST, False)])
 def test_the_same_three_times_is_the_end_unless_it_is_a_lost_node(cause, is_the_end):
     counts = budgets(max_restarts=99)

@@ -22,7 +22,6 @@ from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_req
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
 from moebius.cluster.supervise.fencing import SupervisorNumber
 from moebius.cluster.supervise.job_supervisor import supervise
-from moebius.distributed.checkpoint.format import SaveFailedError
 from tests.cluster.pretended import (
     OK,
     Act,
@@ -187,20 +186,7 @@ def test_a_generation_is_announced_before_it_starts(tmp_path):
     assert read_generation(tmp_path) == 3
 
 
-def test_the_name_of_the_error_is_that_of_the_class():
-    assert SaveFailedError.__name__ == job_supervisor.SAVE_FAILED
-
-
 # The journal --------------------------------------------------------------------------------------
-
-
-def test_the_journal_tells_why_a_node_has_no_warm_start(tmp_path, monkeypatch):
-    told = {"address": "127.0.0.1", "starts": "as programs: imports have started threads: a, b"}
-    monkeypatch.setattr(PretendedNode, "describe", lambda self: told)
-    live(tmp_path, makes_steps(1, then=finishes))
-    running = next(e.reason for e in Journal(tmp_path).entries() if e.state is State.RUNNING)
-    assert running.endswith("; no warm start on node 0: imports have started threads: a, b")
-    assert running.startswith("first step (1) after ")
 
 
 def test_the_journal_tells_how_long_each_phase_of_a_start_took(tmp_path):

@@ -57,17 +57,6 @@ def test_what_is_decided_on_a_full_disk_is_written_when_there_is_space(
     assert [entry.time for entry in entries] == sorted(entry.time for entry in entries)
 
 
-def test_a_second_time_is_told_again(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    disk.journal.append(State.RUNNING, generation=1, reason="0")
-    for number in ("1", "2"):
-        disk.fill()
-        disk.journal.append(State.RUNNING, generation=1, reason=number)
-        disk.free()
-        assert disk.journal.catch_up()
-    assert ["late" in entry.reason for entry in Journal(tmp_path).entries()] == [False, True, True]
-
-
 @pytest.mark.parametrize("torn_at", [1, 40, -1, None])
 def test_a_line_that_was_written_in_part_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn_at: int | None

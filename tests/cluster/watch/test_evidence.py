@@ -1,7 +1,5 @@
 """What is learnt of ranks that hang: read from files and processes as real ones leave them."""
 
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -96,30 +94,3 @@ def test_a_stopped_rank_is_read_from_outside_where_py_spy_is_there(ranks, tmp_pa
     text = (tmp_path / "stall" / "rank0.txt").read_text()
     assert f"seen dump --nonblocking --pid {ranks[0].pid}" in text
     assert not Path(page_of(tmp_path, 0).with_suffix(".ask")).exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="another process's memory is Linux's")
-@pytest.mark.skipif(evidence.py_spy() is None, reason="py-spy is not installed")
-def test_py_spy_reads_a_process_that_is_stopped():
-    """The program itself; where a container forbids it to look, it says so."""
-    code = "def waits_for_ever():\n    print(flush=True)\n    input()\nwaits_for_ever()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        stacks = evidence._stacks_from_outside(process.pid)
-    finally:
-        process.kill()
-        process.communicate()
-    assert re.search("waits_for_ever|[Pp]ermission|not permitted", stacks)
-
-
-def test_py_spy_is_found_beside_the_python_in_use(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    monkeypatch.setattr(evidence.sys, "executable", str(tmp_path / "python"))
-    assert evidence.py_spy() is None
-    (tmp_path / "py-spy").touch(mode=0o755)
-    assert evidence.py_spy() == str(tmp_path / "py-spy")

@@ -119,15 +119,6 @@ def test_a_rank_without_cpu_is_told_once(watch):
     assert details == {"starved": {"rank": 1, "seconds": 28.0}}
 
 
-def test_a_short_wait_for_a_cpu_is_not_told(watch):
-    make, notes = watch
-    ranks = make(
-        PretendedNode(*(RankState(rank, "step", 5, 5.5, starved_s=1.0) for rank in (0, 1)))
-    )
-    assert ranks.look() is None
-    assert notes == []
-
-
 def test_a_slow_rank_is_named_once_after_two_windows(watch):
     make, notes = watch
     node = PretendedNode()
