@@ -145,14 +145,6 @@ def across_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> tuple[int
     return between(matrix_PP) - inter, inter
 
 
-def between_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> np.ndarray:
-    """Returns sums [from node, to node]; inside a node with what stays on its rank."""
-    nodes = np.array(nodes_of(range(len(matrix_PP)), ranks_per_node))
-    found = np.zeros((nodes[-1] + 1,) * 2, np.int64)
-    np.add.at(found, (nodes[:, None], nodes), matrix_PP)
-    return found
-
-
 def name_of(cluster: Cluster) -> str:
     """Returns the dispatcher that is simulated: also where "auto" was asked for, or one through
     memory, whose rows are those of one by collectives.

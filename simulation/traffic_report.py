@@ -16,15 +16,16 @@ from rich.text import Text
 
 from ..distributed.dispatch.table import is_exact
 from ..distributed.layout import Layout, spell_ranks
-from .dispatch import SimulatedCall, Simulation, across_nodes, between, between_nodes
+from .dispatch import SimulatedCall, Simulation, across_nodes, between
 from .shapes import RankShapes, ShapeRequest
 
 _MOST_MOMENTS = 9  # columns of steps, or of depth steps
 _MOST_VIOLATIONS = 5
+_PLACES = ("dp_replicate", "dp_shard", "efsdp", "ep")
 _LEGEND = (
     "rows, MB: forward pass, there and back; the backward pass sends as much again",
     "share: of what a dispatcher with a row for every route would send",
-    "inside, between: MB inside nodes and between them; pair, nodes: the busiest two",
+    "inside, between: MB inside nodes and between them; pair: the busiest two ranks",
     "hottest rank, expert: load over the mean, on average and at most; idle: experts without a route",
 )
 
@@ -57,40 +58,25 @@ class SimulationReport:
         ]
 
 
-@dataclass(frozen=True)
-class KindLoad:
-    """What the routers of one kind did over all calls."""
+def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[dict[str, Any]]:
+    """Sums the loads of every kind of experts over the calls.
 
-    kind: str
-    calls: int
-    routes: int
-    load_per_rank: list[int]
-    hottest_rank: float  # over the mean, on average over the calls
-    hottest_rank_most: float
-    hottest_expert: float
-    hottest_expert_most: float
-    idle_experts: float  # of a call, on average
-
-
-def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[KindLoad]:
-    """Sums the loads of every kind of experts over the calls."""
+    The hottest rank's and expert's loads are over the mean: on average over the calls, and at most.
+    """
     found = []
     for kind, own in by_kind(calls).items():
         load_P = np.sum([call.load_P for call in own], axis=0)
         ranks = [call.hottest_rank for call in own]
         experts = [call.hottest_expert for call in own]
-        idle = [(call.load_E == 0).sum() for call in own]
-        load = KindLoad(
-            kind,
-            calls=len(own),
-            routes=int(load_P.sum()),
-            load_per_rank=load_P.tolist(),
-            hottest_rank=float(np.mean(ranks)),
-            hottest_rank_most=max(ranks),
-            hottest_expert=float(np.mean(experts)),
-            hottest_expert_most=max(experts),
-            idle_experts=float(np.mean(idle)),
-        )
+        load = {
+            "kind": kind,
+            "calls": len(own),
+            "routes": int(load_P.sum()),
+            "load_per_rank": load_P.tolist(),
+            "hottest_rank": {"mean": float(np.mean(ranks)), "most": max(ranks)},
+            "hottest_expert": {"mean": float(np.mean(experts)), "most": max(experts)},
+            "idle_experts": float(np.mean([(call.load_E == 0).sum() for call in own])),
+        }
         found.append(load)
     return found
 
@@ -116,13 +102,6 @@ def factors_over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[str, di
             moments.setdefault(getattr(call.id, axis), []).append(call.hottest_rank)
         factors[kind] = {at: float(np.mean(moments[at])) for at in sorted(moments)}
     return axis, factors
-
-
-def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
-    """Returns (from, to, how much) of the two different places with the most between them."""
-    others = matrix * ~np.eye(len(matrix), dtype=bool)
-    source, target = divmod(int(others.argmax()), len(others))
-    return source, target, int(others[source, target])
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -176,7 +155,7 @@ def _agreement(simulation: Simulation) -> str:
 
 
 def _traffic_table(simulations: Sequence[Simulation]) -> Table:
-    table = _table("dispatcher", "rows", "share", "inside", "between", "pair", "MB", "nodes", "MB")
+    table = _table("dispatcher", "rows", "share", "inside", "between", "pair", "MB")
     for each in simulations:
         per_node = each.cluster.ranks_per_node
         rows, one_per_route = between(each.rows_PP), between(each.one_per_route_PP)
@@ -187,29 +166,28 @@ def _traffic_table(simulations: Sequence[Simulation]) -> Table:
             f"{rows / one_per_route:.0%}" if one_per_route else "–",
             millions(intra),
             millions(inter),
-            *_pair(each.bytes_PP),
-            *_pair(between_nodes(each.bytes_PP, per_node)),
+            *_busiest_pair(each.bytes_PP),
         )
     return table
 
 
-def _pair(matrix: np.ndarray) -> tuple[str, str]:
-    source, target, most = busiest_pair(matrix)
+def _busiest_pair(matrix: np.ndarray) -> tuple[str, str]:
+    others = matrix * ~np.eye(len(matrix), dtype=bool)
+    source, target = divmod(int(others.argmax()), len(others))
+    most = int(others[source, target])
     return (f"{source}→{target}", millions(most)) if most else ("–", "–")
 
 
 def _load_table(calls: Sequence[SimulatedCall]) -> Table:
     table = _table("experts", "calls", "routes", "hottest rank", "most", "expert", "most", "idle")
     for load in loads_by_kind(calls):
+        hottest = (*load["hottest_rank"].values(), *load["hottest_expert"].values())
         table.add_row(
-            load.kind,
-            str(load.calls),
-            f"{load.routes:,}",
-            f"{load.hottest_rank:.2f}",
-            f"{load.hottest_rank_most:.2f}",
-            f"{load.hottest_expert:.2f}",
-            f"{load.hottest_expert_most:.2f}",
-            f"{load.idle_experts:.1f}",
+            load["kind"],
+            str(load["calls"]),
+            f"{load['routes']:,}",
+            *(f"{factor:.2f}" for factor in hottest),
+            f"{load['idle_experts']:.1f}",
         )
     return table
 
@@ -233,7 +211,7 @@ def _spread(count: int) -> list[int]:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for place, heading in enumerate(headings):
-        is_name = place == 0 or heading in ("pair", "nodes")
+        is_name = place == 0 or heading == "pair"
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=True)
     return table
 
@@ -260,7 +238,7 @@ def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
         "ep_groups": layout.expert_replicas,
         "ranks_per_node": report.simulations[0].cluster.ranks_per_node,
         "violations": report.violations,
-        "experts": [asdict(load) for load in loads_by_kind(report.calls)],
+        "experts": loads_by_kind(report.calls),
         "dispatchers": [_plain_simulation(each) for each in report.simulations],
     }
 
@@ -341,27 +319,34 @@ def _draw_factors(panel: Any, calls: Sequence[SimulatedCall]) -> None:
 # Shapes only --------------------------------------------------------------------------------------
 
 
+def shapes_as_json(request: ShapeRequest, shapes: Sequence[RankShapes]) -> dict[str, Any]:
+    """Returns every rank's shapes as plain values for JSON."""
+    ranks = []
+    for found in shapes:
+        banks = [asdict(bank) | {"experts": list(bank.experts)} for bank in found.banks]
+        sizes = {**found.bytes, "total": found.total_bytes}
+        ranks.append(asdict(found) | {"banks": banks, "bytes": sizes})
+    return {
+        "layout": str(request.layout),
+        "sharding": request.sharding,
+        "precision": request.precision,
+        "ranks": ranks,
+    }
+
+
 def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
     """Renders one line per rank, and which experts it holds."""
-    places = ("dp_replicate", "dp_shard", "efsdp", "ep")
-    sizes = ("dense", "experts", "weights", "state", "kept", "GB")
-    table = _table("rank", "replica", "shard", "efsdp", "ep", *sizes)
+    sizes = ("weights", "gradients", "moments", "copies", "kept", "total")
+    table = _table("rank", "place", "dense", "experts", *sizes)
     for found in shapes:
-        state = sum(size for name, size in found.bytes.items() if name != "kept")
-        table.add_row(
-            f"{found.rank:,}",
-            *(str(getattr(found.place, axis)) for axis in places),
-            millions(found.dense_parameters),
-            millions(found.expert_parameters),
-            millions(found.bytes["weights"]),
-            millions(state),
-            millions(found.bytes["kept"]),
-            f"{found.total_bytes / 1e9:.2f}",
-        )
+        place = "/".join(str(getattr(found.place, axis)) for axis in _PLACES)
+        held = (found.dense_parameters, found.expert_parameters)
+        bytes_held = ({**found.bytes, "total": found.total_bytes}.get(name, 0) for name in sizes)
+        table.add_row(f"{found.rank:,}", place, *map(millions, (*held, *bytes_held)))
     legend = (
-        "replica, shard: the rank's place; dense, experts: millions of parameters; in MB: weights;",
-        "state: with gradients, AdamW's moments and copies in low precision; kept: for the backward",
-        f"pass of {request.micro_batch} × {request.seq_len} tokens, balanced load, no recomputation",
+        f"place: {'/'.join(_PLACES)}; dense, experts: millions of parameters; then MB",
+        f"kept: for the backward pass of {request.micro_batch} × {request.seq_len} tokens, balanced "
+        "load, no recomputation",
     )
     heading = f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"
     checked = "✓ groups as in the tables, every expert once per ep group, shapes of a forward pass"
@@ -385,18 +370,3 @@ def _banks_in_words(found: RankShapes) -> str:
         for bank in found.banks
     )
     return "; ".join(words)
-
-
-def shapes_as_json(request: ShapeRequest, shapes: Sequence[RankShapes]) -> dict[str, Any]:
-    """Returns every rank's shapes as plain values for JSON."""
-    ranks = []
-    for found in shapes:
-        banks = [asdict(bank) | {"experts": list(bank.experts)} for bank in found.banks]
-        sizes = {**found.bytes, "total": found.total_bytes}
-        ranks.append(asdict(found) | {"banks": banks, "bytes": sizes})
-    return {
-        "layout": str(request.layout),
-        "sharding": request.sharding,
-        "precision": request.precision,
-        "ranks": ranks,
-    }

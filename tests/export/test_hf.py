@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -19,7 +21,6 @@ from hf_case import LENGTHS, STEP, TOKENS, VOCABULARY, logits, make_run, model_o
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moebius.cli.main import main
 from moebius.cli.models.evaluate_report import plain_report
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
@@ -358,21 +359,10 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_no_more(text_data: P
     assert library.encode("the band").ids == ids
 
 
-def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed, line breaks folded."""
-    with pytest.raises(SystemExit) as ended:
-        main(["ckpt", *arguments])
-    out, err = capfd.readouterr()
-    assert "Traceback" not in err
-    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
-
-
-def test_from_the_command_line(
-    exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_from_the_command_line(exported: Path, tmp_path: Path, moebius: Callable[..., Any]) -> None:
     source, out = str(exported.parent / "run"), tmp_path / "out"
-    code, said = run(
-        capfd,
+    answer = moebius(
+        "ckpt",
         "export",
         source,
         "--format",
@@ -383,8 +373,8 @@ def test_from_the_command_line(
         "--out",
         str(out),
     )
-    assert code == 0
-    assert "no tokenizer, as asked" in said
+    assert answer.code == 0
+    assert "no tokenizer, as asked" in answer.text
     assert not (out / "tokenizer.json").exists()
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -406,7 +396,7 @@ def test_what_cannot_be_exported(
     message: str,
     exported: Path,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    moebius: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -415,7 +405,7 @@ def test_what_cannot_be_exported(
     places = {"RUN": str(exported.parent / "run"), "EMPTY": "empty", "MIXED": "mixed"}
     if "MIXED" in arguments:
         make_run(Path("mixed"), model_of("mixture_of_tokens"))
-    code, said = run(capfd, "export", *(places.get(word, word) for word in arguments))
-    assert code == 2
-    assert message in said, said
+    answer = moebius("ckpt", "export", *(places.get(word, word) for word in arguments))
+    assert answer.code == 2
+    assert message in answer.text, answer.text
     assert not Path("out").exists()

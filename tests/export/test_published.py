@@ -4,8 +4,9 @@ with the recorded logits; what is no such file, or does not fit, is refused.
 
 import json
 import os
-import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from golden import Golden, load_golden
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import verify
@@ -194,17 +194,8 @@ def test_names(name: str, recipe: str, ours: str | None) -> None:
     assert our_name(name, tiny_config(recipe)) == ours
 
 
-def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed, line breaks folded."""
-    with pytest.raises(SystemExit) as ended:
-        main(["ckpt", *arguments])
-    out, err = capfd.readouterr()
-    assert "Traceback" not in err
-    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
-
-
 def test_from_the_command_line(
-    release: tuple[Path, Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    release: tuple[Path, Config], tmp_path: Path, moebius: Callable[..., Any]
 ) -> None:
     file, config = release
     weights = read_tensors(file) | {"transformer.layers.0.counter": torch.zeros(3)}
@@ -212,9 +203,9 @@ def test_from_the_command_line(
     config.save(tmp_path / "tiny.json")
     out = tmp_path / "out"
     asked = (str(file), str(tmp_path / "tiny.json"), "--out", str(out))
-    code, said = run(capfd, "import", *asked, "train.steps=7", "--ignore", "*.counter")
-    assert code == 0, said
-    assert "left out as asked: transformer.layers.0.counter" in said
+    answer = moebius("ckpt", "import", *asked, "train.steps=7", "--ignore", "*.counter")
+    assert answer.code == 0, answer.text
+    assert "left out as asked: transformer.layers.0.counter" in answer.text
     assert Config.load(out / "config.json").train.steps == 7
 
 
@@ -260,7 +251,7 @@ def test_what_does_not_fit_is_named(
     message: str,
     release: tuple[Path, Config],
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    moebius: Callable[..., Any],
 ) -> None:
     file, config = release
     weights = read_tensors(file)
@@ -268,11 +259,11 @@ def test_what_does_not_fit_is_named(
     save_file(weights, file)
     config.save(tmp_path / "tiny.json")
     out = tmp_path / "out"
-    code, said = run(
-        capfd, "import", str(file), str(tmp_path / "tiny.json"), *arguments, "--out", str(out)
+    answer = moebius(
+        "ckpt", "import", str(file), str(tmp_path / "tiny.json"), *arguments, "--out", str(out)
     )
-    assert code == 2
-    assert message in said, said
+    assert answer.code == 2
+    assert message in answer.text, answer.text
     assert not out.exists()
 
 
@@ -288,21 +279,23 @@ def test_what_does_not_fit_is_named(
     ],
 )
 def test_what_is_no_file_of_weights(
-    name: str, content: object, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, content: object, message: str, tmp_path: Path, moebius: Callable[..., Any]
 ) -> None:
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     elif content is not None:
         torch.save(content, tmp_path / name)
-    code, said = run(capfd, "import", str(tmp_path / name), "moeut", "--out", str(tmp_path / "out"))
-    assert code == 2
-    assert message in said, said
+    answer = moebius(
+        "ckpt", "import", str(tmp_path / name), "moeut", "--out", str(tmp_path / "out")
+    )
+    assert answer.code == 2
+    assert message in answer.text, answer.text
 
 
 def test_what_is_there_is_not_overwritten(
-    release: tuple[Path, Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    release: tuple[Path, Config], tmp_path: Path, moebius: Callable[..., Any]
 ) -> None:
     (tmp_path / "out").mkdir()
-    code, said = run(capfd, "import", str(release[0]), "moeut", "--out", str(tmp_path / "out"))
-    assert (code, json.dumps(os.listdir(tmp_path / "out"))) == (2, "[]")
-    assert "exists already and is not overwritten" in said
+    answer = moebius("ckpt", "import", str(release[0]), "moeut", "--out", str(tmp_path / "out"))
+    assert (answer.code, json.dumps(os.listdir(tmp_path / "out"))) == (2, "[]")
+    assert "exists already and is not overwritten" in answer.text

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from world import run_ranks
 
-from moebius.cli.main import main
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -264,25 +264,18 @@ def test_what_stands_beside_the_weights(runs: dict[str, Path], tmp_path: Path) -
 
 
 def test_from_the_command_line(
-    runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    runs: dict[str, Path], tmp_path: Path, moebius: Callable[..., Any]
 ) -> None:
     run_dir = runs[PAPER].parents[1]
-    code, said = run(
-        capfd, "export", str(run_dir), "--out", str(tmp_path / "out"), "--max-shard-size", "30KB"
+    answer = moebius(
+        "ckpt", "export", str(run_dir), "--out", str(tmp_path / "out"), "--max-shard-size", "30KB"
     )
-    assert code == 0
-    assert re.search(rf"weights of step {STEP}, \d+ keys, 0\.\d MB model-00001-of-\d+", said), said
-    assert "tokenizer.json of 257 ids" in said
+    assert answer.code == 0
+    assert re.search(
+        rf"weights of step {STEP}, \d+ keys, 0\.\d MB model-00001-of-\d+", answer.text
+    ), answer.text
+    assert "tokenizer.json of 257 ids" in answer.text
     assert torch.equal(logits(load_export(tmp_path / "out")), logits(model_of(PAPER)))
-
-
-def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed, line breaks folded."""
-    with pytest.raises(SystemExit) as ended:
-        main(["ckpt", *arguments])
-    out, err = capfd.readouterr()
-    assert "Traceback" not in err
-    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
 
 
 @pytest.mark.parametrize(
@@ -310,15 +303,15 @@ def test_what_cannot_be_exported(
     message: str,
     runs: dict[str, Path],
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    moebius: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("taken").mkdir()
     places = {"CHECKPOINT": str(runs[PAPER]), "RUN": str(runs[PAPER].parents[1])}
-    code, said = run(capfd, "export", *(places.get(word, word) for word in arguments))
-    assert code == 2
-    assert message in said, said
+    answer = moebius("ckpt", "export", *(places.get(word, word) for word in arguments))
+    assert answer.code == 2
+    assert message in answer.text, answer.text
     assert os.listdir() == ["taken"]
 
 
