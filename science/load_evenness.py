@@ -1,18 +1,19 @@
-"""How evenly runs use their feed-forward experts at the end, by arm and seed.
+"""Measures how evenly runs use their feed-forward experts at the end, by arm and seed.
 
     python -m moebius_science.load_evenness runs/compare/balancing/*/seed-*
 
-Of the mean `expert_load` of the last three `train` lines of a run's metrics.jsonl: the perplexity of
-the load ÷ experts (1: all alike), averaged over depth steps; the hottest expert of any depth step,
-as a multiple of its share; and which share of the experts has less than a tenth of its own.
+Of the mean `expert_load` of the last three steps that a run recorded: the perplexity of the load ÷
+experts (1: all alike), averaged over depth steps; the load of the hottest expert of any depth step, in
+units of the mean; and the share of the experts that have less than a tenth of the mean.
 """
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+import moebius
 
 _LINES = 3
 _IDLE = 0.1  # of an equal share
@@ -46,14 +47,10 @@ def last_load(folder: Path) -> np.ndarray:
     Raises:
         ValueError: the folder is no run that has trained with experts.
     """
-    file = folder / "metrics.jsonl"
-    try:
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from None
+    records = moebius.history(folder).records()
     loads = [record["expert_load"] for record in records if record.get("expert_load")]
     if not loads:
-        raise ValueError(f"{file}: has no line with expert_load: no run with experts")
+        raise ValueError(f"{folder}: has no records of expert load: no run with experts")
     return np.array(loads[-_LINES:]).mean(0)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
+from moebius.evaluation.perplexity import measure
 from moebius.evaluation.text import score_text, write_text
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
@@ -22,7 +24,7 @@ from moebius.train.recipes.smoke import RECIPES
 
 TINY = dict(
     model=dict(
-        vocab_size=257, d_model=16, num_layers=2,
+        vocab_size=257, d_model=16, num_layers=4, layers_per_group=2,
         attention=dict(num_heads=2, d_head=8, num_experts=2),
         feed_forward=dict(num_experts=4, d_expert=8, router__top_k=2),
     ),
@@ -135,6 +137,54 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
             moebius.load(wrong)
     with pytest.raises(ConfigError, match="no checkpoint at step 7"):
         moebius.load(run_dir, step=7)
+
+
+def test_a_run_is_evaluated_as_the_command_does(trained: tuple[Config, Path, JobStatus]) -> None:
+    run_dir = trained[1] / "run"
+    found = moebius.evaluate(run_dir, max_rows=4)
+    assert (found.step, found.result.loss) == (2, measure(run_dir, max_rows=4).result.loss)
+    loaded = moebius.load(run_dir)
+    traces = [loaded.trace(rows) for rows in loaded.rows(max_rows=4)]
+    nats = sum(each.loss_sum for each in traces)
+    assert nats / sum(each.num_targets for each in traces) == pytest.approx(found.result.loss)
+    tokens = traces[0].rows.tokens_BS
+    alone = loaded.trace(torch.cat([tokens, tokens[:, :1]], dim=1))
+    assert torch.equal(alone.hidden_LBSD, traces[0].hidden_LBSD)
+
+
+def test_a_model_that_shares_layers_may_have_other_depth_steps(
+    trained: tuple[Config, Path, JobStatus],
+) -> None:
+    run_dir = trained[1] / "run"
+    once, more = (moebius.load(run_dir, depth_steps=count) for count in (None, 6))
+    assert more.config.model.num_layers == 6
+    for own, other in zip(once.model.parameters(), more.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+    with pytest.raises(ConfigError, match="3 depth steps of a group of 2 layers"):
+        moebius.load(run_dir, depth_steps=3)
+
+
+def test_a_model_of_pairs_is_not_asked_about_text(trained: tuple[Config, Path, JobStatus]) -> None:
+    loaded = moebius.load(trained[1] / "run")
+    data = loaded.config.data.model_copy(update={"targets": "paired"})
+    paired = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+    for ask in (paired.generate, paired.score):
+        with pytest.raises(ConfigError, match="pairs of inputs and labels"):
+            ask("one two")
+
+
+def test_a_configuration_is_counted_and_its_data_prepared(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+) -> None:
+    config = trained[0]
+    size = moebius.size_of(config)
+    parameters = moebius.build(config).parameters()
+    assert size.parameters.total == sum(each.numel() for each in parameters)
+    assert size.tokens == 2 * 2 * 16
+    assert size.training_flops == 3 * size.flops.forward * size.tokens
+    prepared = moebius.prepare(config, tmp_path)
+    assert list(Path(prepared.data.directory).glob("manifest-*.json"))
+    assert moebius.prepare(prepared).data.directory == prepared.data.directory
 
 
 def test_a_run_that_fails_raises_its_root_cause(

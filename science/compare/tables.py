@@ -1,10 +1,8 @@
-"""The tables of a comparison as rows of text, which the terminal and Markdown share; CSV; files.
+"""The tables of a comparison as rows of text, which the terminal and Markdown share, and the files.
 
 `Table` is a title, a head and rows; the command line draws it with rich, `markdown` as text.
 """
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -237,40 +235,13 @@ def as_markdown(results: Results, arms: Sequence[Arm]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_csv(results: Results) -> str:
-    """Returns one line per finished run."""
-    tasks = sorted({task for arm in results.arms for task in arm.scores})
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            *("arm", "seed", "steps", "tokens", "parameters", "training_flops"),
-            *("validation_loss", "perplexity", "difference_to_baseline", "step_s"),
-            *tasks,
-        ]
-    )
-    for arm in results.arms:
-        size = arm.arm.size
-        for run in arm.runs:
-            writer.writerow(
-                [
-                    *(run.arm, run.seed, run.steps, size.tokens, size.parameters.total),
-                    *(round(size.training_flops), run.loss, run.perplexity),
-                    *(arm.differences.get(run.seed, ""), run.step_s),
-                    *(run.scores.get(task, "") for task in tasks),
-                ]
-            )
-    return text.getvalue()
-
-
 def write_results(results: Results, arms: Sequence[Arm], folder: Path) -> list[Path]:
-    """Writes NAME.md, NAME.json, NAME.csv and, where something has finished, NAME.png."""
+    """Writes NAME.md, NAME.json and, where something has finished, NAME.png."""
     folder.mkdir(parents=True, exist_ok=True)
     name = results.file.name
     written = [
         _written(folder / f"{name}.md", as_markdown(results, arms).encode()),
         _written(folder / f"{name}.json", _json(results).encode()),
-        _written(folder / f"{name}.csv", as_csv(results).encode()),
     ]
     if results.finished:
         from .picture import draw

@@ -18,11 +18,13 @@ def test_figures_by_hand() -> None:
 
 def test_the_last_three_lines_are_read(tmp_path: Path) -> None:
     loads = [[[9.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]], [[0.5, 0.5]]]
-    lines = [{"kind": "start"}, *({"kind": "train", "expert_load": load} for load in loads)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = {"kind": "train", "time": 1.0, "loss": 1.0}
+    measured = {"max_violation": [0.0], "effective_experts": [2.0]}
+    lines = [
+        common | measured | {"step": step, "expert_load": load}
+        for step, load in enumerate(loads, start=1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert last_load(tmp_path).tolist() == [[0.5, 0.5]]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train"}))
     with pytest.raises(ValueError, match="no run with experts"):
-        last_load(tmp_path)
-    with pytest.raises(ValueError, match="cannot be read"):
         last_load(tmp_path / "nowhere")

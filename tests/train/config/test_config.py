@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,41 @@ def test_every_recipe_survives_its_json_and_fits_its_world(name: str, tmp_path: 
     config.save(tmp_path / "config.json")
     assert Config.load(tmp_path / "config.json") == config
     config.check_world(config.world_size)
+
+
+def mine() -> Config:
+    return make("train.steps=11")
+
+
+def no_config() -> str:
+    return "smoke"
+
+
+def test_a_recipe_may_be_a_function_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_recipes", sys.modules[__name__])
+    assert make("train.seed=5", name="my_recipes:mine").train.steps == 11
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "my_recipes:mine"\n[train]\nseed = 6\n', encoding="utf-8")
+    config = make(name=str(file))
+    assert (config.train.steps, config.train.seed) == (11, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_recipes:yours", "has no 'yours'"),
+        ("no_such_module:mine", "no module 'no_such_module'"),
+        ("my_recipes:no_config", "returned a str, not a Config"),
+    ],
+)
+def test_a_function_that_gives_no_recipe_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_recipes", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=message):
+        make(name=name)
 
 
 def test_overrides_are_typed() -> None:
