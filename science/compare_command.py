@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
         "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="docs/compare.md lists its keys")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="science/docs/compare.md lists its keys"
+    )
     text = "single values to change in every arm"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
     text = "of all runs; default: runs/compare/NAME"
