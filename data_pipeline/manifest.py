@@ -409,7 +409,7 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
     Returns `known` itself where nothing was. Content that was read before is not read again.
 
     Raises:
-        ShardError: a manifest is not as it was written, or does not continue `known`.
+        ShardError: a manifest is missing, not as it was written, or does not continue `known`.
     """
     eras, parent, completion = list(known.sealed), known.sha256, known.completion
     last = {era.source: era for era in eras}
@@ -418,7 +418,10 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
         path = Path(directory) / manifest_name(number)
         data = _read(path)
         if data is None:
-            break
+            if (later := _later_than(path, number)) is None:
+                break
+            if (data := _read(path)) is None:  # else it was written a moment ago
+                raise ShardError(f"{path} is missing, and {later.name} is there: {_ELSEWHERE}")
         chained = _opened(path, data)
         body = _checked(path, chained, number=number, parent=parent)
         if isinstance(body, Era):
@@ -435,9 +438,16 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
     return replace(known, sealed=tuple(eras), completion=completion, sha256=parent)
 
 
+def _later_than(path: Path, number: int) -> Path | None:
+    """Returns a manifest of a higher number than one that is missing; None: the chain ends there."""
+    names = (one.name for one in path.parent.glob("manifest-??????.json"))
+    later = min((name for name in names if name > manifest_name(number)), default=None)
+    return None if later is None else path.with_name(later)
+
+
 def _no_manifest(folder: Path) -> str:
-    if (folder / "manifest.json").exists():
-        return _other_format(folder / "manifest.json", 1)
+    if (later := _later_than(folder / manifest_name(0), 0)) is not None:
+        return f"{folder / manifest_name(0)} is missing, and {later.name} is there: {_ELSEWHERE}"
     path = folder / manifest_name(0)
     return f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`"
 

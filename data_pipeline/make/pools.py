@@ -14,11 +14,10 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.process import BaseProcess
+from multiprocessing import connection
 from typing import Any, Protocol, TypeVar, cast
 
 from ..errors import DataError, PrepareError
@@ -120,8 +119,9 @@ class SerialPool:
 class LocalPool:
     """Runs tasks in processes of this machine. Use it as a context manager.
 
-    Leaving it ends the processes, whatever they are at. So does the end of this process, however it
-    ends: each of them holds one end of a pipe.
+    Leaving it ends the processes, whatever they are doing. So does the end of this process, however
+    it ends: each of them holds one end of a pipe. Tasks and results travel through one more pipe per
+    process. A pool of `concurrent.futures` would leave named semaphores in /dev/shm when it is killed.
     """
 
     def __init__(self, num_workers: int):
@@ -133,87 +133,98 @@ class LocalPool:
         if num_workers < 1:
             raise DataError(f"a pool of {num_workers} workers: at least 1")
         self.capacity = num_workers
-        # One pool per process: when one breaks, it is known which task it was at.
         self._idle: list[_Worker] = []
-        self._out: dict[Future[Any], tuple[int, _Worker]] = {}
+        self._busy: dict[int, _Worker] = {}  # by task number, in the order of submission
         self._submitted = 0
         self._life, self._life_of_workers = cast("tuple[Any, Any]", multiprocessing.Pipe())
 
     def expect(self, num_tasks: int) -> None:
         """Implements `TaskPool.expect`."""
-        while len(self._idle) + len(self._out) < min(num_tasks, self.capacity):
-            worker = self._start()
-            worker.executor.submit(import_tasks)
-            self._idle.append(worker)
+        while len(self._idle) + len(self._busy) < min(num_tasks, self.capacity):
+            self._idle.append(_Worker(self._life_of_workers))
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Implements `TaskPool.submit`."""
-        worker = self._idle.pop() if self._idle else self._start()
+        worker = self._idle.pop() if self._idle else _Worker(self._life_of_workers)
         try:
-            future = worker.executor.submit(run_task, function, item)
-        except BrokenProcessPool:  # it was killed while it had nothing to do
+            worker.send(function, item)
+        except OSError:  # it was killed while it had nothing to do
             worker.check_began()
-            worker = self._start()
-            future = worker.executor.submit(run_task, function, item)
+            worker = _Worker(self._life_of_workers)
+            worker.send(function, item)
         self._submitted += 1
-        self._out[future] = (self._submitted, worker)
+        self._busy[self._submitted] = worker
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
         """Implements `TaskPool.wait`."""
-        done, _ = wait(self._out, return_when=FIRST_COMPLETED)
-        # of several the one that was handed out first
-        future = min(done, key=lambda one: self._out[one][0])
-        number, worker = self._out.pop(future)
-        try:
-            result = future.result()
-        except BrokenProcessPool:
-            worker.check_began()
-            return number, worker.end()
-        except Exception as error:  # noqa: BLE001 (judged by whoever waits)
-            result = error
-        self._idle.append(worker)
-        return number, result
+        while True:
+            ready = connection.wait([worker.pipe for worker in self._busy.values()])
+            # of several the one that was handed out first
+            number = next(one for one, worker in self._busy.items() if worker.pipe in ready)
+            worker = self._busy[number]
+            try:
+                message = worker.receive()
+            except (EOFError, OSError):
+                del self._busy[number]
+                worker.check_began()
+                return number, worker.end()
+            if message is not None:
+                self._idle.append(self._busy.pop(number))
+                return number, message.outcome
 
     def __enter__(self) -> "LocalPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._life.close()
-        for worker in [*self._idle, *(worker for _, worker in self._out.values())]:
-            worker.executor.shutdown(wait=True, cancel_futures=True)
         self._life_of_workers.close()
-
-    def _start(self) -> "_Worker":
-        executor = ProcessPoolExecutor(
-            max_workers=1,
-            # not fork: this process may have threads, and locks that they hold
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin_worker,
-            initargs=(self._life_of_workers,),
-        )
-        before = set(multiprocessing.active_children())
-        began = executor.submit(os.getpid)
-        (process,) = set(multiprocessing.active_children()) - before
-        return _Worker(executor, began, process)
+        for worker in [*self._idle, *self._busy.values()]:
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
 
 
 @dataclass(frozen=True)
-class _Worker:
-    """Is one process, and its first sign of life."""
+class _Result:
+    """Holds what a task returned, or the exception that it raised."""
 
-    executor: ProcessPoolExecutor
-    began: "Future[int]"
-    process: BaseProcess
+    outcome: Any
+
+
+class _Worker:
+    """Holds a process, and this side of the pipe to it."""
+
+    def __init__(self, life: Any):
+        # not fork: this process may have threads, and locks that they hold
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, life), daemon=True)
+        self._has_begun = False
+        self.process.start()
+        theirs.close()
+
+    def send(self, function: Callable[[T], object], item: T) -> None:
+        """Hands the process a task."""
+        self.pipe.send((function, item))
+
+    def receive(self) -> _Result | None:
+        """Returns the process's next message; None: it says that it has begun."""
+        message = self.pipe.recv()
+        self._has_begun = True
+        return message
 
     def check_began(self) -> None:
-        """Tells a process that died at a task from one that could not come so far.
+        """Tells a process that died at a task from one that could not begin.
 
         Raises:
             PrepareError: it did not begin: no other would.
         """
-        self.executor.shutdown()  # it has an exit code from here on
-        if self.began.exception() is not None and (self.process.exitcode or 0) >= 0:
+        with suppress(EOFError, OSError):
+            while not self._has_begun:
+                self.receive()
+        self.process.join()
+        if not self._has_begun and (self.process.exitcode or 0) >= 0:
             raise PrepareError(
                 "a worker process could not be started (its own error is above): in a script, call "
                 'this below `if __name__ == "__main__":`, since every worker imports the script'
@@ -221,6 +232,7 @@ class _Worker:
 
     def end(self) -> WorkerDiedError:
         """Returns how the process has ended."""
+        self.pipe.close()
         code = self.process.exitcode
         if code is None or code >= 0:
             return WorkerDiedError(f"its process ended with exit code {code}")
@@ -230,14 +242,23 @@ class _Worker:
         return WorkerDiedError(f"its process crashed ({name})")
 
 
-def _begin_worker(life: Any) -> None:
-    """Makes a worker end with its pool, and leaves Ctrl-C to the process that the user sees."""
+def _work(pipe: Any, life: Any) -> None:
+    """Runs in a worker: says that it has begun, then runs one task after another."""
     import pyarrow as pa
 
     faulthandler.enable()  # a crash says where it was
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
     pa.set_cpu_count(1)  # one process per core is enough
     threading.Thread(target=_end_with, args=(life,), name="end with the pool", daemon=True).start()
+    pipe.send(None)
+    import_tasks()
+    while True:
+        function, item = pipe.recv()
+        try:
+            outcome = run_task(function, item)
+        except Exception as error:  # noqa: BLE001 (judged by whoever waits)
+            outcome = error
+        pipe.send(_Result(outcome))
 
 
 def _end_with(life: Any) -> None:

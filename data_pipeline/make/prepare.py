@@ -72,6 +72,7 @@ from .unfinished import (
     clear,
     finished,
     read_quarantined,
+    temporary_files,
     write_quarantined,
 )
 from .units import Unit, plan_units
@@ -127,7 +128,7 @@ def prepare(
                     forget(folder)  # what a pool in this process has kept
                 manifest = read_manifest(folder)
             clear(folder)
-    elif (folder / UNFINISHED).exists():
+    elif (folder / UNFINISHED).exists() or any(temporary_files(folder)):
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
     return manifest
@@ -253,7 +254,9 @@ class _Preparation:
         proof = self._vocabulary.proof
         task = UnitTask(self._config, self._folder, self._units[index], proof=proof)
         if stage == "sample":
-            return sample_unit, replace(task, sample_bytes=self._vocabulary.shares[index])
+            is_decided = self._vocabulary.waits_for(index)
+            share = self._vocabulary.shares[index]
+            return sample_unit, replace(task, sample_bytes=share, is_decided=is_decided)
         if stage == "scan":
             return scan_unit, task
         self._meter.begin_tokenising()

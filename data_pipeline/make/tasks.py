@@ -75,6 +75,7 @@ class UnitTask:
     directory: Path
     unit: Unit
     sample_bytes: int = 0
+    is_decided: bool = False  # for sampling: whether its documents' fates count
     proof: str = ""  # of the tokenizer, if it is there: see `tokenizers.fast`
 
     def unfinished(self, what: str) -> Path:
@@ -260,18 +261,22 @@ def save_fates(directory: Path, unit: Unit, fates: np.ndarray) -> None:
         np.save(file, fates)
 
 
+def _fates_of(task: UnitTask) -> list[int]:
+    return np.load(task.unfinished("fates.npy"), allow_pickle=False).tolist()
+
+
 # ---- tokenizer
 
 
 def sample_unit(task: UnitTask) -> Sampled:
     """Writes the unit's share of the tokenizer's training text: the first documents that train.
 
-    Documents that are held out are left out, as far as that is known from themselves: the
-    coordinator decides about the first units before they are sampled.
+    A document of small hash is held out. Others are held out by the coordinator's decision, which
+    counts only where the task says that it was made: whether it is on disk already depends on when
+    earlier runs were killed, and the sample must not.
     """
     path, rules = task.unfinished("sample.jsonl"), _rules_of(task)
-    fates_path = task.unfinished("fates.npy")
-    fates = np.load(fates_path, allow_pickle=False).tolist() if fates_path.exists() else []
+    fates = _fates_of(task) if task.is_decided else []
     threshold = held_out_below(task.config) if task.unit.role == "both" else 0
     num_documents = num_bytes = 0
     dropped: dict[str, int] = {}
@@ -442,7 +447,7 @@ _Chosen = tuple[Document, Split, bytes, int]
 def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
     """Yields the documents of a unit that stay, with side, hash and size; kept ones or read again."""
     records = read_scan(task.directory, task.unit).records
-    fates = np.load(task.unfinished("fates.npy"), allow_pickle=False).tolist()
+    fates = _fates_of(task)
     kept = take(task.directory, task.unit, records)
     documents = _documents(task) if kept is None else kept
     for document, record, fate in zip_longest(documents, records.tolist(), fates):

@@ -139,7 +139,7 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
     path = folder / UNFINISHED / "plan.json"
     with explained_write_errors(folder):
         go_on(folder)
-        for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
+        for debris in [*temporary_files(folder), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
     if not path.exists():
         write_record(path, plan)
@@ -199,11 +199,24 @@ def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
     return Quarantined(said["stage"], QuarantinedSplit.model_validate(said["split"]))
 
 
+def temporary_files(folder: Path) -> Iterator[Path]:
+    """Yields what killed preparers have left in a folder beside its unfinished work.
+
+    Plans of rows (`read/packing.py`) are written by loaders, which may be at it.
+    """
+    for pattern in ("*.arrow", "manifest-*.json", "tokenizer*"):
+        for path in folder.glob(f"{pattern}{TEMPORARY}*"):
+            if not path.name.startswith("pack-"):
+                yield path
+
+
 def clear(folder: Path) -> None:
-    """Removes the unfinished work of a folder that is complete; called under its lock.
+    """Removes the unfinished work and temporary files of a complete folder, under its lock.
 
     The lock goes last: once it is gone another process may begin, whose work must not be removed.
     """
+    for path in temporary_files(folder):
+        path.unlink(missing_ok=True)
     work = folder / UNFINISHED
     for one in sorted(work.glob("*"), key=lambda one: one.name == LOCK):
         if one.is_dir():

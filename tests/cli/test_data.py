@@ -66,6 +66,16 @@ def test_a_damaged_folder_is_told_by_the_exit_code(
     assert shard.name in answer.text
 
 
+def test_a_missing_manifest_is_told_by_the_exit_code(
+    shards: Path, tmp_path: Path, moebius: Callable
+) -> None:
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    (copy / "manifest-000001.json").unlink()
+    answer = moebius("data", "verify", copy)
+    assert answer.code == 2
+    assert "manifest-000001.json is missing" in answer.text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moebius.data_pipeline import manifest as manifests
 from moebius.data_pipeline.atomic import atomic_write, create_once
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import (
@@ -225,10 +226,34 @@ def test_another_format_is_refused(tmp_path):
         read_manifest(tmp_path)
 
 
-def test_a_folder_of_the_first_format_is_told_apart(tmp_path):
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ShardError, match=r"manifest.json has format 1, .* prepare the data again"):
-        read_manifest(tmp_path)
+@pytest.mark.parametrize("number", range(4))
+def test_a_manifest_that_is_missing_before_others_is_damage(chain, number):
+    (chain / manifest_name(number)).unlink()
+    with pytest.raises(ShardError, match=f"{manifest_name(number)} is missing"):
+        read_manifest(chain)
+
+
+def test_a_gap_is_damage_for_who_follows_a_growing_chain(tmp_path):
+    known = read_manifest(write(tmp_path, header(), *ERAS[:1]))
+    assert follow(tmp_path, known) is known
+    write(tmp_path, header(), *ERAS, END)
+    (tmp_path / manifest_name(2)).unlink()
+    (tmp_path / manifest_name(3)).unlink()
+    with pytest.raises(ShardError, match=f"{manifest_name(2)} is missing"):
+        follow(tmp_path, known)
+
+
+def test_a_manifest_that_is_written_while_the_chain_is_read_is_no_gap(chain, monkeypatch):
+    hidden, read = chain / manifest_name(2), manifests._read
+
+    def late(path: Path) -> bytes | None:
+        if path == hidden and late_reads.append(path) is None and len(late_reads) == 1:
+            return None
+        return read(path)
+
+    late_reads: list[Path] = []
+    monkeypatch.setattr(manifests, "_read", late)
+    assert read_manifest(chain).complete
 
 
 def test_a_manifest_of_another_folder_is_refused(chain, tmp_path):

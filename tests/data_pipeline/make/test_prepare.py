@@ -380,6 +380,46 @@ def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
     assert _files(tmp_path / "d") == reference
 
 
+class TrainingLast(SerialPool):
+    """Runs every other task before the tokenizer is trained, and stops the coordinator there."""
+
+    capacity = 8
+
+    def wait(self):
+        for _ in self._waiting:
+            if self._waiting[0][1].__name__ != "train_task":
+                return super().wait()
+            self._waiting.rotate(-1)
+        raise _StoppedError
+
+
+def test_the_tokenizer_does_not_depend_on_what_an_earlier_run_has_scanned(tmp_path):
+    """A document that is held out against its hash, in a unit that was scanned before the stop."""
+    texts = [[], [], ["first " * 50], ["second " * 50, "third " * 50]]
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", some) for n, some in enumerate(texts)]
+    config = PrepareConfig(input=tuple(map(str, paths)), vocab_size=300, validation_fraction=1e-9)
+    manifest = prepare(config, tmp_path / "undisturbed")
+    assert manifest.num_documents("validation") == 1
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "stopped", pool=TrainingLast())
+    prepare(config, tmp_path / "stopped")
+    assert _files(tmp_path / "stopped") == _files(tmp_path / "undisturbed")
+
+
+def test_files_that_killed_workers_left_in_a_complete_folder_are_removed(
+    config, prepared, tmp_path
+):
+    folder = shutil.copytree(prepared, tmp_path / "d")
+    left = ["text.train-00000.tok.arrow", "text.train-00000.idx.arrow", "manifest-000001.json"]
+    for name in left:
+        (folder / f"{name}{TEMPORARY}17-abcd").write_text("torn")
+    plan = folder / f"pack-text-000000-s16.arrow{TEMPORARY}17-abcd"
+    plan.write_text("a loader is writing this")
+    prepare(config, folder)
+    plan.unlink()
+    assert _files(folder) == _files(prepared)
+
+
 def test_failing_at_some_writes(config, prepared, tmp_path, monkeypatch):
     _fail_at_writes(config, prepared, tmp_path, monkeypatch, "fsync", range(2, 200, 11))
 

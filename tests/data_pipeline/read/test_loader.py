@@ -642,3 +642,11 @@ def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message
         validation_batches(
             prepared, **({"seq_len": S, "batch_size": 2, "rank": 0, "num_ranks": 1} | options)
         )
+
+
+def test_a_loader_names_a_missing_manifest_instead_of_waiting(tmp_path):
+    made = MadeFolder(tmp_path / "made").seal("text", documents(0, 3))
+    with opened(made.config(), poll_s=0.01) as loader:
+        (made.folder / "manifest-000003.json").write_text("{}")
+        with pytest.raises(ShardError, match=r"manifest-000002.json is missing"):
+            list(itertools.islice(loader, 1000))
