@@ -21,9 +21,9 @@ random    single rows at random places of the order, from one reader: millisecon
 Every round of `concat` and `best_fit` opens the folder anew, which is part of its time; `--steady`
 adds what the same rounds take from a folder that was opened and read once before the clock starts.
 `first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
-the index take: what they grow by with the tokens, from one era opened to all, and the fixed part
+the index take: what they grow by with the tokens, from one segment opened to all, and the fixed part
 beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
-of what a folder of thousands of such shards takes, in many small eras and in few of the usual size.
+of what a folder of thousands of such shards takes, in many small segments and in few of the usual size.
 `prepare` compares preparations by two processes, and on a Ray of two CPUs, with two processes that
 only read and encode the same text, in turns (data_prepare.py). Prints a table and writes
 results/data.json; with `--only` the parts that are named, of which the file says when and from which
@@ -53,8 +53,8 @@ from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import (
-    Era,
     ManifestWriter,
+    Segment,
     ShardEntry,
     manifest_name,
     read_manifest,
@@ -71,7 +71,7 @@ from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 SEQ_LEN = 1024
 BATCH = 256  # rows of a batch
 SPLIT_BYTES = 8 * 2**20  # of text for a shard: an eighth of what is usual
-ERA_TOKENS = 2**23
+SEGMENT_TOKENS = 2**23
 PARTS = ("prepare", "read", "random", "first", "memory")
 GOALS = {
     "concat": "≥ 250 M tokens/s",
@@ -120,7 +120,7 @@ def main() -> None:
         source = PrepareConfig(
             input=tuple(options.input or [str(write_text(folder, options.megabytes * 10**6))]),
             split_bytes=SPLIT_BYTES,
-            era_tokens=ERA_TOKENS,
+            segment_tokens=SEGMENT_TOKENS,
         )
         config = DataConfig(directory=str(folder / "shards"), seq_len=SEQ_LEN, seed=1)
         figures: dict[str, Any] = {}
@@ -243,9 +243,9 @@ def read(config: DataConfig, folder: Path, rounds: int, *, steady: bool) -> list
 def train_stores(config: DataConfig) -> list[TokenStore]:
     manifest = read_manifest(config.directory)
     return [
-        TokenStore(config.directory, source.name, era.number, "train", manifest)
+        TokenStore(config.directory, source.name, segment.number, "train", manifest)
         for source in manifest.sources
-        for era in manifest.eras(source.name)
+        for segment in manifest.segments(source.name)
     ]
 
 
@@ -282,14 +282,16 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
     read, samples = 0, OrderedSamples(config, open_fetcher(config))
     prepared = samples.prepared
     for source in prepared.manifest.sources:
-        for era in range(len(prepared.manifest.eras(source.name))):
-            store = TokenStore(config.directory, source.name, era, "train", prepared.manifest)
-            key = PlanKey(source.name, era, SEQ_LEN, prepared.content_of(source.name, era))
+        for segment in range(len(prepared.manifest.segments(source.name))):
+            store = TokenStore(config.directory, source.name, segment, "train", prepared.manifest)
+            key = PlanKey(source.name, segment, SEQ_LEN, prepared.content_of(source.name, segment))
             plan = open_plan(
                 Path(config.directory),
                 key,
                 batch_tokens=config.batch_tokens,
-                batches=lambda era=store: map(era.document_ends, range(era.num_batches)),
+                batches=lambda segment=store: map(
+                    segment.document_ends, range(segment.num_batches)
+                ),
             )
             for chunk, (first, end) in enumerate(pairwise(plan.plan.chunk_batches.tolist())):
                 window, pieces = window_of(store, first, end), plan.read(chunk)
@@ -372,39 +374,39 @@ def first_batch_s(config: DataConfig, start: int) -> float:
 
 
 def memory(config: DataConfig, folder: Path) -> dict[str, Any]:
-    """What the order and the index take in memory: by the tokens of the eras, and besides.
+    """What the order and the index take in memory: by the tokens of the segments, and besides.
 
-    The eras of another folder are the first of the same chain of manifests: it ends earlier.
+    The segments of another folder are the first of the same chain of manifests: it ends earlier.
     """
-    first_era = config.model_copy(update={"directory": str(folder / "first_era")})
-    Path(first_era.directory).mkdir()
+    first_segment = config.model_copy(update={"directory": str(folder / "first_segment")})
+    Path(first_segment.directory).mkdir()
     for path in Path(config.directory).iterdir():
         if not path.name.startswith("manifest-") or path.name <= manifest_name(1):
-            (Path(first_era.directory) / path.name).symlink_to(path.resolve())
-    opened_bytes(first_era, in_use=False)  # what is imported or compiled by the way
-    few, many = (opened_bytes(one, in_use=False) for one in (first_era, config))
-    few_tokens, tokens = (num_train_tokens(one) for one in (first_era, config))
+            (Path(first_segment.directory) / path.name).symlink_to(path.resolve())
+    opened_bytes(first_segment, in_use=False)  # what is imported or compiled by the way
+    few, many = (opened_bytes(one, in_use=False) for one in (first_segment, config))
+    few_tokens, tokens = (num_train_tokens(one) for one in (first_segment, config))
     later = tokens - few_tokens
     if not later:
-        raise SystemExit("memory needs text of more than one era: give more of it")
+        raise SystemExit("memory needs text of more than one segment: give more of it")
     arrays, objects = ((many[part] - few[part]) / later for part in range(2))
     used = sum(opened_bytes(config, in_use=True))
     many = [
-        many_shards(config, folder / f"many-{tokens}", copies=100, era_tokens=tokens)
-        for tokens in (ERA_TOKENS, 2**28)
+        many_shards(config, folder / f"many-{tokens}", copies=100, segment_tokens=tokens)
+        for tokens in (SEGMENT_TOKENS, 2**28)
     ]
     return {
         "tokens": tokens,
         "tokens_per_shard": tokens / len(read_manifest(config.directory).of("train")),
         "index_bytes_per_1000_tokens": 1000 * (arrays + objects),
-        "of_which_arrays": 1000 * arrays,  # the rest is by shard and era
+        "of_which_arrays": 1000 * arrays,  # the rest is by shard and segment
         "fixed_bytes": used - (arrays + objects) * tokens,
         "many_shards": many,
     }
 
 
 def many_shards(
-    config: DataConfig, folder: Path, *, copies: int, era_tokens: int
+    config: DataConfig, folder: Path, *, copies: int, segment_tokens: int
 ) -> dict[str, float]:
     """Opens all of a folder that names the shards of another one many times; says what it takes.
 
@@ -415,26 +417,26 @@ def many_shards(
     for shard in manifest.shards:
         units.setdefault(shard.number, []).append(shard)
     folder.mkdir()
-    writer, era, number = ManifestWriter(folder), list[ShardEntry](), 0
-    writer.append(manifest.header.model_copy(update={"era_tokens": era_tokens}))
+    writer, segment, number = ManifestWriter(folder), list[ShardEntry](), 0
+    writer.append(manifest.header.model_copy(update={"segment_tokens": segment_tokens}))
     for unit in range(copies * len(units)):
         for shard in units[sorted(units)[unit % len(units)]]:
             name = shard_name(shard.source, shard.split, unit)
-            era.append(shard.model_copy(update={"name": name, "input": f"text.jsonl [{unit}]"}))
-            for old, new in ((shard.name, name), (shard.index_name, era[-1].index_name)):
+            segment.append(shard.model_copy(update={"name": name, "input": f"text.jsonl [{unit}]"}))
+            for old, new in ((shard.name, name), (shard.index_name, segment[-1].index_name)):
                 (folder / new).symlink_to(Path(config.directory, old).resolve())
-        if sum(one.num_tokens for one in era if one.split == "train") >= era_tokens:
-            writer.append(Era(source=era[0].source, number=number, shards=tuple(era)))
-            era, number = [], number + 1
-    if era:
-        writer.append(Era(source=era[0].source, number=number, shards=tuple(era)))
+        if sum(one.num_tokens for one in segment if one.split == "train") >= segment_tokens:
+            writer.append(Segment(source=segment[0].source, number=number, shards=tuple(segment)))
+            segment, number = [], number + 1
+    if segment:
+        writer.append(Segment(source=segment[0].source, number=number, shards=tuple(segment)))
     (folder / TOKENIZER_FILE).symlink_to(Path(config.directory, TOKENIZER_FILE).resolve())
     opened = config.model_copy(update={"directory": str(folder)})
     manifest = read_manifest(folder)
     tokens = manifest.num_tokens("train")
     return {
         "shards": len(manifest.shards),
-        "eras": len(manifest.sealed),
+        "segments": len(manifest.sealed),
         "tokens": tokens,
         "bytes_per_1000_tokens": 1000 * sum(opened_bytes(opened, in_use=False)) / tokens,
     }
@@ -445,7 +447,7 @@ def num_train_tokens(config: DataConfig) -> int:
 
 
 def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
-    """Opens all eras of a folder and their orders; returns bytes of arrays, and of all else.
+    """Opens all segments of a folder and their orders; returns bytes of arrays, and of all else.
 
     `in_use`: with the windows and refs of the order that are kept once it was gone through.
     """
@@ -455,9 +457,9 @@ def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
     samples = OrderedSamples(config, open_fetcher(config))
     manifest = samples.prepared.manifest
     for number, source in enumerate(samples.mixture.names):
-        for era in range(len(manifest.eras(source))):
-            samples.prepared.layout(source, era)
-            samples.order.era_order(number, 0, era)
+        for segment in range(len(manifest.segments(source))):
+            samples.prepared.layout(source, segment)
+            samples.order.segment_order(number, 0, segment)
     for first in range(0, num_rows - BATCH, BATCH) if in_use else ():
         samples.prepare(first, BATCH)
         samples.refs_at(first, BATCH)

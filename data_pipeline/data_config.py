@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The prepared folder's format. A change that old readers cannot follow raises it."""
 
 SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"

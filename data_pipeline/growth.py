@@ -1,6 +1,6 @@
 """Whether a folder that is not complete will still grow: what its preparation leaves when it gives up.
 
-Who trains on a folder that grows waits for the next era, for hours if need be. When the preparation
+Who trains on a folder that grows waits for the next segment, for hours if need be. When the preparation
 has failed for good nobody will make it, and the file `unfinished/given-up.json` says so and why.
 The next preparation of the folder removes it.
 """

@@ -1,16 +1,16 @@
 """The table of contents of a prepared folder: a chain that only grows.
 
     manifest-000000.json   the header: what is made of what, with which tokenizer
-    manifest-000001.json   an era, sealed: a run of consecutive shards of one source
+    manifest-000001.json   a segment, sealed: a run of consecutive shards of one source
     ...
     manifest-00000n.json   complete: totals, what was dropped or quarantined, the inputs' sizes
 
 Each file carries a sha256 of itself and names the sha256 of the one before, every shard with its
 counts and blake2b-256, and the tokenizer by its sha256, so that each byte a loader relies on is
 under some checksum. A file is created whole and never changed. A folder whose chain has no end yet
-is still being made: what its sealed eras hold is already final, and can be read and trained on.
+is still being made: what its sealed segments hold is already final, and can be read and trained on.
 
-Nothing of time, host or worker count stands in it, and each era has a file of its own: the same
+Nothing of time, host or worker count stands in it, and each segment has a file of its own: the same
 input gives the same chain, byte for byte, however it was made.
 """
 
@@ -31,8 +31,8 @@ from .atomic import create_once
 from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import PrepareError, ShardError
 
-MAX_ERA_SHARDS = 2**14
-"""An era is closed with so many shards, however few tokens they hold: a manifest stays small."""
+MAX_SEGMENT_SHARDS = 2**14
+"""A segment is closed with so many shards, however few tokens they hold: a manifest stays small."""
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_COUNT = 2**53  # of tokens, bytes or documents: what JSON readers agree on
@@ -100,17 +100,17 @@ class TokenizerEntry(_Entry):
     end_of_document_id: int = Field(ge=0, lt=2**32)
 
 
-class Era(_Entry):
+class Segment(_Entry):
     """Describes a run of consecutive shards of one source, whose content never changes again.
 
     Its shards of both splits stand in the order of their input splits. It is a manifest of the
     chain's middle.
     """
 
-    kind: Literal["era"] = "era"
+    kind: Literal["segment"] = "segment"
     source: str
-    number: Count  # among the eras of its source
-    shards: tuple[ShardEntry, ...] = Field(min_length=1, max_length=2 * MAX_ERA_SHARDS)
+    number: Count  # among the segments of its source
+    shards: tuple[ShardEntry, ...] = Field(min_length=1, max_length=2 * MAX_SEGMENT_SHARDS)
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
         """Returns the shards of one split, in the order of its token stream."""
@@ -121,8 +121,8 @@ class Era(_Entry):
         return sum(shard.num_tokens for shard in self.of(split))
 
 
-class SealedEra:
-    """Keeps an era that was read as compressed JSON, and its totals beside it.
+class SealedSegment:
+    """Keeps a segment that was read as compressed JSON, and its totals beside it.
 
     A shard's entry takes some 100 bytes so, where its Python objects take 1,500: a folder of many
     small shards is kept open for as long as a run lasts, and its entries are asked for once.
@@ -130,18 +130,18 @@ class SealedEra:
 
     __slots__ = ("_num_tokens", "_packed", "last_shard", "number", "source")
 
-    def __init__(self, era: Era):
-        self.source, self.number = sys.intern(era.source), era.number
-        self.last_shard = era.shards[-1].number
-        self._num_tokens = tuple(era.num_tokens(split) for split in get_args(Split))
-        packed = zstandard.ZstdCompressor().compress(era.model_dump_json().encode())
+    def __init__(self, segment: Segment):
+        self.source, self.number = sys.intern(segment.source), segment.number
+        self.last_shard = segment.shards[-1].number
+        self._num_tokens = tuple(segment.num_tokens(split) for split in get_args(Split))
+        packed = zstandard.ZstdCompressor().compress(segment.model_dump_json().encode())
         self._packed = bytes(
             memoryview(packed)
         )  # a copy: the library's has room for the worst case
 
-    def unpacked(self) -> Era:
-        """Returns the era as its manifest has it."""
-        return Era.model_validate_json(zstandard.ZstdDecompressor().decompress(self._packed))
+    def unpacked(self) -> Segment:
+        """Returns the segment as its manifest has it."""
+        return Segment.model_validate_json(zstandard.ZstdDecompressor().decompress(self._packed))
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
@@ -157,7 +157,7 @@ class SealedEra:
         return self._num_tokens[get_args(Split).index(split)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SealedEra) and self.unpacked() == other.unpacked()
+        return isinstance(other, SealedSegment) and self.unpacked() == other.unpacked()
 
     def __hash__(self) -> int:
         return hash((self.source, self.number))
@@ -183,7 +183,7 @@ class Header(_Entry):
     spec: dict[str, Any]
     tokenizer: TokenizerEntry
     batch_tokens: int = Field(ge=1, le=2**24)
-    era_tokens: int = Field(ge=1)
+    segment_tokens: int = Field(ge=1)
     sources: tuple[SourceEntry, ...] = Field(min_length=1)
 
 
@@ -198,8 +198,8 @@ class Completion(_Entry):
     inputs: dict[str, Count]  # URL -> size when it was read
 
 
-Body = Header | Era | Completion
-_KINDS: dict[str, type[Body]] = {"header": Header, "era": Era, "complete": Completion}
+Body = Header | Segment | Completion
+_KINDS: dict[str, type[Body]] = {"header": Header, "segment": Segment, "complete": Completion}
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class DatasetManifest:
     """Describes what a prepared folder holds so far: the chain of its manifests, read to its end."""
 
     header: Header
-    sealed: tuple[SealedEra, ...] = ()
+    sealed: tuple[SealedSegment, ...] = ()
     completion: Completion | None = None
     sha256: str = ""
     """Of the last manifest: two folders with the same one hold the same data."""
@@ -239,26 +239,26 @@ class DatasetManifest:
         known = ", ".join(source.name for source in self.sources)
         raise ShardError(f"the prepared folder has no source {name!r}; its sources are {known}")
 
-    def eras(self, source: str) -> tuple[SealedEra, ...]:
-        """Returns the sealed eras of a source, in order.
+    def segments(self, source: str) -> tuple[SealedSegment, ...]:
+        """Returns the sealed segments of a source, in order.
 
         Raises:
             ShardError: there is no source of this name.
         """
-        return self._eras_by_source.get(self.source(source).name, ())
+        return self._segments_by_source.get(self.source(source).name, ())
 
     @cached_property
-    def _eras_by_source(self) -> dict[str, tuple[SealedEra, ...]]:
-        found: dict[str, list[SealedEra]] = {}
-        for era in self.sealed:
-            found.setdefault(era.source, []).append(era)
-        return {source: tuple(eras) for source, eras in found.items()}
+    def _segments_by_source(self) -> dict[str, tuple[SealedSegment, ...]]:
+        found: dict[str, list[SealedSegment]] = {}
+        for segment in self.sealed:
+            found.setdefault(segment.source, []).append(segment)
+        return {source: tuple(segments) for source, segments in found.items()}
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
-        """Returns all shards: source after source, era after era."""
-        eras = (era for source in self.sources for era in self.eras(source.name))
-        return tuple(shard for era in eras for shard in era.shards)
+        """Returns all shards: source after source, segment after segment."""
+        segments = (segment for source in self.sources for segment in self.segments(source.name))
+        return tuple(shard for segment in segments for shard in segment.shards)
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
         """Returns the shards of one split of all sources, source after source."""
@@ -266,7 +266,7 @@ class DatasetManifest:
 
     def num_tokens(self, split: str) -> int:
         """Returns the number of tokens of one split, ends of documents included."""
-        return sum(era.num_tokens(split) for era in self.sealed)
+        return sum(segment.num_tokens(split) for segment in self.sealed)
 
     def num_documents(self, split: str) -> int:
         """Returns the number of documents of one split."""
@@ -372,7 +372,7 @@ class ManifestWriter:
             raise PrepareError(
                 f"{manifest_name(self._number)} would have {len(data)} bytes, more than the "
                 f"{_MAX_MANIFEST_BYTES} that are read: give fewer and larger input files, or lower "
-                "era_tokens"
+                "segment_tokens"
             )
         create_once(self._directory / manifest_name(self._number), data)
         self._number, self._parent = self._number + 1, _body_hash(chained)
@@ -411,10 +411,10 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
     Raises:
         ShardError: a manifest is missing, not as it was written, or does not continue `known`.
     """
-    eras, parent, completion = list(known.sealed), known.sha256, known.completion
-    last = {era.source: era for era in eras}
+    segments, parent, completion = list(known.sealed), known.sha256, known.completion
+    last = {segment.source: segment for segment in segments}
     while completion is None:
-        number = 1 + len(eras)
+        number = 1 + len(segments)
         path = Path(directory) / manifest_name(number)
         data = _read(path)
         if data is None:
@@ -424,10 +424,10 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
                 raise ShardError(f"{path} is missing, and {later.name} is there: {_ELSEWHERE}")
         chained = _opened(path, data)
         body = _checked(path, chained, number=number, parent=parent)
-        if isinstance(body, Era):
-            _check_era(path, body, known.header, last.get(body.source))
-            eras.append(SealedEra(body))
-            last[body.source] = eras[-1]
+        if isinstance(body, Segment):
+            _check_segment(path, body, known.header, last.get(body.source))
+            segments.append(SealedSegment(body))
+            last[body.source] = segments[-1]
         elif isinstance(body, Completion):
             completion = body
         else:
@@ -435,7 +435,7 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
         parent = _body_hash(chained)
     if parent == known.sha256:
         return known
-    return replace(known, sealed=tuple(eras), completion=completion, sha256=parent)
+    return replace(known, sealed=tuple(segments), completion=completion, sha256=parent)
 
 
 def _later_than(path: Path, number: int) -> Path | None:
@@ -507,23 +507,25 @@ def _checked(path: Path, chained: dict[str, Any], *, number: int, parent: str) -
         ) from error
 
 
-def _check_era(path: Path, era: Era, header: Header, last: SealedEra | None) -> None:
-    """Checks that an era continues its source, and that its files can only be in the folder."""
-    if era.source not in {source.name for source in header.sources}:
-        raise ShardError(f"{path} holds an era of an unknown source {era.source!r:.80}")
+def _check_segment(
+    path: Path, segment: Segment, header: Header, last: SealedSegment | None
+) -> None:
+    """Checks that a segment continues its source, and that its files can only be in the folder."""
+    if segment.source not in {source.name for source in header.sources}:
+        raise ShardError(f"{path} holds a segment of an unknown source {segment.source!r:.80}")
     expected = 0 if last is None else last.number + 1
-    if era.number != expected:
+    if segment.number != expected:
         raise ShardError(
-            f"{path} is era {era.number} of source {era.source!r}, expected {expected}"
+            f"{path} is segment {segment.number} of source {segment.source!r}, expected {expected}"
         )
     before = (-1, "") if last is None else (last.last_shard, "validation")
-    for shard in era.shards:
+    for shard in segment.shards:
         match = _SHARD_NAME.fullmatch(shard.name)
-        of_rule = None if match is None else shard_name(era.source, shard.split, shard.number)
-        if of_rule != shard.name or shard.source != era.source:
+        of_rule = None if match is None else shard_name(segment.source, shard.split, shard.number)
+        if of_rule != shard.name or shard.source != segment.source:
             raise ShardError(
                 f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "
-                f"source {era.source!r}: it is damaged or was made by hand; prepare the data again"
+                f"source {segment.source!r}: it is damaged or was made by hand; prepare the data again"
             )
         place = (shard.number, str(shard.split))
         if place <= before:

@@ -132,7 +132,7 @@ class PrepareConfig(RecordFields):
     split_bytes: int = Field(default=64 * 2**20, ge=1)
     """Size above which a .txt, .jsonl or .parquet file is cut into several input splits."""
 
-    era_tokens: int = Field(default=2**28, ge=1)
+    segment_tokens: int = Field(default=2**28, ge=1)
     """Tokens of a segment, the unit that is sealed, read and shuffled; a run can start at the first."""
 
     encoding_faults: Literal["error", "drop"] = "error"

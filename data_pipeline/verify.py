@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .errors import ShardError
 from .growth import UNFINISHED
-from .manifest import DatasetManifest, SealedEra, is_prepared, read_manifest
+from .manifest import DatasetManifest, SealedSegment, is_prepared, read_manifest
 from .read.token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
@@ -39,7 +39,7 @@ def data_folder(path: Path) -> Path:
     if is_prepared(path):
         return path
     if (path / UNFINISHED).is_dir():
-        raise ShardError(f"{path} is being prepared, and no era is sealed yet: ask again later")
+        raise ShardError(f"{path} is being prepared, and no segment is sealed yet: ask again later")
     try:
         directory = json.loads((path / _CONFIG_FILE).read_bytes())["data"]["directory"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -74,15 +74,19 @@ def verify(directory: Path, manifest: DatasetManifest, on_bytes: OnBytes) -> Ite
     except ShardError as error:
         yield str(error)
     for source in manifest.sources:
-        for era in manifest.eras(source.name):
+        for segment in manifest.segments(source.name):
             for split in SPLITS:
-                yield from _verify_store(directory, manifest, era, split, on_bytes)
+                yield from _verify_store(directory, manifest, segment, split, on_bytes)
 
 
 def _verify_store(
-    directory: Path, manifest: DatasetManifest, era: SealedEra, split: str, on_bytes: OnBytes
+    directory: Path,
+    manifest: DatasetManifest,
+    segment: SealedSegment,
+    split: str,
+    on_bytes: OnBytes,
 ) -> Iterator[str]:
-    entries = era.of(split)
+    entries = segment.of(split)
     intact = True
     for entry in entries:
         try:
@@ -92,7 +96,7 @@ def _verify_store(
             yield str(error)
         on_bytes(entry.num_bytes)
     try:
-        store = TokenStore(directory, era.source, era.number, split, manifest)
+        store = TokenStore(directory, segment.source, segment.number, split, manifest)
     except ShardError as error:  # what was told above cannot be opened either
         if intact:
             yield str(error)

@@ -389,9 +389,9 @@ def _write_run(run_dir: Path) -> dict[str, bytes]:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     RECIPES["smoke"]().save(run_dir / "config.json")
     (run_dir / "result.json").write_text('{"state": "finished", "step": 4}\n')
-    source = {"name": "text", "done": 1, "total": 2, "tokens": 5, "eras": 1, "eta_s": 1.0}
+    source = {"name": "text", "done": 1, "total": 2, "tokens": 5, "segments": 1, "eta_s": 1.0}
     preparation = {"kind": "preparation", "time": 1e9, "stage": "tokenise", "done": 1, "total": 2}
-    preparation |= {"tokens": 5, "eras": 1, "tokens_per_s": 2.0, "eta_s": 1.0, "news": "begun"}
+    preparation |= {"tokens": 5, "segments": 1, "tokens_per_s": 2.0, "eta_s": 1.0, "news": "begun"}
     preparation |= {"sources": [source, source | {"name": "more"}]}
     (run_dir / "preparation.jsonl").write_text(json.dumps(preparation) + "\n")
     names = ("journal.jsonl", "metrics.jsonl", "config.json", "preparation.jsonl")

@@ -1,4 +1,4 @@
-"""Prepared folders made of given documents, era by era: what `prepare` would write, without its
+"""Prepared folders made of given documents, segment by segment: what `prepare` would write, without its
 inputs, and still growing for as long as a test likes.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.manifest import (
     Completion,
-    Era,
     Header,
     ManifestWriter,
+    Segment,
     ShardEntry,
     SourceEntry,
     Split,
@@ -49,7 +49,7 @@ def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False
 
 @dataclass
 class MadeFolder:
-    """A folder under construction; `documents[source][era]` are its train documents."""
+    """A folder under construction; `documents[source][segment]` are its train documents."""
 
     folder: Path
     sources: tuple[str, ...] = ("text",)
@@ -87,7 +87,7 @@ class MadeFolder:
             spec={},
             tokenizer=tokenizer,
             batch_tokens=self.batch_tokens,
-            era_tokens=1,
+            segment_tokens=1,
             sources=tuple(sources),
         )
         self._writer.append(header)
@@ -100,7 +100,7 @@ class MadeFolder:
         *,
         shards: int = 1,
     ) -> "MadeFolder":
-        """Adds an era to a source."""
+        """Adds a segment to a source."""
         entries = []
         for part in range(shards):
             entries.append(self._shard(source, "train", train[part::shards]))
@@ -108,7 +108,7 @@ class MadeFolder:
                 entries.append(self._shard(source, "validation", validation))
             self._shards[source] += 1
         number = len(self.documents[source])
-        self._writer.append(Era(source=source, number=number, shards=tuple(entries)))
+        self._writer.append(Segment(source=source, number=number, shards=tuple(entries)))
         in_order = [document for part in range(shards) for document in train[part::shards]]
         self.documents[source].append(in_order)
         self.validation[source].append(list(validation))
@@ -125,22 +125,22 @@ class MadeFolder:
         """Returns the configuration that reads it."""
         return DataConfig(directory=str(self.folder), seq_len=seq_len, seed=seed, **options)
 
-    def stream(self, source: str, era: int) -> list[int]:
-        """All tokens of an era."""
-        return [token for one in self.documents[source][era] for token in one.tokens]
+    def stream(self, source: str, segment: int) -> list[int]:
+        """All tokens of a segment."""
+        return [token for one in self.documents[source][segment] for token in one.tokens]
 
-    def learned(self, source: str, era: int) -> list[bool]:
-        """Of each token of an era, whether it is no prompt's."""
+    def learned(self, source: str, segment: int) -> list[bool]:
+        """Of each token of a segment, whether it is no prompt's."""
         return [
             place >= one.prompt
-            for one in self.documents[source][era]
+            for one in self.documents[source][segment]
             for place in range(len(one.tokens))
         ]
 
-    def document_of(self, source: str, era: int) -> list[int]:
-        """Of each token of an era, the number of its document."""
+    def document_of(self, source: str, segment: int) -> list[int]:
+        """Of each token of a segment, the number of its document."""
         return [
-            number for number, one in enumerate(self.documents[source][era]) for _ in one.tokens
+            number for number, one in enumerate(self.documents[source][segment]) for _ in one.tokens
         ]
 
     def _shard(self, source: str, split: Split, documents: Sequence[Document]) -> ShardEntry:
@@ -170,9 +170,9 @@ class MadeFolder:
             return writer.close(name=name, split=split, source=source, label=name, index_file=index)
 
 
-def flip(folder: Path, source: str, era: int, batch: int, *, split: str = "train") -> None:
+def flip(folder: Path, source: str, segment: int, batch: int, *, split: str = "train") -> None:
     """Flips one bit in the middle of a record batch."""
-    store = TokenStore(folder, source, era, split, check_sizes=False)
+    store = TokenStore(folder, source, segment, split, check_sizes=False)
     shard = int(np.searchsorted(store._first_batches, batch, side="right")) - 1
     path = folder / store.entries[shard].name
     data = bytearray(path.read_bytes())

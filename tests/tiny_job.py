@@ -38,7 +38,7 @@ TINY_JOB = (*TINY_DATA, *TINY_MODEL, *TINY_TRAINING)
 
 # Reading a document takes SLOW_S seconds of the environment; see `write_slow_filter`.
 SLOW_READING = (
-    "prepare.era_tokens=2000",
+    "prepare.segment_tokens=2000",
     "prepare.filters=['slow_filter:keep']",
 )
 _SLOW_FILTER = """

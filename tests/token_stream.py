@@ -10,7 +10,7 @@ from moebius.data_pipeline.read.token_store import TokenStore
 
 
 class TokenStream:
-    """Reads the token stream of a split of a prepared folder: all eras of all sources in a row.
+    """Reads the token stream of a split of a prepared folder: all segments of all sources in a row.
 
     It has the interface of a `TokenStore`.
     """
@@ -19,9 +19,9 @@ class TokenStream:
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
         self._stores = [
-            TokenStore(directory, source.name, era.number, split, self.manifest)
+            TokenStore(directory, source.name, segment.number, split, self.manifest)
             for source in self.manifest.sources
-            for era in self.manifest.eras(source.name)
+            for segment in self.manifest.segments(source.name)
         ]
         self.entries = tuple(entry for store in self._stores for entry in store.entries)
         sizes = [np.diff(store.batch_starts) for store in self._stores]

@@ -5,7 +5,7 @@ node where it is, through the store of the process group. It also decides whethe
 others may see a folder that has grown since.
 
 A rank that lacks data does not wait in a collective, which ends the run after `train.timeout_s`. A
-slow store, or an era that is not sealed yet, may take an hour. So before a step for which some rank
+slow store, or a segment that is not sealed yet, may take an hour. So before a step for which some rank
 has no batch, all ranks wait here in short rounds. They know it from the step before, whose
 gradient norm carried a flag: while data arrives in time, nothing is exchanged.
 """

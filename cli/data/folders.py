@@ -114,15 +114,15 @@ def _state(manifest: "DatasetManifest") -> "Text":
 
 
 def _numbers(manifest: "DatasetManifest", source: str) -> tuple[str, ...]:
-    eras = manifest.eras(source)
-    shards = [shard for era in eras for shard in era.shards]
+    segments = manifest.segments(source)
+    shards = [shard for segment in segments for shard in segment.shards]
     train = [shard for shard in shards if shard.split == "train"]
     tokens = sum(shard.num_tokens for shard in shards)
     text_bytes = sum(shard.num_text_bytes for shard in shards)
     documents = sum(shard.num_documents for shard in train)
     held_out = sum(shard.num_documents for shard in shards) - documents
     return (
-        f"{len(eras):,}",
+        f"{len(segments):,}",
         f"{sum(shard.num_tokens for shard in train):,}",
         f"{documents:,}",
         f"{held_out:,}",
@@ -176,7 +176,7 @@ def _verify(options: argparse.Namespace) -> int:
         raise ValueError("\n".join(problems))
     state = "" if manifest.complete else " so far; it is still growing"
     print(
-        f"{folder}: intact ({len(manifest.shards):,} shards in {len(manifest.sealed):,} eras, "
+        f"{folder}: intact ({len(manifest.shards):,} shards in {len(manifest.sealed):,} segments, "
         f"{num_bytes / 2**20:,.1f} MiB{state})"
     )
     return 0

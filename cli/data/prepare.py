@@ -38,7 +38,7 @@ def add_commands(commands: Commands) -> None:
             "prepare --input chats.jsonl --output shards prepare.prompt_field=question "
             "prepare.answer_field=answer",
             "prepare --input web --output shards prepare.filters=\"['my_filters:too_short']\"",
-            "prepare --config mine.toml --output shards --workers 8 prepare.era_tokens=1000000",
+            "prepare --config mine.toml --output shards --workers 8 prepare.segment_tokens=1000000",
         ],
     )
     add_overrides(parser, metavar="prepare.key=value")

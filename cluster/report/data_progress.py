@@ -38,7 +38,7 @@ class ProgressLog:
     def write(self, progress: "PrepareProgress") -> None:
         """Writes a report down, unless little has changed since the last one."""
         record = as_record(progress)
-        same = all(record[key] == self._last.get(key) for key in ("stage", "eras", "total"))
+        same = all(record[key] == self._last.get(key) for key in ("stage", "segments", "total"))
         if same and not record["news"] and time.monotonic() - self._written < _WRITE_EVERY_S:
             return
         self._append(record)
@@ -62,7 +62,7 @@ def as_record(progress: "PrepareProgress") -> dict[str, Any]:
         "done": progress.done,
         "total": progress.total,
         "tokens": progress.tokens,
-        "eras": sum(source["eras"] for source in sources),
+        "segments": sum(source["segments"] for source in sources),
         "tokens_per_s": progress.tokens_per_s,
         "eta_s": progress.eta_s,
         "news": progress.news,
@@ -89,8 +89,8 @@ def progress_words(record: Mapping[str, Any]) -> str:
     sources = record.get("sources", ())
     if len(sources) > 1:
         words += f" ({', '.join(map(_source_words, sources))})"
-    if eras := record.get("eras"):
-        words += f", {eras:,} era{'s' if eras > 1 else ''} sealed"
+    if segments := record.get("segments"):
+        words += f", {segments:,} segment{'s' if segments > 1 else ''} sealed"
     is_at_work = record.get("done", 0) < record.get("total", 0)
     if record.get("tokens_per_s") is not None and is_at_work:
         words += f", {record['tokens_per_s']:,.0f} tokens/s"

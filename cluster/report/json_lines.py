@@ -159,7 +159,7 @@ _JOURNAL = _record(
 _SOURCE = _record(
     {"name": _is_text, **_all(_is_whole, "done", "total", "tokens")},
     eta_s=_SOME_NUMBER,
-    eras=_is_whole,
+    segments=_is_whole,
 )
 _STEP_AND_LOSS: dict[str, Check] = {"step": _is_whole, "loss": _is_measured}
 _KINDS: dict[str, Check] = {
@@ -191,7 +191,7 @@ _KINDS: dict[str, Check] = {
     "data_wait": _record({"seconds": _is_number}, reason=_SOME_TEXT),
     "preparation": _record(
         {"stage": _is_text, "time": _is_time},
-        **_all(_is_whole, "done", "total", "tokens", "eras"),
+        **_all(_is_whole, "done", "total", "tokens", "segments"),
         **_all(_SOME_NUMBER, "tokens_per_s", "eta_s"),
         **_all(_is_text, "news", "error"),
         sources=_list_of(_SOURCE),

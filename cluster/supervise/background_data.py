@@ -112,11 +112,9 @@ class BackgroundData:
         """Returns how much is sealed."""
         manifest = self._read_manifest()
         if manifest is None:
-            return "no era"
-        eras = len(manifest.sealed)
-        return (
-            f"{eras:,} era{'s' if eras != 1 else ''} with {manifest.num_tokens('train'):,} tokens"
-        )
+            return "no segment"
+        segments = len(manifest.sealed)
+        return f"{segments:,} segment{'s' if segments != 1 else ''} with {manifest.num_tokens('train'):,} tokens"
 
     def _start(self) -> None:
         (self._run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Puts shards into the manifests in the order of their units, whatever order they were made in.
 
-An era of a source is sealed as soon as it has its tokens, so that whoever reads the folder while it
-is made finds the same eras in the same order as after. The header comes with the first era: a
+A segment of a source is sealed as soon as it has its tokens, so that whoever reads the folder while it
+is made finds the same segments in the same order as after. The header comes with the first segment: a
 folder from which nothing could ever be read has none.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..manifest import (
-    MAX_ERA_SHARDS,
+    MAX_SEGMENT_SHARDS,
     Completion,
-    Era,
     Header,
     ManifestWriter,
     QuarantinedSplit,
+    Segment,
     ShardEntry,
     SourceEntry,
     Split,
@@ -36,30 +36,30 @@ class Committer:
         folder: Path,
         *,
         num_units: dict[str, int],
-        on_era: Callable[[str], None],
+        on_segment: Callable[[str], None],
     ):
-        """Takes how many units each source has, and what to call with the source of every era."""
+        """Takes how many units each source has, and what to call with the source of every segment."""
         self._config, self._folder = config, folder
-        self._num_units, self._on_era = num_units, on_era
+        self._num_units, self._on_segment = num_units, on_segment
         self._writer = ManifestWriter(folder)
         self._open: dict[str, list[ShardEntry]] = {name: [] for name in num_units}
         self._left = dict(num_units)
-        self._eras = dict.fromkeys(num_units, 0)
+        self._segments = dict.fromkeys(num_units, 0)
         self._documents = {name: _nothing() for name in num_units}
         self._tokens = {name: _nothing() for name in num_units}
         self._has_header = False
 
     def commit(self, source: str, shards: Sequence[ShardEntry]) -> None:
         """Takes the shards of the next unit of a source; none where it has none."""
-        era = self._open[source]
-        era.extend(shards)
+        segment = self._open[source]
+        segment.extend(shards)
         self._left[source] -= 1
         for shard in shards:
             self._documents[source][shard.split] += shard.num_documents
             self._tokens[source][shard.split] += shard.num_tokens
-        train_tokens = sum(shard.num_tokens for shard in era if shard.split == "train")
-        is_full = train_tokens >= self._config.era_tokens or len(era) >= MAX_ERA_SHARDS
-        if era and (is_full or not self._left[source]):
+        train_tokens = sum(shard.num_tokens for shard in segment if shard.split == "train")
+        is_full = train_tokens >= self._config.segment_tokens or len(segment) >= MAX_SEGMENT_SHARDS
+        if segment and (is_full or not self._left[source]):
             self._seal(source)
 
     def complete(
@@ -87,10 +87,10 @@ class Committer:
             self._writer.append(self._header())
             self._has_header = True
         shards = tuple(self._open[source])
-        self._writer.append(Era(source=source, number=self._eras[source], shards=shards))
+        self._writer.append(Segment(source=source, number=self._segments[source], shards=shards))
         self._open[source] = []
-        self._eras[source] += 1
-        self._on_era(source)
+        self._segments[source] += 1
+        self._on_segment(source)
 
     def _header(self) -> Header:
         tokenizer = load_tokenizer(self._folder)
@@ -106,7 +106,7 @@ class Committer:
                 end_of_document_id=tokenizer.end_of_document_id,
             ),
             batch_tokens=config.batch_tokens,
-            era_tokens=config.era_tokens,
+            segment_tokens=config.segment_tokens,
             sources=tuple(
                 SourceEntry(
                     name=source.name,

@@ -5,7 +5,7 @@
 3. choose    in order: repeats out, train or validation (`choose`)
 4. sample    heads of units of all sources: the text that the tokenizer is trained on
 5. tokenise  per unit, as soon as it is chosen: one shard per side
-6. commit    in order: eras are sealed as they fill, and can be read from then on (`commit`)
+6. commit    in order: segments are sealed as they fill, and can be read from then on (`commit`)
 
 2, 4 and 5 are tasks of a `TaskPool` and run anywhere, in any order, tokenising before scanning. 3
 and 6 are quick and happen here. With `shuffle_documents` tokenised documents are spilled, and
@@ -177,7 +177,7 @@ class _Preparation:
             config,
             folder,
             num_units=dict(Counter(unit.source for _, unit in self._to_commit)),
-            on_era=self._meter.era_sealed,
+            on_segment=self._meter.segment_sealed,
         )
         # in the order in which they are handed out
         self._ready: dict[_Stage, deque[int]] = {

@@ -21,7 +21,7 @@ class SourceProgress:
     num_bytes: int
     total_bytes: int
     tokens: int
-    eras: int
+    segments: int
     quarantined: int
     tokens_per_s: float | None = None
     eta_s: float | None = None
@@ -65,7 +65,7 @@ class _Count:
     done: int = 0
     num_bytes: int = 0
     tokens: int = 0
-    eras: int = 0
+    segments: int = 0
     quarantined: int = 0
     own_bytes: int = 0  # of units that this process's tasks have made
     own_tokens: int = 0
@@ -105,9 +105,9 @@ class Meter:
         self._counts[unit.source].quarantined += 1
         self.unit_done(unit, 0, is_own=False)
 
-    def era_sealed(self, source: str) -> None:
-        """Counts an era."""
-        self._counts[source].eras += 1
+    def segment_sealed(self, source: str) -> None:
+        """Counts a segment."""
+        self._counts[source].segments += 1
 
     def progress(self, stage: str, *, news: str = "") -> PrepareProgress:
         """Returns the state of things."""
@@ -131,7 +131,7 @@ def _of_source(name: str, count: _Count, elapsed: float | None) -> SourceProgres
         num_bytes=count.num_bytes,
         total_bytes=count.total_bytes,
         tokens=count.tokens,
-        eras=count.eras,
+        segments=count.segments,
         quarantined=count.quarantined,
     )
     if elapsed is None or not count.own_bytes:

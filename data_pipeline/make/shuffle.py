@@ -1,13 +1,13 @@
 """The global document shuffle: the documents of a source, spread evenly over all of its shards.
 
-A loader shuffles inside an era, so documents that lie far apart in the input never come together in
+A loader shuffles inside a segment, so documents that lie far apart in the input never come together in
 a batch: a source whose files are sorted by date or site is read sorted by date or site. With
 `shuffle_documents` each document is given a place by a keyed hash of its text, in two passes:
 
     spill_unit      tokenises a unit, and writes its documents sorted by bucket, a piece at a time
     gather_bucket   collects a bucket from all units, sorts it by the hash, writes its shards
 
-The order depends on the documents alone. It needs the whole corpus: no era is sealed before the
+The order depends on the documents alone. It needs the whole corpus: no segment is sealed before the
 last unit is tokenised, so a run cannot train meanwhile. Cost: each token is written and read once
 more, and takes its place on the disk twice until all is done.
 """

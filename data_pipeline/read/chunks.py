@@ -1,4 +1,4 @@
-"""The rows of one chunk of an era, decoded: its tokens, and the pieces of them that rows consist of.
+"""The rows of one chunk of a segment, decoded: its tokens, and the pieces of them that rows consist of.
 
 A chunk (packing.py) is decoded whole, and nothing of it is moved afterwards. A row that is cut from
 the stream is one piece, and shares its border token with the next; a row of fitted documents is a few
@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..errors import ShardError
-from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, EraPlan, concat_plan
+from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, SegmentPlan, concat_plan
 from .token_store import TokenBatch, TokenStore
 
 BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch | None]
@@ -55,7 +55,7 @@ class ChunkSize(NamedTuple):
 class ChunkLayout(Protocol):
     """Turns the record batches of a chunk into rows at equal distances."""
 
-    plan: EraPlan
+    plan: SegmentPlan
 
     def read(self, chunk: int) -> LoadedChunk:
         """Returns the rows of a chunk.
@@ -79,7 +79,7 @@ class WantedOfTokens:
 
 
 class ConcatLayout:
-    """Cuts rows from the stream of an era, S tokens apart."""
+    """Cuts rows from the stream of a segment, S tokens apart."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ConcatLayout:
 
 
 class BestFitLayout:
-    """Puts whole documents into rows, as the era's plan says."""
+    """Puts whole documents into rows, as the segment's plan says."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class BestFitLayout:
         pieces = self._plan.read(chunk)
         width = self._seq_len + 1
         if not pieces.fit(num_tokens=len(stream.tokens), width=width):
-            raise ShardError(f"{self._plan.path} does not fit its era: {AGAIN}")
+            raise ShardError(f"{self._plan.path} does not fit its segment: {AGAIN}")
         return LoadedChunk(
             width=width,
             pieces=pieces,
@@ -198,7 +198,7 @@ class BestFitLayout:
 
 
 class _Span:
-    """Is a stretch of an era's tokens while record batches are decoded or copied into it."""
+    """Is a stretch of a segment's tokens while record batches are decoded or copied into it."""
 
     def __init__(self, store: TokenStore, begin: int, end: int, wanted: WantedOfTokens):
         size = max(0, end - begin)

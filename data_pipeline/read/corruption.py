@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 WhenCorrupt = Literal["fail", "refetch", "skip"]
 RowKey = tuple[str, int, int, int]
-"""Source, epoch, era, row."""
+"""Source, epoch, segment, row."""
 
 _TRIES = 3
 _PAUSE_S = 0.2  # doubled from try to try: what a network file system may need to come to itself
@@ -41,18 +41,18 @@ class SkippedBatch:
     """Names a record batch that was passed over, and why."""
 
     source: str
-    era: int
+    segment: int
     batch: int
     error: str
 
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """Names a row that was replaced, when, and by which row of the same era."""
+    """Names a row that was replaced, when, and by which row of the same segment."""
 
     source: str
     epoch: int
-    era: int
+    segment: int
     row: int
     sample: int  # the global number of the sample that it was to be
     replaced_by: int
@@ -60,7 +60,7 @@ class SkippedRow:
     @property
     def key(self) -> RowKey:
         """Returns what names the row."""
-        return self.source, self.epoch, self.era, self.row
+        return self.source, self.epoch, self.segment, self.row
 
 
 class SkipList:
@@ -101,7 +101,7 @@ class SkipList:
         Raises:
             DataError: there are too many.
         """
-        key = batch.source, batch.era, batch.batch
+        key = batch.source, batch.segment, batch.batch
         if key in self.batches:
             return
         if len(self.batches) >= self._most_batches:
@@ -122,7 +122,7 @@ class SkipList:
 
     def _note(self, entry: SkippedBatch | SkippedRow) -> None:
         if isinstance(entry, SkippedBatch):
-            self.batches[entry.source, entry.era, entry.batch] = entry
+            self.batches[entry.source, entry.segment, entry.batch] = entry
         else:
             self.rows.setdefault(entry.key, entry)
 
@@ -187,7 +187,7 @@ class BatchFetcher:
         """Reads a record batch: its tokens, or in full with documents' ends and loss mask.
 
         Args:
-            store: the era.
+            store: the segment.
             batch: the record batch's number.
             in_full: whether ends and mask are wanted.
             into: takes the tokens; None: memory is taken for them.
@@ -199,9 +199,7 @@ class BatchFetcher:
             ShardError: it is lost, and not to be passed over.
             DataError: too much would be passed over.
         """
-        self.doing = (
-            f"reading record batch {batch} of era {store.era} of source {store.source.name!r}"
-        )
+        self.doing = f"reading record batch {batch} of segment {store.segment} of source {store.source.name!r}"
         try:
             return _read(store, batch, in_full, into)
         except ShardError as error:
@@ -219,7 +217,7 @@ class BatchFetcher:
         into: np.ndarray | None,
         error: ShardError,
     ) -> TokenBatch | None:
-        key = store.source.name, store.era, batch
+        key = store.source.name, store.segment, batch
         if key not in self._lost:
             found = _first_that_works(self._other_ways(store, batch, in_full, into))
             if found is not None:
@@ -241,7 +239,12 @@ class BatchFetcher:
 
         def from_copy(folder: Path) -> TokenBatch:
             copy = TokenStore(
-                folder, store.source.name, store.era, store.split, store.manifest, check_sizes=False
+                folder,
+                store.source.name,
+                store.segment,
+                store.split,
+                store.manifest,
+                check_sizes=False,
             )
             try:
                 return _read(copy, batch, in_full, into)

@@ -64,7 +64,7 @@ def empty_rows(count: int, seq_len: int, *, loss_mask: bool, document_ids: bool)
 
 
 class JoinedChunks:
-    """Joins rows of some chunks of an era.
+    """Joins rows of some chunks of a segment.
 
     What that takes is worked out for all of the chunks together: the arrays of one are so short
     that numpy takes longer to begin with each of them than for what it does.
@@ -73,11 +73,11 @@ class JoinedChunks:
     def __init__(
         self, chunks: Mapping[int, LoadedChunk], *, num_chunks: int, width: int, end_id: int
     ):
-        """Takes chunks by their numbers in their era; at least one.
+        """Takes chunks by their numbers in their segment; at least one.
 
         Args:
             chunks: the chunks.
-            num_chunks: of the era.
+            num_chunks: of the segment.
             width: S+1.
             end_id: what padding consists of.
         """

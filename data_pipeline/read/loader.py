@@ -4,11 +4,11 @@ split.
 The position of a run in its data is (spec, g), g the number of samples consumed; see `order` for
 what comes when. Resuming is opening a loader with start_sample=g. A step covers the samples [g,
 g + global_batch); rank r of D takes the contiguous slice r of them, so any D that divides the batch
-sees the same samples per step. Every batch carries a digest of its rows' names and of their eras'
+sees the same samples per step. Every batch carries a digest of its rows' names and of their segments'
 content: added up over ranks (modulo 2**31) it proves that two runs saw the same rows, whatever their
 layout.
 
-A thread reads ahead. Where the folder is still growing it waits for the era that a step needs, all
+A thread reads ahead. Where the folder is still growing it waits for the segment that a step needs, all
 of it, so that all ranks wait at the same step, and `wait_reason` says what for. Chunks are decoded
 by the rank itself, or once for all ranks of its node by a data server (serving/).
 """
@@ -311,7 +311,7 @@ class Loader:
         """Checks, once, that the data goes on as the checkpoint says, or says what that waits for."""
         if self._continues is None:
             return ""
-        if not (reason := self._samples.await_eras(self._continues)):
+        if not (reason := self._samples.await_segments(self._continues)):
             self.check_position(self._continues)
             self._continues = None
         return reason

@@ -4,21 +4,21 @@ arrays, no ranks.
 Legend: S tokens predicted per row, g global sample number, i number of a row among its source's.
 
     g -> (source, i)            the mixture (mixture.py), which deals rows by weight
-    i -> (epoch, era, j)        a source is read era after era; after its last, another epoch begins
-    j -> row                    a shuffle inside the era, with keys from (seed, source, epoch, era)
+    i -> (epoch, segment, j)        a source is read segment after segment; after its last, another epoch begins
+    j -> row                    a shuffle inside the segment, with keys from (seed, source, epoch, segment)
 
-An era is a run of shards that never changes once it is sealed, so the order of what is there does
-not depend on what is still being made: a run may start on the first era, and sees what it would see
-after all of them were made. In epoch 0 the eras come as they were made, later in a keyed order.
+A segment is a run of shards that never changes once it is sealed, so the order of what is there does
+not depend on what is still being made: a run may start on the first segment, and sees what it would see
+after all of them were made. In epoch 0 the segments come as they were made, later in a keyed order.
 
-The shuffle inside an era has two levels, so that a reader which keeps some tens of record batches
+The shuffle inside a segment has two levels, so that a reader which keeps some tens of record batches
 decodes each batch about once per epoch:
 
-1. the era is taken as chunks, the rows of a few consecutive record batches each; the chunks are
+1. the segment is taken as chunks, the rows of a few consecutive record batches each; the chunks are
    permuted;
 2. some chunks at a time form a window; the rows of a window are permuted.
 
-Any (epoch, era, j) is found by permuting its era's chunks and its window's rows: 1 ms for a window
+Any (epoch, segment, j) is found by permuting its segment's chunks and its window's rows: 1 ms for a window
 of 32,768 rows. The latest windows are kept, so a run pays some 50 ns per row.
 """
 
@@ -39,14 +39,14 @@ _KEPT_WINDOWS = 2
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Says how the rows of an era lie in chunks, and how many chunks are mixed with each other."""
+    """Says how the rows of a segment lie in chunks, and how many chunks are mixed with each other."""
 
     row_starts: np.ndarray  # int64 [chunks + 1]: chunk c has the rows row_starts[c] and following
     chunks_per_window: int
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows of the era."""
+        """Returns the number of rows of the segment."""
         return int(self.row_starts[-1])
 
     def chunks_of(self, rows: np.ndarray) -> np.ndarray:
@@ -54,8 +54,8 @@ class ChunkTable:
         return np.searchsorted(self.row_starts, rows, side="right") - 1
 
 
-class EraOrder:
-    """Shuffles the rows of one era for one epoch, which `key` names."""
+class SegmentOrder:
+    """Shuffles the rows of one segment for one epoch, which `key` names."""
 
     def __init__(self, chunks: ChunkTable, key: int):
         self._chunks, self._key = chunks, key
@@ -67,7 +67,7 @@ class EraOrder:
         firsts = np.arange(0, num_chunks, chunks.chunks_per_window)
         self.window_starts = row_ends[np.append(firsts, num_chunks)]
         """int64 [windows + 1]: the position with which each window begins."""
-        self._windows: dict[int, np.ndarray] = {}  # the latest; of most eras there is none
+        self._windows: dict[int, np.ndarray] = {}  # the latest; of most segments there is none
 
     def windows_of(self, positions: np.ndarray) -> np.ndarray:
         """Returns the window that each position lies in."""
@@ -79,7 +79,7 @@ class EraOrder:
         return self.chunk_order[first : first + self._chunks.chunks_per_window]
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the rows at positions j of the era: int64, 0 <= j < number of rows."""
+        """Returns the rows at positions j of the segment: int64, 0 <= j < number of rows."""
         rows = np.empty(len(positions), dtype=np.int64)
         windows = self.windows_of(positions)
         for window in np.unique(windows):
@@ -129,10 +129,10 @@ class EndOfSourceError(Exception):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Counts the rows of a source's eras, as far as they are sealed."""
+    """Counts the rows of a source's segments, as far as they are sealed."""
 
-    era_rows: tuple[int, ...]
-    complete: bool  # there will be no more eras
+    segment_rows: tuple[int, ...]
+    complete: bool  # there will be no more segments
     max_epochs: int = 0  # 0: as many as wanted
 
 
@@ -140,12 +140,12 @@ class SourceRows:
 class RowRefs:
     """Names rows: int64 arrays of one length n.
 
-    `positions` are those inside the era; each row is found by `SampleOrder.era_order`.
+    `positions` are those inside the segment; each row is found by `SampleOrder.segment_order`.
     """
 
     sources: np.ndarray
     epochs: np.ndarray
-    eras: np.ndarray
+    segments: np.ndarray
     positions: np.ndarray
     rows: np.ndarray
 
@@ -156,7 +156,7 @@ class RowRefs:
         return RowRefs(*(getattr(self, name)[chosen] for name in _REF_FIELDS))
 
     def with_rows(self, rows: np.ndarray) -> "RowRefs":
-        """Returns the same places with other rows of their eras."""
+        """Returns the same places with other rows of their segments."""
         return replace(self, rows=rows)
 
 
@@ -169,7 +169,7 @@ class SampleOrder:
     Args:
         mixture: which source comes when.
         sources: the rows of each of the mixture's sources, by name.
-        chunks_of: (source, era) to the era's chunks; asked only for eras that are reached.
+        chunks_of: (source, segment) to the segment's chunks; asked only for segments that are reached.
         seed: of every shuffle.
     """
 
@@ -184,11 +184,13 @@ class SampleOrder:
         self.mixture = mixture
         self._chunks_of, self._seed = chunks_of, seed
         self._sources = {name: _CountedSource(name, sources[name], seed) for name in mixture.names}
-        self.era_order = functools.lru_cache(maxsize=2 * len(mixture.names) + 2)(self._era_order)
-        """(source number, epoch, era) to the EraOrder; the latest are kept."""
+        self.segment_order = functools.lru_cache(maxsize=2 * len(mixture.names) + 2)(
+            self._segment_order
+        )
+        """(source number, epoch, segment) to the SegmentOrder; the latest are kept."""
 
     def extend(self, sources: Mapping[str, SourceRows]) -> None:
-        """Takes note of eras that were sealed since; what was ordered before stays as it was."""
+        """Takes note of segments that were sealed since; what was ordered before stays as it was."""
         for name, rows in sources.items():
             self._sources[name] = _CountedSource(name, rows, self._seed)
 
@@ -210,29 +212,31 @@ class SampleOrder:
             EndOfSourceError: a source has too few rows, yet or for good.
         """
         numbers, indices = self.mixture.rows_at(start, count)
-        epochs, eras, positions, rows = np.zeros((4, count), dtype=np.int64)
+        epochs, segments, positions, rows = np.zeros((4, count), dtype=np.int64)
         for number in np.unique(numbers).tolist():
             here = np.flatnonzero(numbers == number)
             source = self._sources[self.mixture.names[number]]
-            epochs[here], eras[here], positions[here] = source.locate(indices[here])
-            for epoch, era in _distinct_pairs(epochs[here], eras[here]):
-                mine = here[(epochs[here] == epoch) & (eras[here] == era)]
-                rows[mine] = self.era_order(number, epoch, era).rows_at(positions[mine])
-        return RowRefs(numbers, epochs, eras, positions, rows)
+            epochs[here], segments[here], positions[here] = source.locate(indices[here])
+            for epoch, segment in _distinct_pairs(epochs[here], segments[here]):
+                mine = here[(epochs[here] == epoch) & (segments[here] == segment)]
+                rows[mine] = self.segment_order(number, epoch, segment).rows_at(positions[mine])
+        return RowRefs(numbers, epochs, segments, positions, rows)
 
-    def _era_order(self, number: int, epoch: int, era: int) -> EraOrder:
+    def _segment_order(self, number: int, epoch: int, segment: int) -> SegmentOrder:
         name = self.mixture.names[number]
-        return EraOrder(self._chunks_of(name, era), derive_key(self._seed, "era", name, epoch, era))
+        return SegmentOrder(
+            self._chunks_of(name, segment), derive_key(self._seed, "era", name, epoch, segment)
+        )
 
 
 class _CountedSource:
-    """Finds rows of a source by their number i, over its eras and epochs."""
+    """Finds rows of a source by their number i, over its segments and epochs."""
 
     def __init__(self, name: str, rows: SourceRows, seed: int):
         self._name, self._rows, self._seed = name, rows, seed
-        self._ends = np.cumsum(np.array(rows.era_rows, dtype=np.int64))
+        self._ends = np.cumsum(np.array(rows.segment_rows, dtype=np.int64))
         self._num_rows = int(self._ends[-1]) if len(self._ends) else 0
-        self._later_epoch = functools.lru_cache(maxsize=4)(self._order_of_eras)
+        self._later_epoch = functools.lru_cache(maxsize=4)(self._order_of_segments)
 
     def check(self, index: int) -> None:
         """Raises EndOfSourceError where there is no row `index`."""
@@ -248,26 +252,27 @@ class _CountedSource:
         raise EndOfSourceError(self._name, index, known, growing=not self._rows.complete)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (epochs, eras, positions in them) of rows i, which ascend."""
+        """Returns (epochs, segments, positions in them) of rows i, which ascend."""
         self.check(int(indices[-1]))
         epochs, inside = np.divmod(indices, self._num_rows)
-        eras, positions = np.empty_like(indices), np.empty_like(indices)
+        segments, positions = np.empty_like(indices), np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
             mine = epochs == epoch
-            order, ends = self._eras_in_order(epoch)
+            order, ends = self._segments_in_order(epoch)
             places = np.searchsorted(ends, inside[mine], side="right")
-            eras[mine] = order[places]
+            segments[mine] = order[places]
             starts = np.concatenate([[0], ends[:-1]])
             positions[mine] = inside[mine] - starts[places]
-        return epochs, eras, positions
+        return epochs, segments, positions
 
-    def _eras_in_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the eras in the order of an epoch, and their last rows' numbers plus one."""
+    def _segments_in_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the segments in the order of an epoch, and their last rows' numbers plus one."""
         if epoch == 0:
             return np.arange(len(self._ends)), self._ends
         return self._later_epoch(epoch)
 
-    def _order_of_eras(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _order_of_segments(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        # "eras", as "era" above, is part of the key: another word would give another order
         order = permutation(len(self._ends), derive_key(self._seed, "eras", self._name, epoch))
         return order, np.cumsum(np.diff(self._ends, prepend=0)[order])
 

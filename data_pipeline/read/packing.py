@@ -1,6 +1,6 @@
-"""How the documents of an era become rows of S+1 tokens: cut, or fitted whole.
+"""How the documents of a segment become rows of S+1 tokens: cut, or fitted whole.
 
-"concat": the era is one stream and row n is its tokens S*n up to and including S*(n+1), whatever
+"concat": the segment is one stream and row n is its tokens S*n up to and including S*(n+1), whatever
 documents they are of. Nothing is lost and nothing is stored, but half of the documents are cut.
 
 "best_fit": documents are fitted whole into rows, best-fit-decreasing inside chunks of about 1,000
@@ -9,13 +9,13 @@ are filled at S=2048 (mean document 1,900 tokens), for 0.5 ns per token. Only a 
 a row is cut, into rows that share their border token so that every token but its first is a target;
 its tail is fitted like a short document. The plan is a file of its own beside the shards:
 
-    pack-SOURCE-ERA-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
-    pack-SOURCE-ERA-sS.json    chunks and rows, offset, length and CRC32 of each batch, of which era
+    pack-SOURCE-SEGMENT-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
+    pack-SOURCE-SEGMENT-sS.json    chunks and rows, offset, length and CRC32 of each batch, of which segment
 
 It can be deleted, and is made again from the shards in about the time of reading them once. Another
 S is another plan: the tokens stay as they are.
 
-Legend: S tokens predicted per row, C chunks of an era. A chunk is a run of whole record batches.
+Legend: S tokens predicted per row, C chunks of a segment. A chunk is a run of whole record batches.
 """
 
 import hashlib
@@ -56,8 +56,8 @@ AGAIN = "delete the plan's two files; they are made again"
 
 
 @dataclass(frozen=True)
-class EraPlan:
-    """Says which record batches each chunk of an era has, and how many rows they make."""
+class SegmentPlan:
+    """Says which record batches each chunk of a segment has, and how many rows they make."""
 
     chunk_batches: np.ndarray  # int64 [C + 1]: chunk c has the batches from chunk_batches[c] on
     chunks: ChunkTable
@@ -72,13 +72,13 @@ def concat_plan(
     batch_tokens: int,
     *,
     chunk_batches: int = CHUNK_BATCHES,
-) -> EraPlan:
+) -> SegmentPlan:
     """Returns the plan of rows that are cut from the stream.
 
     A row belongs to the chunk in which its first token lies; its last ones may lie in the next.
 
     Args:
-        batch_starts: int64 [batches + 1]: the first token of each record batch in the era's stream.
+        batch_starts: int64 [batches + 1]: the first token of each record batch in the segment's stream.
         seq_len: S.
         batch_tokens: the usual size of a record batch.
         chunk_batches: how many record batches of that size are a chunk.
@@ -86,7 +86,7 @@ def concat_plan(
     firsts = _grouped(np.diff(batch_starts), chunk_batches * batch_tokens)
     total = num_rows(int(batch_starts[-1]), seq_len)
     row_starts = np.minimum(-(-batch_starts[firsts] // seq_len), total)
-    return EraPlan(firsts, _chunk_table(row_starts, int(batch_starts[-1]), batch_tokens))
+    return SegmentPlan(firsts, _chunk_table(row_starts, int(batch_starts[-1]), batch_tokens))
 
 
 def _grouped(sizes: np.ndarray, least: int) -> np.ndarray:
@@ -214,20 +214,20 @@ _OFFSETS, _STARTS, _LENGTHS = 1, 4, 6
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Names a plan: of which era of which source, for which S.
+    """Names a plan: of which segment of which source, for which S.
 
-    `content` is a hash of the era's content: a plan of other documents is not used.
+    `content` is a hash of the segment's content: a plan of other documents is not used.
     """
 
     source: str
-    era: int
+    segment: int
     seq_len: int
     content: str
 
     @property
     def stem(self) -> str:
         """Returns the files' common name."""
-        return f"pack-{self.source}-{self.era:06d}-s{self.seq_len}"
+        return f"pack-{self.source}-{self.segment:06d}-s{self.seq_len}"
 
 
 class _Chunk(NamedTuple):
@@ -246,28 +246,28 @@ class _PlanHead(BaseModel):
     plan_version: int = PLAN_VERSION
     packing: Literal["best_fit"] = "best_fit"
     source: str
-    era: int
+    segment: int
     seq_len: int
     content: str
     batch_tokens: Annotated[int, Field(ge=1)]
-    num_tokens: Annotated[int, Field(ge=0)]  # of the era
+    num_tokens: Annotated[int, Field(ge=0)]  # of the segment
     num_filled: Annotated[int, Field(ge=0)]  # places of all rows that hold a token
     chunks: tuple[_Chunk, ...]
 
     @property
     def key(self) -> PlanKey:
-        return PlanKey(self.source, self.era, self.seq_len, self.content)
+        return PlanKey(self.source, self.segment, self.seq_len, self.content)
 
 
 class BestFitPlan:
-    """Reads the plan of an era, chunk by chunk."""
+    """Reads the plan of a segment, chunk by chunk."""
 
     def __init__(self, directory: Path, head: _PlanHead):
         self.path = directory / f"{head.key.stem}.arrow"
         self._num_filled, self._width = head.num_filled, head.seq_len + 1
         self._chunks = np.array(head.chunks, dtype=np.int64).reshape(-1, len(_Chunk._fields))
         batch_ends, rows = self._chunks[:, 0], self._chunks[:, 1]
-        self.plan = EraPlan(
+        self.plan = SegmentPlan(
             np.concatenate([[0], batch_ends]),
             _chunk_table(np.cumsum([0, *rows]), head.num_tokens, head.batch_tokens),
         )
@@ -309,13 +309,13 @@ def open_plan(
     batch_tokens: int,
     batches: Callable[[], Iterator[np.ndarray]],
 ) -> BestFitPlan:
-    """Opens the plan of an era, and makes it first where there is none.
+    """Opens the plan of a segment, and makes it first where there is none.
 
     Args:
         directory: the prepared folder.
-        key: of which era.
+        key: of which segment.
         batch_tokens: the usual size of a record batch.
-        batches: where the documents of each record batch end, from the era's first batch on; asked
+        batches: where the documents of each record batch end, from the segment's first batch on; asked
             only if the plan must be made.
 
     Raises:
@@ -347,7 +347,7 @@ def _write_plan(
         chunk[4] = crc32(data[chunk[2] : chunk[2] + chunk[3]])
     head = _PlanHead(
         source=key.source,
-        era=key.era,
+        segment=key.segment,
         seq_len=key.seq_len,
         content=key.content,
         batch_tokens=batch_tokens,
@@ -415,7 +415,7 @@ def _signed(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_head(directory: Path, key: PlanKey) -> _PlanHead | None:
-    """Returns the head of an intact plan of just this era; None: it must be made."""
+    """Returns the head of an intact plan of just this segment; None: it must be made."""
     path = directory / f"{key.stem}.json"
     try:
         with open(path, "rb") as file:

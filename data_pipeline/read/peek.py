@@ -102,10 +102,10 @@ def peek_samples(
     finally:
         ordered.close()
     names = ordered.mixture.names
-    columns = (refs.sources, refs.epochs, refs.eras, refs.rows)
+    columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
     places = [
-        f"sample {sample:,}: source {names[source]}, epoch {epoch}, era {era}, row {row:,}"
-        for sample, source, epoch, era, row in zip(
+        f"sample {sample:,}: source {names[source]}, epoch {epoch}, segment {segment}, row {row:,}"
+        for sample, source, epoch, segment, row in zip(
             samples, *(column.tolist() for column in columns), strict=True
         )
     ]

@@ -1,10 +1,10 @@
-"""The eras of a prepared folder, opened when they are reached, and rows gathered from their chunks.
+"""The segments of a prepared folder, opened when they are reached, and rows gathered from their chunks.
 
-1. `Prepared` follows the chain of manifests, counts the rows of every era, and opens the index and
+1. `Prepared` follows the chain of manifests, counts the rows of every segment, and opens the index and
    the plan of those that are read.
 2. `RowReader` keeps the chunks of one window of the order decoded per source (16 MiB at 128 Ki
    tokens of uint16) and gathers rows from them.
-3. `SplitReader` numbers the rows of first eras one after the other: validation, and text to stand
+3. `SplitReader` numbers the rows of first segments one after the other: validation, and text to stand
    beside a request.
 
 Legend: S tokens predicted per row, n rows asked for.
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
-from ..manifest import DatasetManifest, SealedEra, follow, read_manifest
+from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
 from ..tokenizers.interface import token_dtype
 from .chunks import (
     BatchReader,
@@ -39,13 +39,13 @@ from .token_store import TokenStore
 
 Packing = Literal["concat", "best_fit"]
 ChunkReader = Callable[[str, int, int], LoadedChunk]
-"""Returns the rows of a chunk by its source, era and number: decoded here, or by a server."""
+"""Returns the rows of a chunk by its source, segment and number: decoded here, or by a server."""
 
 _SPARE_CHUNKS = 1  # beside those of a window
 
 
 class Prepared:
-    """Opens the eras of one split of a prepared folder, which may still be growing.
+    """Opens the segments of one split of a prepared folder, which may still be growing.
 
     Args:
         directory: the folder.
@@ -54,7 +54,7 @@ class Prepared:
         packing: how documents become rows.
         document_ids: whether they are wanted.
         read_batch: reads record batches.
-        check_sizes: whether a missing or truncated shard is refused when its era is opened.
+        check_sizes: whether a missing or truncated shard is refused when its segment is opened.
         chunk_batches: record batches that are decoded together where rows are cut: few for rows
             from all over, more for the order of a run.
     """
@@ -81,7 +81,7 @@ class Prepared:
         self._stores: OrderedDict[tuple[str, int], TokenStore] = OrderedDict()
         kept = 2 * len(self.manifest.sources) + 2
         self.layout = functools.lru_cache(maxsize=kept)(self._open)
-        """(source, era) to its ChunkLayout; the latest are kept."""
+        """(source, segment) to its ChunkLayout; the latest are kept."""
         self._plan_rows = functools.cache(self._rows_of_plan)
 
     @property
@@ -94,41 +94,43 @@ class Prepared:
         known, self.manifest = self.manifest, follow(self.directory, self.manifest)
         return self.manifest is not known
 
-    def era(self, source: str, number: int) -> SealedEra:
-        """Returns an era that is sealed."""
-        return self.manifest.eras(source)[number]
+    def segment(self, source: str, number: int) -> SealedSegment:
+        """Returns a segment that is sealed."""
+        return self.manifest.segments(source)[number]
 
-    def num_rows(self, source: str, era: int) -> int:
-        """Returns the number of rows of an era: from the manifest alone where they are cut."""
+    def num_rows(self, source: str, segment: int) -> int:
+        """Returns the number of rows of a segment: from the manifest alone where they are cut."""
         if self.packing == "concat":
-            return num_rows(self.era(source, era).num_tokens(self.split), self.seq_len)
-        return self._plan_rows(source, era)
+            return num_rows(self.segment(source, segment).num_tokens(self.split), self.seq_len)
+        return self._plan_rows(source, segment)
 
     def source_rows(self, source: str, *, max_epochs: int = 0) -> SourceRows:
-        """Returns the rows of a source's sealed eras."""
-        counts = tuple(self.num_rows(source, era) for era in range(len(self.manifest.eras(source))))
+        """Returns the rows of a source's sealed segments."""
+        counts = tuple(
+            self.num_rows(source, segment) for segment in range(len(self.manifest.segments(source)))
+        )
         return SourceRows(counts, self.manifest.complete, max_epochs)
 
-    def chunks(self, source: str, era: int) -> ChunkTable:
-        """Returns how the rows of an era lie in chunks."""
-        return self.layout(source, era).plan.chunks
+    def chunks(self, source: str, segment: int) -> ChunkTable:
+        """Returns how the rows of a segment lie in chunks."""
+        return self.layout(source, segment).plan.chunks
 
-    def read_chunk(self, source: str, era: int, chunk: int) -> LoadedChunk:
+    def read_chunk(self, source: str, segment: int, chunk: int) -> LoadedChunk:
         """Decodes the record batches of a chunk and returns its rows.
 
         Raises:
             ShardError: they cannot be read, and that is not to be passed over.
         """
-        return self.layout(source, era).read(chunk)
+        return self.layout(source, segment).read(chunk)
 
-    def content_hash(self, source: str, num_eras: int) -> str:
-        """Returns a hash of the content of the first eras of a source: of all their shards."""
-        hashes = [self.content_of(source, era) for era in range(num_eras)]
+    def content_hash(self, source: str, num_segments: int) -> str:
+        """Returns a hash of the content of the first segments of a source: of all their shards."""
+        hashes = [self.content_of(source, segment) for segment in range(num_segments)]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
-    def content_of(self, source: str, era: int) -> str:
-        """Returns a hash of the content of one era: of what its shards and indices hold."""
-        shards = self.era(source, era).of(self.split)
+    def content_of(self, source: str, segment: int) -> str:
+        """Returns a hash of the content of one segment: of what its shards and indices hold."""
+        shards = self.segment(source, segment).of(self.split)
         hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
@@ -139,11 +141,16 @@ class Prepared:
         self._stores.clear()
         self.layout.cache_clear()
 
-    def _open(self, source: str, era: int) -> ChunkLayout:
+    def _open(self, source: str, segment: int) -> ChunkLayout:
         store = TokenStore(
-            self.directory, source, era, self.split, self.manifest, check_sizes=self._check_sizes
+            self.directory,
+            source,
+            segment,
+            self.split,
+            self.manifest,
+            check_sizes=self._check_sizes,
         )
-        self._stores[source, era] = store
+        self._stores[source, segment] = store
         while len(self._stores) > 2 * len(self.manifest.sources) + 2:
             self._stores.popitem(last=False)[1].close()
         if self.packing == "concat":
@@ -154,25 +161,25 @@ class Prepared:
                 wanted=self.wanted,
                 chunk_batches=self._chunk_batches,
             )
-        plan = self._plan(source, era, store)
+        plan = self._plan(source, segment, store)
         return BestFitLayout(
             store, self._read_batch, seq_len=self.seq_len, wanted=self.wanted, plan=plan
         )
 
-    def _plan(self, source: str, era: int, store: TokenStore | None = None) -> BestFitPlan:
+    def _plan(self, source: str, segment: int, store: TokenStore | None = None) -> BestFitPlan:
         def document_ends():
-            opened = store or TokenStore(self.directory, source, era, self.split, self.manifest)
+            opened = store or TokenStore(self.directory, source, segment, self.split, self.manifest)
             return map(opened.document_ends, range(opened.num_batches))
 
         return open_plan(
             self.directory,
-            PlanKey(source, era, self.seq_len, self.content_of(source, era)),
+            PlanKey(source, segment, self.seq_len, self.content_of(source, segment)),
             batch_tokens=self.manifest.batch_tokens,
             batches=document_ends,
         )
 
-    def _rows_of_plan(self, source: str, era: int) -> int:
-        return self._plan(source, era).plan.chunks.num_rows
+    def _rows_of_plan(self, source: str, segment: int) -> int:
+        return self._plan(source, segment).plan.chunks.num_rows
 
 
 class RowReader:
@@ -194,17 +201,17 @@ class RowReader:
         self._prepared, self._names = prepared, tuple(names)
         self._read_chunk = read_chunk or prepared.read_chunk
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
-        self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its era
+        self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its segment
 
-    def read(self, sources: np.ndarray, eras: np.ndarray, rows: np.ndarray) -> Rows:
-        """Reads rows, each named by source, era and row: int64 [n] each.
+    def read(self, sources: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Rows:
+        """Reads rows, each named by source, segment and row: int64 [n] each.
 
         Raises:
             ShardError: a record batch is not as it was written, and that is not to be passed over.
         """
         found: Rows | None = None
-        for source, era, here in group_pairs(sources, eras):
-            part = self._read_era(source, era, rows[here])
+        for source, segment, here in group_pairs(sources, segments):
+            part = self._read_segment(source, segment, rows[here])
             if len(here) == len(rows):
                 return part
             if found is None:
@@ -214,7 +221,7 @@ class RowReader:
 
     def read_refs(self, refs: RowRefs) -> Rows:
         """Reads the rows of an order."""
-        return self.read(refs.sources, refs.eras, refs.rows)
+        return self.read(refs.sources, refs.segments, refs.rows)
 
     def _empty(self, count: int) -> Rows:
         wanted = self._prepared.wanted
@@ -225,10 +232,10 @@ class RowReader:
             document_ids=wanted.documents,
         )
 
-    def _read_era(self, source: int, era: int, rows: np.ndarray) -> Rows:
-        table, wanted = self._prepared.chunks(self._names[source], era), self._prepared.wanted
+    def _read_segment(self, source: int, segment: int, rows: np.ndarray) -> Rows:
+        table, wanted = self._prepared.chunks(self._names[source], segment), self._prepared.wanted
         chunks = table.chunks_of(rows)
-        return self._joined_chunks(source, era, chunks, table).read(
+        return self._joined_chunks(source, segment, chunks, table).read(
             chunks,
             rows - table.row_starts[chunks],
             loss_mask=wanted.counts,
@@ -236,20 +243,20 @@ class RowReader:
         )
 
     def _joined_chunks(
-        self, source: int, era: int, chunks: np.ndarray, table: ChunkTable
+        self, source: int, segment: int, chunks: np.ndarray, table: ChunkTable
     ) -> JoinedChunks:
-        """Returns what joins rows of some chunks, and of those of the era that are kept beside."""
+        """Returns what joins rows of some chunks, and of those of the segment that are kept beside."""
         known = self._joined.get(source)
-        if known is not None and known[0] == era and known[1].has(chunks):
+        if known is not None and known[0] == segment and known[1].has(chunks):
             return known[1]
         self._joined.pop(source, None)  # before it keeps more in memory than is asked for
         keep = table.chunks_per_window + _SPARE_CHUNKS
         # in the order in which they appear: what belongs to the window before is not read again
         asked = {
-            chunk: self._load(source, era, chunk, keep=keep)
+            chunk: self._load(source, segment, chunk, keep=keep)
             for chunk in dict.fromkeys(chunks.tolist())
         }
-        kept = {chunk: one for (of, chunk), one in self._loaded[source].items() if of == era}
+        kept = {chunk: one for (of, chunk), one in self._loaded[source].items() if of == segment}
         joined = JoinedChunks(
             kept | asked,
             num_chunks=len(table.row_starts) - 1,
@@ -257,25 +264,25 @@ class RowReader:
             end_id=self._prepared.manifest.end_of_document_id,
         )
         if asked.keys() <= kept.keys():
-            self._joined[source] = era, joined
+            self._joined[source] = segment, joined
         return joined
 
-    def _load(self, source: int, era: int, chunk: int, *, keep: int) -> LoadedChunk:
+    def _load(self, source: int, segment: int, chunk: int, *, keep: int) -> LoadedChunk:
         kept = self._loaded.setdefault(source, OrderedDict())
-        found = kept.get((era, chunk))
+        found = kept.get((segment, chunk))
         if found is None:
             while len(kept) >= keep:
                 kept.popitem(last=False)
-            found = self._read_chunk(self._names[source], era, chunk)
-        kept[era, chunk] = found
-        kept.move_to_end((era, chunk))
+            found = self._read_chunk(self._names[source], segment, chunk)
+        kept[segment, chunk] = found
+        kept.move_to_end((segment, chunk))
         return found
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yields each pair of values that occurs, and the places where it does.
 
-    They come in order of appearance: where one era ends and the next begins, chunks of the first are
+    They come in order of appearance: where one segment ends and the next begins, chunks of the first are
     not needed again once the second's are read.
     """
     if not len(first):
@@ -289,7 +296,7 @@ def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, in
 
 
 def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the chunks that rows of an era lie in, and of each the places of its rows.
+    """Yields the chunks that rows of a segment lie in, and of each the places of its rows.
 
     They come in order of appearance: what belongs to the window before is not read again.
     """
@@ -303,7 +310,7 @@ def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.nda
 
 
 class SplitReader:
-    """Reads rows of the first era of every source, numbered source after source.
+    """Reads rows of the first segment of every source, numbered source after source.
 
     They are cut from the streams, S tokens apart, whatever a run's packing: with a little data they
     are the whole split, and they are there as soon as a folder can be read at all. Use as a context
@@ -335,11 +342,11 @@ class SplitReader:
         )
         manifest = self._prepared.manifest
         self.directory, self.seq_len = Path(directory), seq_len
-        names = [source.name for source in manifest.sources if manifest.eras(source.name)]
+        names = [source.name for source in manifest.sources if manifest.segments(source.name)]
         self._reader = RowReader(self._prepared, names)
         self._ends = np.cumsum([self._prepared.num_rows(name, 0) for name in names], dtype=np.int64)
-        first_eras = [self._prepared.era(name, 0) for name in names]
-        self.num_tokens = sum(era.num_tokens(split) for era in first_eras)
+        first_segments = [self._prepared.segment(name, 0) for name in names]
+        self.num_tokens = sum(segment.num_tokens(split) for segment in first_segments)
 
     @property
     def num_rows(self) -> int:

@@ -32,7 +32,7 @@ _ORDER_SAMPLES = 4096  # ordered at a time: numpy takes hardly longer for as man
 class ChunkServer(Protocol):
     """Gives the rows of chunks that another process has decoded."""
 
-    def read(self, source: str, era: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
+    def read(self, source: str, segment: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
         """Returns the rows of a chunk; `alone` decodes it here, where the server does not."""
         ...
 
@@ -101,13 +101,13 @@ class OrderedSamples:
                     continue
                 if not missing.growing:
                     raise DataError(self._used_up(missing, start + count)) from None
-                era = f"era {self._counted[missing.source]} of source {missing.source!r}"
-                self._check_growth(missing.source, era)
-                return f"{era} is not sealed yet"
+                segment = f"segment {self._counted[missing.source]} of source {missing.source!r}"
+                self._check_growth(missing.source, segment)
+                return f"{segment} is not sealed yet"
         return ""
 
-    def await_eras(self, position: Mapping[str, Any]) -> str:
-        """Takes in what a growing folder has sealed, until it has the eras that a position has read.
+    def await_segments(self, position: Mapping[str, Any]) -> str:
+        """Takes in what a growing folder has sealed, until it has the segments that a position has read.
 
         They are missing where the folder was deleted and is prepared again under a run.
 
@@ -117,20 +117,22 @@ class OrderedSamples:
         Raises:
             PreparationFailedError: what is missing will never be made.
         """
-        for name, read in position["spec"].get("eras", {}).items():
+        for name, read in position["spec"].get("segments", {}).items():
             if name not in self._counted:
                 continue
             while not self.prepared.manifest.complete and (
-                read["all"] or len(self.prepared.manifest.eras(name)) < read["number"]
+                read["all"] or len(self.prepared.manifest.segments(name)) < read["number"]
             ):
                 if not self._count_more(name):
-                    era = f"era {len(self.prepared.manifest.eras(name))} of source {name!r}"
-                    self._check_growth(name, era)
-                    return f"{era}, which the checkpoint has read, is not sealed yet"
+                    segment = (
+                        f"segment {len(self.prepared.manifest.segments(name))} of source {name!r}"
+                    )
+                    self._check_growth(name, segment)
+                    return f"{segment}, which the checkpoint has read, is not sealed yet"
         return ""
 
-    def _check_growth(self, source: str, era: str) -> None:
-        """Checks that an era which is missing may still come.
+    def _check_growth(self, source: str, segment: str) -> None:
+        """Checks that a segment which is missing may still come.
 
         Raises:
             PreparationFailedError: nobody makes it any more.
@@ -138,7 +140,7 @@ class OrderedSamples:
         reason = given_up(self.prepared.directory)
         if reason is not None and not self._count_more(source):  # sealed just before the end
             raise PreparationFailedError(
-                f"{era} of {self.prepared.directory} will not come: its preparation has failed "
+                f"{segment} of {self.prepared.directory} will not come: its preparation has failed "
                 f"({reason}). What is sealed is used up: mend the cause, and run the same command "
                 "again"
             )
@@ -170,12 +172,12 @@ class OrderedSamples:
         return self.order.refs_at(start, many)
 
     def chunks_at(self, start: int, count: int) -> Iterator[tuple[str, int, int]]:
-        """Yields the chunks of samples that were made ready, each by source, era and number."""
+        """Yields the chunks of samples that were made ready, each by source, segment and number."""
         refs = self.refs_at(start, count)
-        for source, era, here in group_pairs(refs.sources, refs.eras):
+        for source, segment, here in group_pairs(refs.sources, refs.segments):
             name = self.mixture.names[source]
-            for chunk, _ in chunks_of(self.prepared.chunks(name, era), refs.rows[here]):
-                yield name, era, chunk
+            for chunk, _ in chunks_of(self.prepared.chunks(name, segment), refs.rows[here]):
+                yield name, segment, chunk
 
     def read(self, first: int, refs: RowRefs, skipped: SkipList) -> tuple[RowRefs, Rows]:
         """Reads rows, and others for those that are lost where that was asked for.
@@ -191,7 +193,7 @@ class OrderedSamples:
                 SkippedRow(
                     self.mixture.names[int(refs.sources[place])],
                     int(refs.epochs[place]),
-                    int(refs.eras[place]),
+                    int(refs.segments[place]),
                     row,
                     first + place,
                     int(refs.rows[place]),
@@ -200,10 +202,10 @@ class OrderedSamples:
         return refs, rows
 
     def digest(self, first: int, refs: RowRefs) -> int:
-        """Adds up a number per row, modulo 2**31: of its sample, its name, and its era's content."""
+        """Adds up a number per row, modulo 2**31: of its sample, its name, and its segment's content."""
         contents = np.zeros(len(refs), dtype=np.uint64)
-        for source, era, here in group_pairs(refs.sources, refs.eras):
-            contents[here] = self._content_of(source, era)
+        for source, segment, here in group_pairs(refs.sources, refs.segments):
+            contents[here] = self._content_of(source, segment)
         samples = np.arange(first, first + len(refs), dtype=np.uint64)
         words = contents
         for column in (refs.rows, refs.epochs, samples):
@@ -213,11 +215,11 @@ class OrderedSamples:
     def position(self, samples: int) -> dict[str, Any]:
         """Returns what fixes the order of the first `samples` samples: a spec and its hash.
 
-        The folder's path is not in it: data may be moved or copied. Of a source it names the eras
+        The folder's path is not in it: data may be moved or copied. Of a source it names the segments
         that were reached, so it holds however much is added to a folder that grows.
         """
         reached = {
-            name: self._eras_reached(name, int(count))
+            name: self._segments_reached(name, int(count))
             for name, count in zip(
                 self.mixture.names, self.mixture.rows_before(samples), strict=True
             )
@@ -228,7 +230,8 @@ class OrderedSamples:
         """Returns what of a saved position does not hold here, each as one line."""
         saved = position["spec"]
         reached = {
-            name: (eras["number"], eras["all"]) for name, eras in saved.get("eras", {}).items()
+            name: (segments["number"], segments["all"])
+            for name, segments in saved.get("segments", {}).items()
         }
         known = {name: reached.get(name, (0, False)) for name in self.mixture.names}
         now = self._spec(known)
@@ -248,7 +251,7 @@ class OrderedSamples:
         counts = self.mixture.rows_before(samples)
         for name, count in zip(self.mixture.names, counts.tolist(), strict=True):
             rows = self._source_rows(name)
-            known = sum(rows.era_rows) * rows.max_epochs
+            known = sum(rows.segment_rows) * rows.max_epochs
             if rows.complete and rows.max_epochs and count > known:
                 missing = EndOfSourceError(name, known, known, growing=False)
                 raise DataError(self._used_up(missing, samples))
@@ -258,22 +261,22 @@ class OrderedSamples:
         self.prepared.close()
 
     def _source_rows(self, name: str) -> SourceRows:
-        eras = self.prepared.manifest.eras(name)
+        segments = self.prepared.manifest.segments(name)
         counted = self._counted[name]
-        rows = tuple(self.prepared.num_rows(name, era) for era in range(counted))
-        complete = self.prepared.manifest.complete and counted == len(eras)
+        rows = tuple(self.prepared.num_rows(name, segment) for segment in range(counted))
+        complete = self.prepared.manifest.complete and counted == len(segments)
         return SourceRows(rows, complete, self._max_epochs[name])
 
     def _count_what_is_cheap(self) -> None:
-        """Counts the rows of all eras where the manifest alone tells them."""
+        """Counts the rows of all segments where the manifest alone tells them."""
         if self._data.packing == "concat":
             for name in self._counted:
-                self._counted[name] = len(self.prepared.manifest.eras(name))
+                self._counted[name] = len(self.prepared.manifest.segments(name))
             self.order.extend({name: self._source_rows(name) for name in self._counted})
 
     def _count_more(self, name: str) -> bool:
-        """Counts the rows of another era of a source; False: there is none yet."""
-        if self._counted[name] < len(self.prepared.manifest.eras(name)):
+        """Counts the rows of another segment of a source; False: there is none yet."""
+        if self._counted[name] < len(self.prepared.manifest.segments(name)):
             self._counted[name] += 1  # its plan of rows may have to be made
             self.order.extend({name: self._source_rows(name)})
             return True
@@ -287,15 +290,15 @@ class OrderedSamples:
         if self.prepared.manifest.complete or not self.prepared.grow():
             return False
         self._count_what_is_cheap()
-        # all sources: whether one is complete is told by the folder, with or without a new era
+        # all sources: whether one is complete is told by the folder, with or without a new segment
         self.order.extend({name: self._source_rows(name) for name in self._counted})
         return True
 
     def _check_lengths(self) -> None:
         manifest = self.prepared.manifest
         for source in manifest.sources if manifest.complete else ():
-            tokens = sum(era.num_tokens("train") for era in manifest.eras(source.name))
-            rows = sum(self._source_rows(source.name).era_rows)
+            tokens = sum(segment.num_tokens("train") for segment in manifest.segments(source.name))
+            rows = sum(self._source_rows(source.name).segment_rows)
             if tokens == 0 or (self._data.packing == "concat" and rows == 0):
                 raise too_short(
                     f"source {source.name!r} of {self.prepared.directory}",
@@ -304,7 +307,7 @@ class OrderedSamples:
                 )
 
     def _used_up(self, missing: EndOfSourceError, samples: int) -> str:
-        rows = sum(self._source_rows(missing.source).era_rows)
+        rows = sum(self._source_rows(missing.source).segment_rows)
         if not rows:
             return f"source {missing.source!r} has not one row of {self._data.seq_len + 1} tokens"
         return (
@@ -313,11 +316,11 @@ class OrderedSamples:
             "for fewer steps, raise its max_epochs, or give it less weight (data.stages can end it)"
         )
 
-    def _content_of(self, source: int, era: int) -> int:
-        key = source, era
+    def _content_of(self, source: int, segment: int) -> int:
+        key = source, segment
         if key not in self._content:
             name = self.mixture.names[source]
-            described = f"{name} {era} {self.prepared.content_of(name, era)}".encode()
+            described = f"{name} {segment} {self.prepared.content_of(name, segment)}".encode()
             self._content[key] = int.from_bytes(hashlib.sha256(described).digest()[:8], "big")
         return self._content[key]
 
@@ -326,7 +329,7 @@ class OrderedSamples:
         if not skipped.rows:
             return refs
         rows = refs.rows.copy()
-        columns = (refs.sources, refs.epochs, refs.eras, refs.rows)
+        columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
         keys = zip(*(column.tolist() for column in columns), strict=True)
         for place, (source, *rest) in enumerate(keys):
             found = skipped.rows.get((self.mixture.names[source], *rest))
@@ -340,41 +343,41 @@ class OrderedSamples:
         Returns:
             What was read, and the row that was lost.
         """
-        source, epoch, era = (
-            int(column[place]) for column in (refs.sources, refs.epochs, refs.eras)
+        source, epoch, segment = (
+            int(column[place]) for column in (refs.sources, refs.epochs, refs.segments)
         )
         lost = int(refs.rows[place])
-        order = self.order.era_order(source, epoch, era)
+        order = self.order.segment_order(source, epoch, segment)
         for row in order.others_of_window(int(refs.positions[place])).tolist():
-            one = self._reader.read(np.array([source]), np.array([era]), np.array([row]))
+            one = self._reader.read(np.array([source]), np.array([segment]), np.array([row]))
             if not one.damaged[0]:
                 rows.put(np.array([place]), one)
                 changed = refs.rows.copy()
                 changed[place] = row
                 return refs.with_rows(changed), lost
         raise DataError(
-            f"all rows of a window of era {era} of source {self.mixture.names[source]!r} are lost: "
+            f"all rows of a window of segment {segment} of source {self.mixture.names[source]!r} are lost: "
             "restore the folder from a copy"
         )
 
-    def _eras_reached(self, name: str, count: int) -> tuple[int, bool]:
-        """Returns how many eras the first rows of a source lie in, and whether it began anew."""
+    def _segments_reached(self, name: str, count: int) -> tuple[int, bool]:
+        """Returns how many segments the first rows of a source lie in, and whether it began anew."""
         rows = self._source_rows(name)
-        total = sum(rows.era_rows)
+        total = sum(rows.segment_rows)
         if count > total:
-            return len(rows.era_rows), True
-        ends = np.cumsum(rows.era_rows)
+            return len(rows.segment_rows), True
+        ends = np.cumsum(rows.segment_rows)
         return (int(np.searchsorted(ends, count, side="left")) + 1 if count else 0), False
 
     def _spec(self, reached: Mapping[str, tuple[int, bool]]) -> dict[str, Any]:
         data, manifest = self._data, self.prepared.manifest
-        eras = {}
+        segments = {}
         for name, (number, all_of_them) in reached.items():
-            there = min(number, len(manifest.eras(name)))
+            there = min(number, len(manifest.segments(name)))
             if all_of_them:
-                there = len(manifest.eras(name))
+                there = len(manifest.segments(name))
             content = self.prepared.content_hash(name, there)
-            eras[name] = {"number": there, "all": all_of_them, "sha256": content}
+            segments[name] = {"number": there, "all": all_of_them, "sha256": content}
         return {
             "order_version": ORDER_VERSION,
             "seed": data.seed,
@@ -387,7 +390,7 @@ class OrderedSamples:
             "max_epochs": self._max_epochs,
             "tokenizer_sha256": manifest.tokenizer_sha256,
             "batch_tokens": manifest.batch_tokens,
-            "eras": eras,
+            "segments": segments,
         }
 
 

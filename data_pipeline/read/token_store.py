@@ -1,6 +1,6 @@
 """Reading token shards: how one record batch is fetched, checked and decoded alone.
 
-`TokenStore` reads one split of one era of one source: batch number in, tokens out. The CRC is
+`TokenStore` reads one split of one segment of one source: batch number in, tokens out. The CRC is
 compared *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 % of
 single flipped bits. Every size that a file states is compared with what is known already before
 memory is taken for it (see `messages`). `shards` says what the files are and writes them.
@@ -81,7 +81,7 @@ class TokenBatch:
 
 
 class TokenStore:
-    """Reads the token stream of one split of one era of one source, by record batch.
+    """Reads the token stream of one split of one segment of one source, by record batch.
 
     Opening checks that every shard is there in its full size and that every index is intact; tokens
     are checked when they are read. Threads may share a store.
@@ -91,35 +91,35 @@ class TokenStore:
         self,
         directory: str | Path,
         source: str,
-        era: int,
+        segment: int,
         split: str,
         manifest: DatasetManifest | None = None,
         *,
         check_sizes: bool = True,
     ):
-        """Opens era number `era` of a source.
+        """Opens segment number `segment` of a source.
 
         Args:
             directory: the prepared folder.
             source: the source's name.
-            era: its number among the source's eras.
+            segment: its number among the source's segments.
             split: "train" or "validation".
             manifest: the folder's manifest, if it has been read.
             check_sizes: whether a missing or truncated shard is refused now, and not where its
                 batches are read.
 
         Raises:
-            ShardError: there is no such source or era yet, or its files are damaged.
+            ShardError: there is no such source or segment yet, or its files are damaged.
         """
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
-        self.source, self.era, self.split = self.manifest.source(source), era, split
-        eras = self.manifest.eras(source)
-        if not 0 <= era < len(eras):
+        self.source, self.segment, self.split = self.manifest.source(source), segment, split
+        segments = self.manifest.segments(source)
+        if not 0 <= segment < len(segments):
             raise ShardError(
-                f"{self.directory} has {len(eras)} eras of source {source!r}, none of number {era}"
+                f"{self.directory} has {len(segments)} segments of source {source!r}, none of number {segment}"
             )
-        self._sealed = eras[era]
+        self._sealed = segments[segment]
         entries = self.entries
         self._shard_numbers = np.array([entry.number for entry in entries], dtype=np.int64)
         self._schema, self._buffers = _schema_of(
@@ -283,7 +283,7 @@ class TokenStore:
         return message
 
     def _place_of_shard(self, batch: int) -> int:
-        """Returns which of the era's shards of this split a record batch lies in."""
+        """Returns which of the segment's shards of this split a record batch lies in."""
         return int(np.searchsorted(self._first_batches, batch, side="right")) - 1
 
     def _path_of(self, batch: int) -> str:

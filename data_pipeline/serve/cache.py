@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from .shared_memory import SharedChunk
 
 ChunkKey = tuple[str, int, int]
-"""Source, era, chunk."""
+"""Source, segment, chunk."""
 
 _MAX_FILES = 512  # chunks: each is an open file of the server
 

@@ -77,7 +77,7 @@ class ServedChunks:
         except OSError as error:
             self._lose(error)
 
-    def read(self, source: str, era: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
+    def read(self, source: str, segment: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
         """Returns the rows of a chunk; where the server does not have them `alone` decodes them.
 
         Raises:
@@ -85,7 +85,7 @@ class ServedChunks:
             DataError: too much would be passed over.
         """
         try:
-            found = None if self.lost else self._get(source, era, chunk)
+            found = None if self.lost else self._get(source, segment, chunk)
         except (OSError, ProtocolError) as error:
             if self._closing:
                 raise
@@ -94,7 +94,7 @@ class ServedChunks:
         if found is not None:
             return found
         self.chunks_alone += 1
-        return alone(source, era, chunk)
+        return alone(source, segment, chunk)
 
     def progress(self, sample: int) -> None:
         """Tells the server that this rank has read all samples before this one."""
@@ -124,12 +124,12 @@ class ServedChunks:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _get(self, source: str, era: int, chunk: int) -> LoadedChunk | None:
+    def _get(self, source: str, segment: int, chunk: int) -> LoadedChunk | None:
         """Returns a chunk of the server's; None: it has no room for it."""
-        want = Want(source=source, era=era, chunk=chunk, released=self._take_released())
+        want = Want(source=source, segment=segment, chunk=chunk, released=self._take_released())
         reply, file = self._ask(want)
         if isinstance(reply, Here) and file is not None:
-            return self._mapped(reply, file, source, era)
+            return self._mapped(reply, file, source, segment)
         if isinstance(reply, Failed):
             raise _ERRORS[reply.error](reply.message)
         if isinstance(reply, NoRoom):
@@ -139,14 +139,14 @@ class ServedChunks:
             raise ProtocolError(f"it refuses: {reply.reason}")
         raise ProtocolError(f"asked for a chunk, it answers {reply.kind!r}")
 
-    def _mapped(self, here: Here, file: int, source: str, era: int) -> LoadedChunk:
+    def _mapped(self, here: Here, file: int, source: str, segment: int) -> LoadedChunk:
         try:
             chunk, mapping = map_chunk(here, file)
         finally:
             os.close(file)
         self._watch(mapping, here.number)
         for one in here.lost:
-            self._skipped.add_batch(SkippedBatch(source, era, one.batch, one.error))
+            self._skipped.add_batch(SkippedBatch(source, segment, one.batch, one.error))
         return chunk
 
     def _watch(self, mapping: mmap.mmap, number: int) -> None:

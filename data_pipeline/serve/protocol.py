@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..data_config import SOURCE_NAME
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_BYTES = 16 * 2**10
 MAX_REPLY_BYTES = 2**20
 MAX_RELEASED = 500
@@ -63,7 +63,7 @@ class Want(_Message):
 
     kind: Literal["want"] = "want"
     source: str = Field(pattern=SOURCE_NAME)
-    era: _Index
+    segment: _Index
     chunk: _Index
     released: _Released = ()  # numbers of chunks that are no longer mapped
 

@@ -1,7 +1,7 @@
 """Which chunks the ranks of a node will want next, in the order of the run.
 
 It goes from step to step as the ranks do, over the node's slice of each, and stops two windows of
-the order ahead of the slowest rank, at an era that is not sealed yet, or where its caller has no
+the order ahead of the slowest rank, at a segment that is not sealed yet, or where its caller has no
 room. Not for several threads at once: it shares the order with whoever reads.
 """
 
@@ -69,15 +69,15 @@ class ReadAhead:
         Raises:
             ShardError: there is no such chunk.
         """
-        source, era, number = key
+        source, segment, number = key
         prepared = self._samples.prepared
-        while era >= len(prepared.manifest.eras(source)) and self._samples.grow():
+        while segment >= len(prepared.manifest.segments(source)) and self._samples.grow():
             pass
-        num_chunks = len(prepared.chunks(source, era).row_starts) - 1
+        num_chunks = len(prepared.chunks(source, segment).row_starts) - 1
         if number >= num_chunks:
-            raise ShardError(f"era {era} of source {source!r} has no chunk {number}")
+            raise ShardError(f"segment {segment} of source {source!r} has no chunk {number}")
         return most_bytes(
-            prepared.layout(source, era).most_of(number),
+            prepared.layout(source, segment).most_of(number),
             token_bytes=prepared.token_bytes,
             counts=prepared.wanted.counts,
             documents=prepared.wanted.documents,

@@ -239,7 +239,7 @@ class DataServer:
                 self._positions[rank] = request.sample
             self._changed.notify_all()
         if isinstance(request, Want):
-            self._give(client, (request.source, request.era, request.chunk))
+            self._give(client, (request.source, request.segment, request.chunk))
 
     def _give(self, client: int, key: ChunkKey) -> None:
         """Sends a chunk, or why there is none; until then again and again why not yet."""
@@ -360,12 +360,12 @@ class DataServer:
         return True
 
     def _decode(self, key: ChunkKey) -> SharedChunk:
-        source, era, number = key
-        self._doing = f"reading chunk {number} of era {era} of source {source!r}"
+        source, segment, number = key
+        self._doing = f"reading chunk {number} of segment {segment} of source {source!r}"
         try:
             chunk = self._samples.prepared.read_chunk(*key)
             lost = [
-                LostBatch(batch=one, error=cut(self._skipped.batches[source, era, one].error))
+                LostBatch(batch=one, error=cut(self._skipped.batches[source, segment, one].error))
                 for one in chunk.lost_batches
             ]
             return write_chunk(chunk, lost)

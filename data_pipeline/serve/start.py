@@ -75,7 +75,9 @@ def wants_server(data: DataConfig, ranks_here: int) -> bool:
         return False
     manifest = read_manifest(data.directory)
     tokens = sum(
-        era.num_tokens("train") for source in manifest.sources for era in manifest.eras(source.name)
+        segment.num_tokens("train")
+        for source in manifest.sources
+        for segment in manifest.segments(source.name)
     )
     return not manifest.complete or tokens > _WINDOWS * WINDOW_BATCHES * manifest.batch_tokens
 

@@ -95,7 +95,7 @@ def _data(config: Config) -> str:
         return "The prepared data was not at hand when this card was written.\n"
     rows = []
     for source in manifest.sources:
-        tokens = sum(era.num_tokens("train") for era in manifest.eras(source.name))
+        tokens = sum(segment.num_tokens("train") for segment in manifest.segments(source.name))
         rows.append((source.name, source.licence or "not stated", f"{tokens:,}"))
     return _table(("source", "licence", "training tokens"), rows)
 

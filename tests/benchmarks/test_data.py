@@ -24,7 +24,7 @@ def test_every_way_of_reading_gives_figures(
     monkeypatch.setattr(benchmark, "SEQ_LEN", 64)
     monkeypatch.setattr(benchmark, "BATCH", 8)
     monkeypatch.setattr(benchmark, "SPLIT_BYTES", text.stat().st_size // 2 + 1)
-    monkeypatch.setattr(benchmark, "ERA_TOKENS", 1)  # an era of each of the two shards
+    monkeypatch.setattr(benchmark, "SEGMENT_TOKENS", 1)  # a segment of each of the two shards
     monkeypatch.setattr(
         sys,
         "argv",

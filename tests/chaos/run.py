@@ -119,7 +119,7 @@ def _disturbed(
 ) -> tuple[list[Injected], dict[str, Any]]:
     """Runs the job under fire to its end."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
-    overrides += ["train.start_when.eras=1"]
+    overrides += ["train.start_when.segments=1"]
     config = configure(overrides)
     cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE, name="chaos")
     run_dir = folder / "disturbed"

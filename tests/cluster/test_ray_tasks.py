@@ -173,7 +173,7 @@ def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,
         validation_fraction=0.3,
-        era_tokens=1000,
+        segment_tokens=1000,
         split_bytes=4000,
     )
     prepare(config, tmp_path / "serial")
@@ -240,7 +240,7 @@ def test_a_killed_node_changes_no_byte(tmp_path):
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,
         validation_fraction=0.3,
-        era_tokens=1000,
+        segment_tokens=1000,
         split_bytes=1000,
     )
     prepare(config, tmp_path / "serial")
@@ -268,7 +268,7 @@ def test_poison_is_quarantined_and_the_rest_has_the_same_bytes(tmp_path, poison)
     config = PrepareConfig(
         input=(str(texts / "*.txt"),),
         tokenizer="bytes",
-        era_tokens=2000,
+        segment_tokens=2000,
         filters=("moebius.tests.poison:keep_what_does_no_harm",),
     )
     with LocalPool(2) as local:

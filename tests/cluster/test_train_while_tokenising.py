@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow  # two minutes
 
 NUM_FILES = 10
 DOCUMENTS = 40  # of each
-STEPS = 24  # of 8 × 32 tokens: some eras
+STEPS = 24  # of 8 × 32 tokens: some segments
 SETTINGS = (
     *TINY_JOB,
     *SLOW_READING,
@@ -142,7 +142,7 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
 
 def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder, afterwards):
     run_dir = folder / "submitted"
-    changes = [*overrides(folder, "growing"), "train.start_when.eras=1", "job.num_nodes=2"]
+    changes = [*overrides(folder, "growing"), "train.start_when.segments=1", "job.num_nodes=2"]
     program = start(folder, "submit", "smoke", *changes, "--run-dir", str(run_dir), slow_s=0.06)
     try:
         awaits(run_dir, program, "STARTING: starting 2 rank(s)")
@@ -160,7 +160,12 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
     finally:
         program.kill()
     assert program.returncode == 0, output
-    for words in ("preparing data: tokenising", "eras sealed", "tokens/s", "SUCCEEDED  finished"):
+    for words in (
+        "preparing data: tokenising",
+        "segments sealed",
+        "tokens/s",
+        "SUCCEEDED  finished",
+    ):
         assert words in output
     assert read_status(run_dir).generation == 1, "the ranks noticed nothing"
     assert_same_as(run_dir, afterwards, folder / "growing")
@@ -181,7 +186,7 @@ def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(fol
     assert program.returncode == 1, output
     status = read_status(run_dir)
     assert status.state is State.FAILED
-    assert status.reason.startswith(f"the data ended after step {status.step}: era ")
+    assert status.reason.startswith(f"the data ended after step {status.step}: segment ")
     assert last.name in status.reason
     assert "UTF-8" in status.reason
     assert (run_dir / "checkpoints" / f"step_{status.step:08d}").exists()
@@ -196,7 +201,7 @@ def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(fol
 
 def test_what_prepares_dies_with_the_command(folder):
     run_dir = folder / "killed"
-    changes = [*overrides(folder, "left"), "train.start_when.eras=9", "job.num_nodes=1"]
+    changes = [*overrides(folder, "left"), "train.start_when.segments=9", "job.num_nodes=1"]
     command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
     program = start(folder, *command, slow_s=5.0)
     try:

@@ -45,13 +45,13 @@ class WrongError(Exception):
 
 
 def read_everything(folder: Path) -> Content:
-    """Reads all shards of all eras, in the two ways there are."""
+    """Reads all shards of all segments, in the two ways there are."""
     found: Content = {}
     manifest = read_manifest(folder)
     for source in manifest.sources:
-        for era in range(len(manifest.eras(source.name))):
+        for segment in range(len(manifest.segments(source.name))):
             for split in ("train", "validation"):
-                store = TokenStore(folder, source.name, era, split, manifest)
+                store = TokenStore(folder, source.name, segment, split, manifest)
                 try:
                     found |= dict(_read(store))
                 finally:

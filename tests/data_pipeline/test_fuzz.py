@@ -22,7 +22,7 @@ CHILD = Path(__file__).parent / "fuzz_folder.py"
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory) -> Path:
-    """Two sources, of which one has prompts; three eras, a few batches per shard."""
+    """Two sources, of which one has prompts; three segments, a few batches per shard."""
     made = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
     made.seal("a", documents(0, 8), documents(8, 3), shards=2).seal("a", documents(1, 4))
     made.seal("b", documents(2, 6, prompts=True)).complete()
@@ -73,9 +73,11 @@ def test_each_of_a_thousand_flipped_bits_is_found(intact, tmp_path):
     for entry in manifest.of("train"):
         path = folder / entry.name
         data = bytearray(path.read_bytes())
-        era = next(era for era in manifest.eras(entry.source) if entry in era.shards)
-        store = TokenStore(folder, entry.source, era.number, "train", manifest)
-        first = int(store._first_batches[era.of("train").index(entry)])
+        segment = next(
+            segment for segment in manifest.segments(entry.source) if entry in segment.shards
+        )
+        store = TokenStore(folder, entry.source, segment.number, "train", manifest)
+        first = int(store._first_batches[segment.of("train").index(entry)])
         for _ in range(1000 // 4):
             batch = first + rng.randrange(entry.num_batches)
             place = rng.randrange(int(store._index["length"][batch]))

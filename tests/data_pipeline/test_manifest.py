@@ -18,10 +18,10 @@ from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import (
     Completion,
     DatasetManifest,
-    Era,
     Header,
     ManifestWriter,
-    SealedEra,
+    SealedSegment,
+    Segment,
     ShardEntry,
     SourceEntry,
     TokenizerEntry,
@@ -63,7 +63,7 @@ def header(**changes: Any) -> Header:
             end_of_document_id=256,
         ),
         "batch_tokens": 64,
-        "era_tokens": 200,
+        "segment_tokens": 200,
         "sources": [
             SourceEntry(
                 name=name,
@@ -78,10 +78,10 @@ def header(**changes: Any) -> Header:
     return Header(**(values | changes))
 
 
-ERAS = (
-    Era(source="web", number=0, shards=(shard("web", 0), shard("web", 0, "validation"))),
-    Era(source="code", number=0, shards=(shard("code", 1),)),
-    Era(source="web", number=1, shards=(shard("web", 2), shard("web", 3))),
+SEGMENTS = (
+    Segment(source="web", number=0, shards=(shard("web", 0), shard("web", 0, "validation"))),
+    Segment(source="code", number=0, shards=(shard("code", 1),)),
+    Segment(source="web", number=1, shards=(shard("web", 2), shard("web", 3))),
 )
 END = Completion(
     num_documents={"web": {"train": 9}},
@@ -92,7 +92,7 @@ END = Completion(
 )
 
 
-def write(folder: Path, *bodies: Header | Era | Completion) -> Path:
+def write(folder: Path, *bodies: Header | Segment | Completion) -> Path:
     writer = ManifestWriter(folder)
     for body in bodies:
         writer.append(body)
@@ -101,13 +101,13 @@ def write(folder: Path, *bodies: Header | Era | Completion) -> Path:
 
 @pytest.fixture
 def chain(tmp_path) -> Path:
-    return write(tmp_path, header(), *ERAS, END)
+    return write(tmp_path, header(), *SEGMENTS, END)
 
 
 def test_written_and_read_again(chain):
     manifest = read_manifest(chain)
     assert manifest.header == header()
-    assert tuple(era.unpacked() for era in manifest.sealed) == ERAS
+    assert tuple(segment.unpacked() for segment in manifest.sealed) == SEGMENTS
     assert manifest.completion == END
     assert manifest.complete
     assert manifest.num_files == 5
@@ -115,7 +115,7 @@ def test_written_and_read_again(chain):
 
 def test_what_a_manifest_tells(chain):
     manifest = read_manifest(chain)
-    assert [era.number for era in manifest.eras("web")] == [0, 1]
+    assert [segment.number for segment in manifest.segments("web")] == [0, 1]
     assert [one.name for one in manifest.of("train")] == [
         "web.train-00000.tok.arrow",
         "web.train-00002.tok.arrow",
@@ -126,9 +126,9 @@ def test_what_a_manifest_tells(chain):
     assert manifest.num_documents("validation") == 3
     assert manifest.dropped == {"empty": 7, "duplicate": 1}
     assert manifest.inputs == {"web.txt": 7}
-    assert manifest.eras("web")[1].num_tokens("train") == 205
+    assert manifest.segments("web")[1].num_tokens("train") == 205
     with pytest.raises(ShardError, match=r"no source 'books'; its sources are web, code"):
-        manifest.eras("books")
+        manifest.segments("books")
 
 
 def test_a_growing_chain_is_followed_without_reading_again_what_is_known(tmp_path, monkeypatch):
@@ -136,11 +136,11 @@ def test_a_growing_chain_is_followed_without_reading_again_what_is_known(tmp_pat
     writer.append(header())
     known = read_manifest(tmp_path)
     assert not known.complete
-    assert known.eras("web") == ()
+    assert known.segments("web") == ()
     assert known.dropped == {}
     assert follow(tmp_path, known) is known
     opened: list[str] = []
-    for body in (*ERAS, END):
+    for body in (*SEGMENTS, END):
         writer.append(body)
         known = _following(tmp_path, known, opened, monkeypatch)
         assert known == read_manifest(tmp_path)
@@ -165,14 +165,14 @@ def _following(folder, known, opened, monkeypatch) -> DatasetManifest:
 
 def test_writing_the_same_again_changes_nothing(chain):
     before = {path.name: path.stat().st_ino for path in chain.iterdir()}
-    write(chain, header(), *ERAS, END)
+    write(chain, header(), *SEGMENTS, END)
     assert {path.name: path.stat().st_ino for path in chain.iterdir()} == before
 
 
 def test_writing_something_else_is_refused(chain):
     with pytest.raises(PrepareError, match=r"manifest-000001.json exists and says something else"):
-        write(chain, header(), ERAS[1])
-    assert tuple(era.unpacked() for era in read_manifest(chain).sealed) == ERAS
+        write(chain, header(), SEGMENTS[1])
+    assert tuple(segment.unpacked() for segment in read_manifest(chain).sealed) == SEGMENTS
 
 
 def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_no_manifest(tmp_path):
 
 def test_another_format_is_refused(tmp_path):
     write(tmp_path, header(format_version=99))
-    with pytest.raises(ShardError, match="has format 99, this version reads 2: prepare the data"):
+    with pytest.raises(ShardError, match="has format 99, this version reads 3: prepare the data"):
         read_manifest(tmp_path)
 
 
@@ -234,9 +234,9 @@ def test_a_manifest_that_is_missing_before_others_is_damage(chain, number):
 
 
 def test_a_gap_is_damage_for_who_follows_a_growing_chain(tmp_path):
-    known = read_manifest(write(tmp_path, header(), *ERAS[:1]))
+    known = read_manifest(write(tmp_path, header(), *SEGMENTS[:1]))
     assert follow(tmp_path, known) is known
-    write(tmp_path, header(), *ERAS, END)
+    write(tmp_path, header(), *SEGMENTS, END)
     (tmp_path / manifest_name(2)).unlink()
     (tmp_path / manifest_name(3)).unlink()
     with pytest.raises(ShardError, match=f"{manifest_name(2)} is missing"):
@@ -259,7 +259,7 @@ def test_a_manifest_that_is_written_while_the_chain_is_read_is_no_gap(chain, mon
 def test_a_manifest_of_another_folder_is_refused(chain, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    write(other, header(era_tokens=300), *ERAS)
+    write(other, header(segment_tokens=300), *SEGMENTS)
     (chain / manifest_name(2)).write_bytes((other / manifest_name(2)).read_bytes())
     with pytest.raises(ShardError, match=r"000002.json does not continue the manifest before it"):
         read_manifest(chain)
@@ -303,12 +303,12 @@ def test_no_name_leaves_the_folder(chain, name):
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        (0, {"kind": "era"}, "unknown, missing or impossible"),
+        (0, {"kind": "segment"}, "unknown, missing or impossible"),
         (0, {"batch_tokens": 2**40}, "unknown, missing or impossible"),
         (0, {"sources": []}, "unknown, missing or impossible"),
         (1, {"kind": "header"}, "unknown, missing or impossible"),
         (1, {"kind": "tombstone"}, "unknown kind 'tombstone'"),
-        (1, {"number": 1}, "era 1 of source 'web', expected 0"),
+        (1, {"number": 1}, "segment 1 of source 'web', expected 0"),
         (1, {"source": "books"}, "unknown source 'books'"),
         (1, {"shards": []}, "unknown, missing or impossible"),
         (1, {"shards": dumped(shard("web", 0), num_tokens=2**60)}, "unknown, missing or"),
@@ -332,7 +332,7 @@ def test_it_names_no_time_and_no_host(prepared):
     ]
     chained = {"file", "parent", "kind"}
     assert set(bodies[0]) - chained == {
-        *("format_version", "spec_hash", "spec", "tokenizer", "batch_tokens", "era_tokens"),
+        *("format_version", "spec_hash", "spec", "tokenizer", "batch_tokens", "segment_tokens"),
         "sources",
     }
     assert set(bodies[1]) - chained == {"source", "number", "shards"}
@@ -378,21 +378,23 @@ def test_what_the_system_says_becomes_advice(tmp_path, monkeypatch, number, mess
 def test_a_name_that_is_not_by_rule_is_refused(tmp_path):
     """Names are not kept: they follow from source, split and number."""
     odd = shard("web", 1, name="web.train-000001.tok.arrow")
-    write(tmp_path, header(), Era(source="web", number=0, shards=(odd,)))
+    write(tmp_path, header(), Segment(source="web", number=0, shards=(odd,)))
     with pytest.raises(ShardError, match="no name of a train shard"):
         read_manifest(tmp_path)
 
 
-def test_a_sealed_era_is_kept_small_and_comes_back_whole(tmp_path):
+def test_a_sealed_segment_is_kept_small_and_comes_back_whole(tmp_path):
     shards = tuple(
         shard("web", number, split, blake2b=f"{number:064x}")
         for number in range(200)
         for split in ("train", "validation")
     )
-    era = Era(source="web", number=0, shards=shards)
-    (sealed,) = read_manifest(write(tmp_path, header(), era)).sealed
-    assert sealed.unpacked() == era
-    assert sealed == SealedEra(era) != SealedEra(era.model_copy(update={"number": 1}))
-    assert sealed.num_tokens("validation") == era.num_tokens("validation")
+    segment = Segment(source="web", number=0, shards=shards)
+    (sealed,) = read_manifest(write(tmp_path, header(), segment)).sealed
+    assert sealed.unpacked() == segment
+    assert (
+        sealed == SealedSegment(segment) != SealedSegment(segment.model_copy(update={"number": 1}))
+    )
+    assert sealed.num_tokens("validation") == segment.num_tokens("validation")
     assert sealed.last_shard == 199
     assert sys.getsizeof(sealed._packed) < 100 * len(shards)

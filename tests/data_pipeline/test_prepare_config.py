@@ -31,7 +31,7 @@ def _two_sources(**changes: Any) -> dict[str, Any]:
         ({"tokenizer_sample_bytes": 1000}, False),
         ({"batch_tokens": 1000}, False),
         ({"split_bytes": 1000}, False),
-        ({"era_tokens": 1000}, False),
+        ({"segment_tokens": 1000}, False),
         ({"encoding_faults": "drop"}, False),
         ({"shuffle_documents": True}, False),
         ({"sources": [_source(id_field="id")]}, False),

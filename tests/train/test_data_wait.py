@@ -29,7 +29,7 @@ from moebius.train.record.run_folder import open_run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Two eras of some 30 rows each."""
+    """Two segments of some 30 rows each."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"))
     folder.seal("text", documents(0, 16), documents(2, 16)).seal("text", documents(1, 16))
     return folder.complete()
@@ -56,10 +56,10 @@ def make_config(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **
 
 @dataclass(frozen=True)
 class Block:
-    """Makes the first batch of an era take so long, on these ranks."""
+    """Makes the first batch of a segment take so long, on these ranks."""
 
     ranks: tuple[int, ...]
-    era: int
+    segment: int
     seconds: float
 
     def install(self, rank: int) -> None:
@@ -68,7 +68,7 @@ class Block:
 
         def slow(store: TokenStore, batch: int, into: Any = None) -> TokenBatch:
             nonlocal passed
-            if not passed and store.era == self.era and store.split == "train":
+            if not passed and store.segment == self.segment and store.split == "train":
                 passed = True
                 time.sleep(self.seconds)
             return read(store, batch, into)
@@ -98,7 +98,7 @@ def seen(run_dir: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     "block",
-    # of the second, what was read ahead hides a part: as long as the steps of an era take
+    # of the second, what was read ahead hides a part: as long as the steps of a segment take
     [Block((1,), 0, 5.0), pytest.param(Block((0, 1), 1, 9.0), marks=pytest.mark.slow)],
 )
 def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
@@ -112,7 +112,7 @@ def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, b
     assert waits[-1]["seconds"] > 1
     if 0 in block.ranks:
         reasons = [line["reason"] for line in waits if line["reason"]]
-        assert reasons[0].startswith(f"reading record batch 0 of era {block.era} of")
+        assert reasons[0].startswith(f"reading record batch 0 of segment {block.segment} of")
     assert not lines(expected, "data_wait")
 
 
@@ -170,7 +170,7 @@ def test_another_folder_is_refused_with_the_difference(made, tmp_path) -> None:
         update={"data": config.data.model_copy(update={"directory": str(other.folder)})}
     )
     longer = moved.model_copy(update={"train": moved.train.model_copy(update={"steps": 6})})
-    with pytest.raises(Exception, match=r"eras.text.sha256: saved '"):
+    with pytest.raises(Exception, match=r"segments.text.sha256: saved '"):
         run_ranks(run_training, 1, longer, tmp_path / "run")
 
 

@@ -98,7 +98,7 @@ def resolve_prepare(
         if not override.startswith("prepare."):
             raise ConfigError(
                 f"override {override!r}: `moebius prepare` takes the section prepare alone; write "
-                "prepare.key=value, for example prepare.era_tokens=1000000"
+                "prepare.key=value, for example prepare.segment_tokens=1000000"
             )
         _apply(values, override)
     origin = str(file) if file else "prepare"

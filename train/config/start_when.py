@@ -1,7 +1,7 @@
 """When the ranks of a run begin while its data is still being prepared.
 
 What a run reads does not depend on it: the order of a folder that grows is that of the whole one
-(`data_pipeline/read/order.py`), and a step whose era is not sealed yet waits.
+(`data_pipeline/read/order.py`), and a step whose segment is not sealed yet waits.
 """
 
 import re
@@ -21,8 +21,8 @@ class StartWhen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    eras: PositiveInt | None = None
-    """Sealed eras of all sources together."""
+    segments: PositiveInt | None = None
+    """Sealed segments of all sources together."""
 
     tokens: PositiveInt | None = None
     """Sealed training tokens of all sources together; also written as "50M" or "2.5B"."""
@@ -42,23 +42,23 @@ class StartWhen(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.eras is None and self.tokens is None:
-            raise ValueError("give eras, tokens or both; leave start_when out to prepare first")
+        if self.segments is None and self.tokens is None:
+            raise ValueError("give segments, tokens or both; leave start_when out to prepare first")
         return self
 
     def is_met(self, manifest: DatasetManifest) -> bool:
-        """Returns whether ranks may begin on what is sealed: every source must have an era."""
+        """Returns whether ranks may begin on what is sealed: every source must have a segment."""
         if manifest.complete:
             return True
-        if not all(manifest.eras(source.name) for source in manifest.sources):
-            return False  # validation is on each source's first era
-        enough_eras = len(manifest.sealed) >= (self.eras or 0)
-        return enough_eras and manifest.num_tokens("train") >= (self.tokens or 0)
+        if not all(manifest.segments(source.name) for source in manifest.sources):
+            return False  # validation is on each source's first segment
+        enough_segments = len(manifest.sealed) >= (self.segments or 0)
+        return enough_segments and manifest.num_tokens("train") >= (self.tokens or 0)
 
     def __str__(self) -> str:
         parts = []
-        if self.eras is not None:
-            parts.append(f"{self.eras:,} era{'s' if self.eras > 1 else ''}")
+        if self.segments is not None:
+            parts.append(f"{self.segments:,} segment{'s' if self.segments > 1 else ''}")
         if self.tokens is not None:
             parts.append(f"{self.tokens:,} tokens")
         return " and ".join(parts)

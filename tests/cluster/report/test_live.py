@@ -180,7 +180,7 @@ def source(name: str, done: int, **more: float) -> SourceProgress:
         num_bytes=done * 3000,
         total_bytes=6000,
         tokens=done * 1000,
-        eras=0,
+        segments=0,
         quarantined=0,
         **more,
     )

@@ -25,7 +25,7 @@ from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress
 from tests.cluster.pretended import OK, Act, PretendedNode, ends, failed, finishes, makes_steps
 
-USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: era 1 will not come: why"
+USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: segment 1 will not come: why"
 
 
 class Child:
@@ -83,10 +83,13 @@ def made(tmp_path) -> MadeFolder:
     return MadeFolder(tmp_path / "data")
 
 
-def launch_of(tmp_path: Path, made: MadeFolder, *, eras: int = 1, **values) -> Launch:
+def launch_of(tmp_path: Path, made: MadeFolder, *, segments: int = 1, **values) -> Launch:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    config = {"data": {"directory": str(made.folder)}, "train": {"start_when": {"eras": eras}}}
+    config = {
+        "data": {"directory": str(made.folder)},
+        "train": {"start_when": {"segments": segments}},
+    }
     (run_dir / "config.json").write_text(json.dumps(config))
     return Launch(str(run_dir), prepares_data=True, backoff_s=0.001, **values)
 
@@ -130,17 +133,17 @@ class Job:
 
 
 def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path, made):
-    job = Job(launch_of(tmp_path, made, eras=2))
-    job.await_words("PREPARING: the ranks begin with 2 eras sealed")
+    job = Job(launch_of(tmp_path, made, segments=2))
+    job.await_words("PREPARING: the ranks begin with 2 segments sealed")
     seal(made)
     time.sleep(0.05)
     assert not job.nodes.assignments
     seal(made, 1)
-    job.await_words("2 eras with")
+    job.await_words("2 segments with")
     job.await_words("STARTING: starting 1 rank(s)")
     made.complete()
     job.preparation.children[0].code = 0
-    job.await_words("STARTING: the data is complete: 2 eras with")
+    job.await_words("STARTING: the data is complete: 2 segments with")
     assert job.end().state is State.SUCCEEDED
     assert len(job.preparation.children) == 1
     assert read_status(job.run_dir).restarts == 0
@@ -201,9 +204,9 @@ def test_ranks_that_have_used_up_what_is_sealed_are_not_started_again(tmp_path, 
     seal(made)
     status = Job(launch_of(tmp_path, made), failed(USED_UP)).end()
     assert status.state is State.FAILED
-    assert status.reason == "the data ended after step 3: era 1 will not come: why"
+    assert status.reason == "the data ended after step 3: segment 1 will not come: why"
     assert status.root_cause is not None
-    assert status.root_cause.summary == "era 1 will not come: why"
+    assert status.root_cause.summary == "segment 1 will not come: why"
     assert status.generation == 1
 
 
@@ -243,13 +246,13 @@ def test_both_progresses_are_shown_at_once(tmp_path):
         log.write(progress(done, news="c[1].txt is left out" if done == 5 else ""))
     Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
     train = {"kind": "train", "time": 5.0, "step": 7, "loss": 2.5, "tokens_per_s": 99.0}
-    wait = {"kind": "data_wait", "time": 6.0, "step": 7, "seconds": 20.0, "reason": "era 3"}
+    wait = {"kind": "data_wait", "time": 6.0, "step": 7, "seconds": 20.0, "reason": "segment 3"}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(wait)}\n")
     view = View(tmp_path)
     events = [event.text for event in view.refresh()]
-    assert "the ranks have waited 20 s for data: era 3" in events
+    assert "the ranks have waited 20 s for data: segment 3" in events
     assert "preparing data: c[1].txt is left out" in events
     console = Console(file=io.StringIO(), width=120)
     console.print(render(view, width=120))
-    for told in ("tokenising 5/9, 5,000 tokens, 2 eras sealed, 1,234 tokens/s", "step 7", "99"):
+    for told in ("tokenising 5/9, 5,000 tokens, 2 segments sealed, 1,234 tokens/s", "step 7", "99"):
         assert told in console.file.getvalue()  # type: ignore[attr-defined]

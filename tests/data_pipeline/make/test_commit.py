@@ -1,4 +1,4 @@
-"""Eras are sealed in the order of the units as soon as they are full, and the chain says it all."""
+"""Segments are sealed in the order of the units as soon as they are full, and the chain says it all."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def entry(source: str, number: int, tokens: int, split: Split = "train") -> Shar
 
 @pytest.fixture
 def make(tmp_path):
-    """Returns what makes a committer of a folder, and the eras it tells of."""
+    """Returns what makes a committer of a folder, and the segments it tells of."""
     save_tokenizer(tmp_path, BytesTokenizer())
     told: list[str] = []
 
@@ -49,52 +49,54 @@ def make(tmp_path):
             sources=tuple(SourceConfig(name=name, input=("x",)) for name in num_units),
             tokenizer="bytes",
             vocab_size=257,
-            era_tokens=1000,
+            segment_tokens=1000,
         )
-        committer = Committer(config, tmp_path, num_units=num_units, on_era=told.append)
+        committer = Committer(config, tmp_path, num_units=num_units, on_segment=told.append)
         return committer, tmp_path, told
 
     return made
 
 
-def eras(folder: Path, source: str) -> list[list[int]]:
-    """The numbers of the train shards of each era."""
+def segments(folder: Path, source: str) -> list[list[int]]:
+    """The numbers of the train shards of each segment."""
     manifest = read_manifest(folder)
-    return [[shard.number for shard in era.of("train")] for era in manifest.eras(source)]
+    return [
+        [shard.number for shard in segment.of("train")] for segment in manifest.segments(source)
+    ]
 
 
-def test_an_era_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
+def test_an_segment_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
     committer, folder, told = make(a=5, b=2)
     committer.commit("a", [entry("a", 0, 600)])
     assert not is_prepared(folder), "nothing can be read yet"
     committer.commit("b", [entry("b", 0, 999), entry("b", 0, 10**6, "validation")])
-    assert not is_prepared(folder), "validation fills no era"
+    assert not is_prepared(folder), "validation fills no segment"
     committer.commit("a", [entry("a", 1, 400)])
-    assert eras(folder, "a") == [[0, 1]]
+    assert segments(folder, "a") == [[0, 1]]
     committer.commit("a", [])  # nothing of it stays
     committer.commit("a", [entry("a", 3, 5000)])
     committer.commit("a", [entry("a", 4, 1)])
-    assert eras(folder, "a") == [[0, 1], [3], [4]]
-    assert eras(folder, "b") == []
+    assert segments(folder, "a") == [[0, 1], [3], [4]]
+    assert segments(folder, "b") == []
     committer.commit("b", [])
-    assert eras(folder, "b") == [[0]]
+    assert segments(folder, "b") == [[0]]
     assert told == ["a", "a", "a", "b"]
 
 
-def test_a_source_that_ends_with_nothing_has_no_empty_era(make):
+def test_a_source_that_ends_with_nothing_has_no_empty_segment(make):
     committer, folder, told = make(a=2)
     committer.commit("a", [entry("a", 0, 1000)])
     committer.commit("a", [])
-    assert eras(folder, "a") == [[0]]
+    assert segments(folder, "a") == [[0]]
     assert told == ["a"]
 
 
-def test_an_era_has_so_many_shards_at_most(make, monkeypatch):
-    monkeypatch.setattr(commit, "MAX_ERA_SHARDS", 3)
+def test_an_segment_has_so_many_shards_at_most(make, monkeypatch):
+    monkeypatch.setattr(commit, "MAX_SEGMENT_SHARDS", 3)
     committer, folder, _ = make(a=7)
     for number in range(7):
         committer.commit("a", [entry("a", number, 1)])
-    assert eras(folder, "a") == [[0, 1, 2], [3, 4, 5], [6]]
+    assert segments(folder, "a") == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_the_end_says_what_became_of_everything(make):
@@ -129,5 +131,5 @@ def test_committing_again_finds_what_is_there_and_extends_it(make):
     again.commit("a", [entry("a", 0, 2000)])
     again.commit("a", [entry("a", 1, 1)])
     assert read_manifest(folder).sealed[0] == first.sealed[0]
-    assert eras(folder, "a") == [[0], [1]]
+    assert segments(folder, "a") == [[0], [1]]
     assert told == ["a", "a", "a"]

@@ -44,7 +44,7 @@ def _harm(monkeypatch):
 def _corpus(
     folder: Path, poison: str, *, tokenizer: str = "bytes", everywhere: bool = False
 ) -> PrepareConfig:
-    """Five files, of which one has a poisonous document in its middle; some eras.
+    """Five files, of which one has a poisonous document in its middle; some segments.
 
     `everywhere`: it does its harm in other processes as well.
     """
@@ -56,7 +56,7 @@ def _corpus(
         tokenizer=tokenizer,
         vocab_size=257 if tokenizer == "bytes" else 300,
         batch_tokens=300,
-        era_tokens=4000 if tokenizer == "bytes" else 1000,
+        segment_tokens=4000 if tokenizer == "bytes" else 1000,
         validation_fraction=0.2,
         filters=("poison:keep_what_does_no_harm",) if everywhere else (),
     )

@@ -331,7 +331,7 @@ def test_progress_is_told(config, tmp_path):
     assert last.eta_s == 0
     assert [event.eta_s is None for event in events if event.done == 0][:5] == [True] * 5
     (source,) = last.sources
-    assert (source.name, source.eras, source.quarantined) == ("text", 1, 0)
+    assert (source.name, source.segments, source.quarantined) == ("text", 1, 0)
     assert source.num_bytes == source.total_bytes == sum(manifest.inputs.values())
 
 
@@ -363,8 +363,8 @@ def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> N
         if not name.startswith(UNFINISHED):
             assert content == reference[name]
     if is_prepared(folder):
-        for era in read_manifest(folder).eras("text"):
-            TokenStore(folder, "text", era.number, "train").read(0)
+        for segment in read_manifest(folder).segments("text"):
+            TokenStore(folder, "text", segment.number, "train").read(0)
     else:
         with pytest.raises(ShardError, match="holds no prepared data"):
             TokenStream(folder, "train")

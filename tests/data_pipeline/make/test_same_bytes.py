@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
             ),
             vocab_size=300,
             batch_tokens=200,
-            era_tokens=1500,
+            segment_tokens=1500,
             split_bytes=2500,
             validation_fraction=0.2,
             shuffle_documents=shuffle,

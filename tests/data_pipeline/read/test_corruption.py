@@ -80,8 +80,8 @@ def _joined(batches: list[Batch]) -> tuple[list, int]:
     return np.concatenate(tokens).tolist(), sum(batch.digest for batch in batches) % 2**31
 
 
-def lost_rows(made: MadeFolder, source: str, era: int, batch: int) -> set[int]:
-    store = TokenStore(made.folder, source, era, "train", check_sizes=False)
+def lost_rows(made: MadeFolder, source: str, segment: int, batch: int) -> set[int]:
+    store = TokenStore(made.folder, source, segment, "train", check_sizes=False)
     begin, end = store.batch_starts[batch : batch + 2].tolist()
     rows = (store.num_tokens - 1) // S
     return {row for row in range(rows) if S * row < end and S * row + S + 1 > begin}
@@ -133,8 +133,8 @@ def test_damage_that_goes_away_is_read_again(made, monkeypatch, caplog):
     read, failed = TokenStore._read_buffers, set()
 
     def once_damaged(store, batch, *of):
-        if (store.era, batch) not in failed:
-            failed.add((store.era, batch))
+        if (store.segment, batch) not in failed:
+            failed.add((store.segment, batch))
             raise ShardError(f"batch {batch} was torn on the way")
         return read(store, batch, *of)
 
@@ -175,7 +175,7 @@ def test_lost_rows_are_replaced_by_others_of_their_window(made, tmp_path, packin
     for row in rows.values():
         if row.sample < 8 * STEPS:
             mine = refs[slice(row.sample, row.sample + 1)]
-            assert (int(mine.sources[0]), int(mine.eras[0])) == (0, 0)
+            assert (int(mine.sources[0]), int(mine.segments[0])) == (0, 0)
             assert int(mine.rows[0]) == row.row != row.replaced_by
     if packing == "concat":
         assert {row.row for row in rows.values()} == lost_rows(made, "a", 0, 2)
@@ -194,8 +194,8 @@ def test_lost_rows_are_replaced_by_others_of_their_window(made, tmp_path, packin
 def test_all_ranks_and_every_restart_decide_alike(made, tmp_path, packing):
     data = made.config(when_corrupt="skip", packing=packing)
     run(data, steps=1)  # makes the plans
-    for source, era, batch in [("a", 0, 2), ("a", 0, 7), ("b", 0, 4)]:
-        flip(made.folder, source, era, batch)
+    for source, segment, batch in [("a", 0, 2), ("a", 0, 7), ("b", 0, 4)]:
+        flip(made.folder, source, segment, batch)
     expected = run(data, folder=tmp_path / "1")
     for num_ranks in (2, 4, 8):
         assert run(data, num_ranks=num_ranks, folder=tmp_path / f"{num_ranks}") == expected
@@ -263,7 +263,9 @@ def test_every_row_lost_is_told(tmp_path):
     made = MadeFolder(tmp_path / "d").seal("text", documents(0, 20)).complete()
     for batch in range(TokenStore(made.folder, "text", 0, "train").num_batches):
         flip(made.folder, "text", 0, batch)
-    with pytest.raises(DataError, match=r"all rows of a window of era 0 of source 'text' are lost"):
+    with pytest.raises(
+        DataError, match=r"all rows of a window of segment 0 of source 'text' are lost"
+    ):
         run(made.config(when_corrupt="skip", max_skipped_batches=99))
 
 

@@ -30,7 +30,7 @@ BATCH = 12
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> PrepareConfig:
-    """Two sources of four files each, in many eras; one is read more often than the other."""
+    """Two sources of four files each, in many segments; one is read more often than the other."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(8):
         write_jsonl(folder / f"{'ab'[number % 2]}-{number}.jsonl", sentences(number, 12))
@@ -41,7 +41,7 @@ def config(tmp_path_factory) -> PrepareConfig:
         tokenizer="bytes",
         vocab_size=257,
         batch_tokens=500,
-        era_tokens=4000,
+        segment_tokens=4000,
         validation_fraction=0.1,
     )
 
@@ -81,8 +81,8 @@ def after(config, tmp_path_factory) -> list[Step]:
     """What is seen by who begins once all is prepared: more than the first epochs."""
     folder = tmp_path_factory.mktemp("after") / "d"
     manifest = prepare(config, folder)
-    assert all(len(manifest.eras(name)) >= 3 for name in "ab")
-    rows = sum(era.num_tokens("train") for era in manifest.sealed) // S
+    assert all(len(manifest.segments(name)) >= 3 for name in "ab")
+    rows = sum(segment.num_tokens("train") for segment in manifest.sealed) // S
     return _steps(config, folder, 3 * rows // 2 // BATCH)
 
 
@@ -127,7 +127,7 @@ class Gated(SerialPool):
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
-    """Not one era is there before the loader has to wait for it."""
+    """Not one segment is there before the loader has to wait for it."""
     may_go_on, seen_growing = threading.Semaphore(0), []
     data = DataConfig(directory=str(tmp_path / "d"), seq_len=S, seed=5, weights={"a": 2.0})
 

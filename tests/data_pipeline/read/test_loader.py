@@ -34,10 +34,10 @@ STAGES = (Stage(at_tokens=300 * S, weights={"a": 1.0, "c": 3.0}),)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Three sources; three eras of the first, one has prompts."""
+    """Three sources; three segments of the first, one has prompts."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b", "c"), frozenset({"c"}))
-    for era in range(3):
-        folder.seal("a", documents(era, 25), documents(10 + era, 5), shards=2)
+    for segment in range(3):
+        folder.seal("a", documents(segment, 25), documents(10 + segment, 5), shards=2)
     folder.seal("b", documents(3, 40), documents(13, 12))
     folder.seal("c", documents(4, 50, prompts=True), documents(14, 20, prompts=True))
     return folder.complete()
@@ -97,14 +97,16 @@ def test_samples_are_the_rows_of_the_streams_in_the_given_order(made, monkeypatc
         [row for step in found for row in flat(step, name)]
         for name in ("tokens", "loss_mask", "document_ids")
     )
-    columns = (refs.sources, refs.eras, refs.rows)
+    columns = (refs.sources, refs.segments, refs.rows)
     assert set(refs.sources.tolist()) == {0, 1, 2}
-    for place, (source, era, row) in enumerate(zip(*map(np.ndarray.tolist, columns), strict=True)):
+    for place, (source, segment, row) in enumerate(
+        zip(*map(np.ndarray.tolist, columns), strict=True)
+    ):
         name = made.sources[source]
         span = slice(S * row, S * row + S + 1)
-        assert tokens[place] == made.stream(name, era)[span]
-        assert masks[place] == made.learned(name, era)[span][1:]
-        owner = made.document_of(name, era)[span]
+        assert tokens[place] == made.stream(name, segment)[span]
+        assert masks[place] == made.learned(name, segment)[span][1:]
+        owner = made.document_of(name, segment)[span]
         assert ids[place] == [number - owner[0] for number in owner]
     for at_once in (1, 20):
         monkeypatch.setattr(samples_module, "_ORDER_SAMPLES", at_once)
@@ -153,7 +155,7 @@ def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_resuming_at_every_step_is_continuing(made, packing):
-    """Over the end of an epoch, of eras and of a stage; with another number of ranks each time."""
+    """Over the end of an epoch, of segments and of a stage; with another number of ranks each time."""
     stages = (Stage(at_tokens=200 * S, weights={"a": 2.0, "b": 3.0, "c": 1.0}),)
     data = made.config(weights={"a": 2.0}, stages=stages, packing=packing)
     whole = seen(steps_of(data, 38))
@@ -205,20 +207,20 @@ def test_the_digest_sees_the_tokens(tmp_path):
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_training_while_it_grows_is_training_after(tmp_path, packing):
     """The order of what is sealed does not depend on what is not; then the epochs begin."""
-    eras = [documents(seed, 40) for seed in range(4)]
+    segments = [documents(seed, 40) for seed in range(4)]
     after = MadeFolder(tmp_path / "after", ("a", "b"))
-    for era in eras[:3]:
-        after.seal("a", era)
-    after.seal("b", eras[3]).complete()
+    for segment in segments[:3]:
+        after.seal("a", segment)
+    after.seal("b", segments[3]).complete()
     expected = seen(steps_of(after.config(packing=packing), 90))
 
     growing = MadeFolder(tmp_path / "growing", ("a", "b"))
-    growing.seal("a", eras[0])
+    growing.seal("a", segments[0])
 
     def make_the_rest() -> None:
-        for source, era in (("b", eras[3]), ("a", eras[1]), ("a", eras[2])):
+        for source, segment in (("b", segments[3]), ("a", segments[1]), ("a", segments[2])):
             time.sleep(0.15)
-            growing.seal(source, era)
+            growing.seal(source, segment)
         time.sleep(0.15)
         growing.complete()
 
@@ -232,13 +234,13 @@ def test_training_while_it_grows_is_training_after(tmp_path, packing):
 
 
 def test_every_source_learns_that_a_folder_is_complete(tmp_path):
-    """Also where no era came with it: a source that asks later would wait for one for ever."""
+    """Also where no segment came with it: a source that asks later would wait for one for ever."""
     folder = MadeFolder(tmp_path / "d", ("a", "b"))
     folder.seal("a", documents(0, 20)).seal("b", documents(1, 60))
     config = folder.config(packing="best_fit")
     samples = OrderedSamples(config, BatchFetcher())
     assert not samples.prepare(0, 8)
-    assert samples.prepare(0, 2000) == "era 1 of source 'a' is not sealed yet"
+    assert samples.prepare(0, 2000) == "segment 1 of source 'a' is not sealed yet"
     folder.complete()
     assert not samples.prepare(0, 2000)
 
@@ -258,7 +260,7 @@ def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monk
             for _ in range(rows // 8):
                 next(loader)
             assert not loader.wait_until_ready(0.1)
-            assert loader.wait_reason == "era 1 of source 'text' is not sealed yet"
+            assert loader.wait_reason == "segment 1 of source 'text' is not sealed yet"
         later = threading.Timer(0.3, lambda: folder.seal("text", documents(1, 20)))
         later.start()
         with caplog.at_level(logging.WARNING):
@@ -267,7 +269,7 @@ def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monk
         assert {batch.first_sample for batch in batches} == {rows // 8 * 8}
         assert loaders[0].wait_s > 0.1
         assert told
-        assert told[0][1] == "era 1 of source 'text' is not sealed yet"
+        assert told[0][1] == "segment 1 of source 'text' is not sealed yet"
         assert "waiting for data since" in caplog.text
     finally:
         for loader in loaders:
@@ -334,59 +336,69 @@ def test_a_position_of_another_order_is_refused_with_the_difference(made, change
         assert not saving.differences(position)
 
 
-def test_a_position_knows_only_the_eras_it_has_reached(tmp_path):
-    eras = [documents(seed, 30) for seed in range(4)]
-    first = MadeFolder(tmp_path / "first").seal("text", eras[0]).seal("text", eras[1])
-    other = MadeFolder(tmp_path / "other").seal("text", eras[0]).seal("text", eras[2]).complete()
-    in_era_0 = (len(first.stream("text", 0)) - 1) // S
-    in_both = in_era_0 + (len(first.stream("text", 1)) - 1) // S
+def test_a_position_knows_only_the_segments_it_has_reached(tmp_path):
+    segments = [documents(seed, 30) for seed in range(4)]
+    first = MadeFolder(tmp_path / "first").seal("text", segments[0]).seal("text", segments[1])
+    other = (
+        MadeFolder(tmp_path / "other")
+        .seal("text", segments[0])
+        .seal("text", segments[2])
+        .complete()
+    )
+    in_segment_0 = (len(first.stream("text", 0)) - 1) // S
+    in_both = in_segment_0 + (len(first.stream("text", 1)) - 1) // S
     with opened(first.config()) as saving, opened(other.config()) as loader:
-        loader.check_position(saving.position(in_era_0))  # what comes after has not been read
-        with pytest.raises(DataError, match=r"eras.text.sha256: saved"):
-            loader.check_position(saving.position(in_era_0 + 1))
+        loader.check_position(saving.position(in_segment_0))  # what comes after has not been read
+        with pytest.raises(DataError, match=r"segments.text.sha256: saved"):
+            loader.check_position(saving.position(in_segment_0 + 1))
         later = saving.position(in_both)
-    grown = first.seal("text", eras[3]).complete()
+    grown = first.seal("text", segments[3]).complete()
     with opened(grown.config()) as loader:
         loader.check_position(later)  # more was added: the same beginning
         again = loader.position(10 * in_both)  # the second epoch knows where the first one ended
-    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0]).seal("text", eras[1]).complete()
+    fewer = (
+        MadeFolder(tmp_path / "fewer")
+        .seal("text", segments[0])
+        .seal("text", segments[1])
+        .complete()
+    )
     with (
         opened(fewer.config()) as loader,
-        pytest.raises(DataError, match=r"eras.text.number: saved 3, now 2"),
+        pytest.raises(DataError, match=r"segments.text.number: saved 3, now 2"),
     ):
         loader.check_position(again)
 
 
 def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_read(tmp_path):
     """Deleted and prepared again under a run: it may have sealed less than was read before."""
-    eras = [documents(seed, 30) for seed in range(3)]
-    before = MadeFolder(tmp_path / "before").seal("text", eras[0]).seal("text", eras[1])
-    in_both = sum((len(before.stream("text", era)) - 1) // S for era in range(2))
+    segments = [documents(seed, 30) for seed in range(3)]
+    before = MadeFolder(tmp_path / "before").seal("text", segments[0]).seal("text", segments[1])
+    in_both = sum((len(before.stream("text", segment)) - 1) // S for segment in range(2))
     start = in_both // 8 * 8
     with opened(before.config()) as saving:
         position = saving.position(start)
-    again = MadeFolder(tmp_path / "again").seal("text", eras[0])
+    again = MadeFolder(tmp_path / "again").seal("text", segments[0])
     with opened(again.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
         assert not loader.wait_until_ready(0.1)
         assert loader.wait_reason == (
-            "era 1 of source 'text', which the checkpoint has read, is not sealed yet"
+            "segment 1 of source 'text', which the checkpoint has read, is not sealed yet"
         )
-        again.seal("text", eras[1]).seal("text", eras[2]).complete()
+        again.seal("text", segments[1]).seal("text", segments[2]).complete()
         there = next(loader)
     with opened(again.config(), start_sample=start) as loader:
         assert next(loader).digest == there.digest
 
-    other = MadeFolder(tmp_path / "other").seal("text", eras[0])
+    other = MadeFolder(tmp_path / "other").seal("text", segments[0])
     with opened(other.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
-        other.seal("text", eras[2])
-        with pytest.raises(DataError, match=r"another order of data \(eras.text.sha256: saved"):
+        other.seal("text", segments[2])
+        with pytest.raises(DataError, match=r"another order of data \(segments.text.sha256: saved"):
             next(loader)
-    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0])
+    fewer = MadeFolder(tmp_path / "fewer").seal("text", segments[0])
     give_up(fewer.folder, "the disk is full")
-    with pytest.raises(PreparationFailedError, match=r"era 1 of source 'text' .*disk is full"):
+    with pytest.raises(PreparationFailedError, match=r"segment 1 of source 'text' .*disk is full"):
         opened(fewer.config(), start_sample=start, continues=position)
     fewer.complete()
-    with pytest.raises(DataError, match=r"eras.text.number: saved 2, now 1"):
+    with pytest.raises(DataError, match=r"segments.text.number: saved 2, now 1"):
         opened(fewer.config(), start_sample=start, continues=position)
 
 
@@ -478,7 +490,7 @@ def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog)
     assert batch.tokens.shape == (4, 1, S + 1)
     assert [round(seconds, 1) for seconds, _ in told][:3] == [0.1, 0.1, 0.2]  # ever more rarely
     assert (
-        all(reason == "reading record batch 0 of era 0 of source 'text'" for _, reason in told)
+        all(reason == "reading record batch 0 of segment 0 of source 'text'" for _, reason in told)
         or "reading record batch" in told[0][1]
     )
 

@@ -112,7 +112,7 @@ def _text(path: Path, words: list[str]) -> Path:
 
 
 def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
-    """One letter of one document, far from the first rows: the content of the whole era counts."""
+    """One letter of one document, far from the first rows: the content of the whole segment counts."""
     words = [f"word {n:04d}" for n in range(60)]
     found = []
     for number, last in enumerate(["word 0059", "ward 0059"]):

@@ -1,5 +1,5 @@
 """The order is a bijection per epoch, depends on nothing but (seed, g), stays near the chunks it
-reads, and does not change when eras are added.
+reads, and does not change when segments are added.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from moebius.data_pipeline.read.mixture import Mixture, WeightStage
 from moebius.data_pipeline.read.order import (
     ChunkTable,
     EndOfSourceError,
-    EraOrder,
     RowRefs,
     SampleOrder,
+    SegmentOrder,
     SourceRows,
     num_rows,
 )
@@ -30,57 +30,57 @@ CHUNKS = st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any)
 
 @settings(max_examples=150, deadline=None)
 @given(sizes=CHUNKS, per_window=st.integers(1, 9), key=st.integers(0, 2**64 - 1))
-def test_an_era_gives_every_row_once(sizes, per_window, key):
-    order = EraOrder(chunk_table(sizes, per_window), key)
+def test_an_segment_gives_every_row_once(sizes, per_window, key):
+    order = SegmentOrder(chunk_table(sizes, per_window), key)
     rows = order.rows_at(np.arange(sum(sizes)))
     assert np.array_equal(np.sort(rows), np.arange(sum(sizes)))
 
 
 def test_a_window_of_positions_touches_a_window_of_chunks():
-    order = EraOrder(chunk_table([100] * 64, per_window=8), 1)
+    order = SegmentOrder(chunk_table([100] * 64, per_window=8), 1)
     for window in range(8):
         positions = np.arange(window * 800, window * 800 + 800)
         assert set(order.windows_of(positions).tolist()) == {window}
         chunks = np.unique(order.rows_at(positions) // 100)
         assert np.array_equal(chunks, np.sort(order.chunks_of_window(window)))
-        assert chunks.max() - chunks.min() > 2 * 8  # and those lie all over the era
+        assert chunks.max() - chunks.min() > 2 * 8  # and those lie all over the segment
 
 
 def test_rows_of_a_window_are_well_mixed():
-    rows = EraOrder(chunk_table([16] * 32, per_window=32), 1).rows_at(np.arange(512))
+    rows = SegmentOrder(chunk_table([16] * 32, per_window=32), 1).rows_at(np.arange(512))
     assert abs(np.corrcoef(np.arange(len(rows)), rows)[0, 1]) < 0.15
     assert np.mean(np.abs(np.diff(rows)) == 1) < 0.02
 
 
-# ---- several sources, eras and epochs
+# ---- several sources, segments and epochs
 
 
-ERA_SIZES = {"a": [[20, 31, 7], [40, 3]], "b": [[9] * 5], "c": [[1], [60], [0], [25, 25]]}
+SEGMENT_SIZES = {"a": [[20, 31, 7], [40, 3]], "b": [[9] * 5], "c": [[1], [60], [0], [25, 25]]}
 
 
 def make(
     weights=None, stages=(), sizes=None, *, complete=True, max_epochs=0, seed=3
 ) -> SampleOrder:
-    sizes = sizes or ERA_SIZES
+    sizes = sizes or SEGMENT_SIZES
     weights = weights or dict.fromkeys(sizes, 1.0)
     mixture = Mixture(tuple(sizes), [WeightStage(0, weights), *stages], seed=seed)
     return SampleOrder(
         mixture,
         source_rows(sizes, complete=complete, max_epochs=max_epochs),
-        lambda source, era: chunk_table(sizes[source][era]),
+        lambda source, segment: chunk_table(sizes[source][segment]),
         seed=seed,
     )
 
 
 def source_rows(sizes, *, complete=True, max_epochs=0) -> dict[str, SourceRows]:
     return {
-        name: SourceRows(tuple(map(sum, eras)), complete, max_epochs)
-        for name, eras in sizes.items()
+        name: SourceRows(tuple(map(sum, segments)), complete, max_epochs)
+        for name, segments in sizes.items()
     }
 
 
 def as_list(refs: RowRefs) -> list[tuple[int, ...]]:
-    columns = (refs.sources, refs.epochs, refs.eras, refs.rows)
+    columns = (refs.sources, refs.epochs, refs.segments, refs.rows)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -96,13 +96,15 @@ def test_no_row_comes_twice_in_an_epoch_and_none_is_left_out(sizes, seed, weight
     refs = order.refs_at(0, 6000)
     for number, name in enumerate(sizes):
         every = {
-            (era, row) for era, size in enumerate(map(sum, sizes[name])) for row in range(size)
+            (segment, row)
+            for segment, size in enumerate(map(sum, sizes[name]))
+            for row in range(size)
         }
         mine = refs[refs.sources == number]
         assert np.all(np.diff(mine.epochs) >= 0)
         for epoch in np.unique(mine.epochs).tolist():
             had = mine[mine.epochs == epoch]
-            pairs = list(zip(had.eras.tolist(), had.rows.tolist(), strict=True))
+            pairs = list(zip(had.segments.tolist(), had.rows.tolist(), strict=True))
             assert len(set(pairs)) == len(pairs)
             if epoch < mine.epochs[-1]:
                 assert set(pairs) == every
@@ -136,11 +138,11 @@ def test_any_number_of_ranks_has_the_same_global_order(num_ranks):
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, known=st.integers(1, 4))
-def test_eras_that_come_later_change_nothing_before_them(sizes, known):
+def test_segments_that_come_later_change_nothing_before_them(sizes, known):
     whole = make(sizes=sizes)
-    partly = {name: eras[:known] for name, eras in sizes.items()}
+    partly = {name: segments[:known] for name, segments in sizes.items()}
     growing = make(sizes=partly, complete=False)
-    growing._chunks_of = lambda source, era: chunk_table(sizes[source][era])
+    growing._chunks_of = lambda source, segment: chunk_table(sizes[source][segment])
     sample = 0
     while sample < 300:
         missing = _missing(growing, sample, 7)
@@ -163,7 +165,7 @@ def _missing(order: SampleOrder, start: int, count: int) -> EndOfSourceError | N
     return None
 
 
-def test_seeds_sources_eras_and_epochs_shuffle_differently():
+def test_seeds_sources_segments_and_epochs_shuffle_differently():
     sizes = {"a": [[20] * 10, [20] * 10], "b": [[20] * 10]}
     rows = []
     for seed in (0, 1):
@@ -171,7 +173,7 @@ def test_seeds_sources_eras_and_epochs_shuffle_differently():
         for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)]:
             rows.append(
                 refs.rows[
-                    (refs.sources == key[0]) & (refs.epochs == key[1]) & (refs.eras == key[2])
+                    (refs.sources == key[0]) & (refs.epochs == key[1]) & (refs.segments == key[2])
                 ]
             )
     assert {len(one) for one in rows} == {200}
@@ -180,10 +182,10 @@ def test_seeds_sources_eras_and_epochs_shuffle_differently():
             assert (one == other).mean() < 0.08
 
 
-def test_later_epochs_have_their_own_order_of_eras():
+def test_later_epochs_have_their_own_order_of_segments():
     sizes = {"a": [[4]] * 12}
     refs = make(sizes=sizes).refs_at(0, 48 * 3)
-    orders = [list(dict.fromkeys(refs[refs.epochs == e].eras.tolist())) for e in range(3)]
+    orders = [list(dict.fromkeys(refs[refs.epochs == e].segments.tolist())) for e in range(3)]
     assert orders[0] == list(range(12))
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == orders[0] for order in orders)

@@ -20,7 +20,7 @@ S = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> MadeFolder:
-    """Two sources, one with prompts; two eras of the first, one of them of three shards."""
+    """Two sources, one with prompts; two segments of the first, one of them of three shards."""
     made = MadeFolder(
         tmp_path_factory.mktemp("made"), ("plain", "asked"), frozenset({"asked"}), batch_tokens=90
     )
@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> MadeFolder:
     return made.complete()
 
 
-ERAS = [("plain", 0), ("plain", 1), ("asked", 0)]
+SEGMENTS = [("plain", 0), ("plain", 1), ("asked", 0)]
 
 
 def _reader(made: MadeFolder, **options: Any) -> tuple[Prepared, RowReader]:
@@ -38,25 +38,27 @@ def _reader(made: MadeFolder, **options: Any) -> tuple[Prepared, RowReader]:
     return prepared, RowReader(prepared, made.sources)
 
 
-def _read(made: MadeFolder, source: str, era: int, **options: Any) -> list[Any]:
-    """All rows of an era, in random order, put back into their own."""
+def _read(made: MadeFolder, source: str, segment: int, **options: Any) -> list[Any]:
+    """All rows of a segment, in random order, put back into their own."""
     prepared, reader = _reader(made, **options)
-    count = prepared.num_rows(source, era)
-    assert count == prepared.chunks(source, era).num_rows
+    count = prepared.num_rows(source, segment)
+    assert count == prepared.chunks(source, segment).num_rows
     order = np.random.default_rng(0).permutation(count)
     number = made.sources.index(source)
-    found = reader.read(np.full(count, number), np.full(count, era), order)
+    found = reader.read(np.full(count, number), np.full(count, segment), order)
     back = np.argsort(order)
     parts = (found.tokens, found.loss_mask, found.document_ids)
     return [None if part is None else part[back] for part in parts]
 
 
 @pytest.mark.parametrize("chunk_batches", [1, 2, 8])
-@pytest.mark.parametrize(("source", "era"), ERAS)
-def test_rows_that_are_cut_are_the_stream(folder, source, era, chunk_batches):
-    tokens, mask, ids = _read(folder, source, era, document_ids=True, chunk_batches=chunk_batches)
-    stream, learned = folder.stream(source, era), folder.learned(source, era)
-    owner = folder.document_of(source, era)
+@pytest.mark.parametrize(("source", "segment"), SEGMENTS)
+def test_rows_that_are_cut_are_the_stream(folder, source, segment, chunk_batches):
+    tokens, mask, ids = _read(
+        folder, source, segment, document_ids=True, chunk_batches=chunk_batches
+    )
+    stream, learned = folder.stream(source, segment), folder.learned(source, segment)
+    owner = folder.document_of(source, segment)
     assert tokens.dtype == np.int64
     assert ids.dtype == np.int32
     assert len(tokens) == (len(stream) - 1) // S
@@ -78,14 +80,14 @@ def test_what_is_not_asked_for_is_not_there(folder, tmp_path):
 
 
 @pytest.mark.parametrize("documents_per_chunk", [7, 1000])
-@pytest.mark.parametrize(("source", "era"), ERAS)
+@pytest.mark.parametrize(("source", "segment"), SEGMENTS)
 def test_rows_of_fitted_documents_hold_them_whole(
-    folder, tmp_path, monkeypatch, source, era, documents_per_chunk
+    folder, tmp_path, monkeypatch, source, segment, documents_per_chunk
 ):
     monkeypatch.setattr(packing, "_PLAN_DOCUMENTS", documents_per_chunk)
     monkeypatch.setattr(packing, "_PLAN_ROWS", 1)
     made = _copied(folder, tmp_path)
-    tokens, mask, ids = _read(made, source, era, packing="best_fit", document_ids=True)
+    tokens, mask, ids = _read(made, source, segment, packing="best_fit", document_ids=True)
     pieces = []
     for row in range(len(tokens)):
         padding = tokens[row][ids[row] < 0]
@@ -96,7 +98,7 @@ def test_rows_of_fitted_documents_hold_them_whole(
             assert np.array_equal(here, np.arange(here[0], here[-1] + 1))
             counted = [bool(mask[row][place - 1]) if place else None for place in here.tolist()]
             pieces.append((tokens[row][here].tolist(), counted))
-    expected = [piece for one in folder.documents[source][era] for piece in _pieces(one)]
+    expected = [piece for one in folder.documents[source][segment] for piece in _pieces(one)]
     assert len(pieces) == len(expected)
     remaining = list(pieces)
     for wanted, counted in expected:
@@ -162,28 +164,30 @@ def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     assert len(set(reads)) == batches
 
 
-def test_where_an_era_ends_no_chunk_is_decoded_again(folder, monkeypatch):
-    """A later era may have the smaller number, where an epoch begins."""
+def test_where_an_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
+    """A later segment may have the smaller number, where an epoch begins."""
     prepared = Prepared(folder.folder, seq_len=S, chunk_batches=4)
-    tables = [prepared.chunks("plain", era) for era in (0, 1)]
+    tables = [prepared.chunks("plain", segment) for segment in (0, 1)]
     chunks = [len(table.row_starts) - 1 for table in tables]
     assert max(chunks) > min(chunks) > 1
-    # as many are kept as the larger era has
+    # as many are kept as the larger segment has
     monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
     reads: list[tuple[int, int]] = []
 
-    def read(source: str, era: int, chunk: int) -> LoadedChunk:
-        reads.append((era, chunk))
-        return prepared.read_chunk(source, era, chunk)
+    def read(source: str, segment: int, chunk: int) -> LoadedChunk:
+        reads.append((segment, chunk))
+        return prepared.read_chunk(source, segment, chunk)
 
     reader = RowReader(prepared, folder.sources, read)
     rng = np.random.default_rng(1)
-    eras_rows = [(era, rng.permutation(prepared.num_rows("plain", era))) for era in (1, 0, 1)]
-    eras = np.concatenate([np.full(len(rows), era) for era, rows in eras_rows])
-    rows = np.concatenate([rows for _, rows in eras_rows])
+    segments_rows = [
+        (segment, rng.permutation(prepared.num_rows("plain", segment))) for segment in (1, 0, 1)
+    ]
+    segments = np.concatenate([np.full(len(rows), segment) for segment, rows in segments_rows])
+    rows = np.concatenate([rows for _, rows in segments_rows])
     for first in range(0, len(rows), 40):
         part = rows[first : first + 40]
-        reader.read(np.zeros(len(part), dtype=int), eras[first : first + 40], part)
+        reader.read(np.zeros(len(part), dtype=int), segments[first : first + 40], part)
     assert len(reads) == chunks[1] + chunks[0] + chunks[1]
 
 
@@ -198,10 +202,10 @@ def test_rows_of_more_chunks_than_are_kept_are_the_same(folder, monkeypatch):
     assert len(reader._loaded[0]) == 2
 
 
-# ---- validation and text of first eras
+# ---- validation and text of first segments
 
 
-def test_a_split_is_the_first_eras_of_all_sources(folder):
+def test_a_split_is_the_first_segments_of_all_sources(folder):
     for split, kept in (("validation", folder.validation), ("train", folder.documents)):
         with SplitReader(folder.folder, split, seq_len=S, document_ids=True) as reader:
             expected = []
@@ -220,7 +224,7 @@ def test_a_split_is_the_first_eras_of_all_sources(folder):
             )
 
 
-def test_a_folder_that_grows_can_be_validated_on_from_its_first_eras_on(tmp_path):
+def test_a_folder_that_grows_can_be_validated_on_from_its_first_segments_on(tmp_path):
     made = MadeFolder(tmp_path / "d", ("a", "b"))
     with SplitReader(made.folder, "validation", seq_len=S) as reader:
         assert reader.num_rows == 0
@@ -236,7 +240,7 @@ def test_a_folder_that_grows_can_be_validated_on_from_its_first_eras_on(tmp_path
 # ---- faults
 
 
-def test_a_plan_that_does_not_fit_its_era_is_told(folder, tmp_path, monkeypatch):
+def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path, monkeypatch):
     made = _copied(folder, tmp_path)
     _read(made, "plain", 0, packing="best_fit")
     read = packing.BestFitPlan.read
@@ -246,5 +250,5 @@ def test_a_plan_that_does_not_fit_its_era_is_told(folder, tmp_path, monkeypatch)
         return packing.ChunkPieces(pieces.starts + 10**6, pieces.lengths, pieces.row_starts)
 
     monkeypatch.setattr(packing.BestFitPlan, "read", shifted)
-    with pytest.raises(ShardError, match=r"does not fit its era: delete the plan's two files"):
+    with pytest.raises(ShardError, match=r"does not fit its segment: delete the plan's two files"):
         _read(made, "plain", 0, packing="best_fit")

@@ -58,10 +58,10 @@ HOSTILE = {
     "another kind": framed(b'{"kind": "eval"}'),
     "more than belongs there": framed(b'{"kind": "account", "more": 1}'),
     "a path for a source": framed(
-        b'{"kind": "want", "source": "../x", "era": 0, "chunk": 0, "released": []}'
+        b'{"kind": "want", "source": "../x", "segment": 0, "chunk": 0, "released": []}'
     ),
-    "a negative era": framed(
-        b'{"kind": "want", "source": "text", "era": -1, "chunk": 0, "released": []}'
+    "a negative segment": framed(
+        b'{"kind": "want", "source": "text", "segment": -1, "chunk": 0, "released": []}'
     ),
     "a number as text": framed(b'{"kind": "progress", "sample": "8", "released": []}'),
     "too many numbers": framed(

@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Two sources with several chunks per era; one of them has prompts."""
+    """Two sources with several chunks per segment; one of them has prompts."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
     folder.seal("a", documents(0, 80), shards=2).seal("a", documents(1, 40))
     return folder.seal("b", documents(2, 70, prompts=True)).complete()
@@ -81,17 +81,17 @@ def test_a_node_serves_its_own_ranks_and_a_resumed_run_its_own_samples(made):
 
 
 def test_a_folder_that_grows_is_served_as_if_it_were_complete(tmp_path):
-    eras = [documents(seed, 40) for seed in range(3)]
+    segments = [documents(seed, 40) for seed in range(3)]
     whole = MadeFolder(tmp_path / "whole")
-    for era in eras:
-        whole.seal("text", era)
+    for segment in segments:
+        whole.seal("text", segment)
     expected = read(whole.complete().config(), 2, 80, None)
-    growing = MadeFolder(tmp_path / "growing").seal("text", eras[0])
+    growing = MadeFolder(tmp_path / "growing").seal("text", segments[0])
 
     def make_the_rest() -> None:
-        for era in eras[1:]:
+        for segment in segments[1:]:
             time.sleep(0.2)
-            growing.seal("text", era)
+            growing.seal("text", segment)
         growing.complete()
 
     maker = threading.Thread(target=make_the_rest)
@@ -243,7 +243,7 @@ def test_a_rank_says_what_the_server_waits_for(made, monkeypatch):
     read_batch, let_go = BatchFetcher.__call__, threading.Event()
 
     def slow(fetch, store, batch, in_full, into=None):
-        fetch.doing = f"reading record batch {batch} of era {store.era} from a slow store"
+        fetch.doing = f"reading record batch {batch} of segment {store.segment} from a slow store"
         assert let_go.wait(20)
         return read_batch(fetch, store, batch, in_full, into)
 

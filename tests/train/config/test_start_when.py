@@ -24,7 +24,7 @@ from moebius.train.config.start_when import StartWhen
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 
-STEPS = 7  # of 8 samples: era 0 has some 30
+STEPS = 7  # of 8 samples: segment 0 has some 30
 
 
 def begun(folder: Path) -> MadeFolder:
@@ -68,8 +68,8 @@ def weights(run_dir: Path, step: int) -> dict[str, bytes]:
     return found
 
 
-def waits_for_an_era(run_dir: Path) -> list[int]:
-    """The steps after which ranks said that they wait for an era."""
+def waits_for_an_segment(run_dir: Path) -> list[int]:
+    """The steps after which ranks said that they wait for a segment."""
     waits = lines(run_dir, "data_wait")
     return [line["step"] for line in waits if "is not sealed yet" in (line["reason"] or "")]
 
@@ -79,7 +79,7 @@ def when_ranks_wait(run_dir: Path, act) -> threading.Thread:
 
     def watch() -> None:
         deadline = time.monotonic() + 60
-        while not waits_for_an_era(run_dir) and time.monotonic() < deadline:
+        while not waits_for_an_segment(run_dir) and time.monotonic() < deadline:
             time.sleep(0.05)
         act()
 
@@ -104,7 +104,9 @@ def test_training_meanwhile_is_training_afterwards(afterwards, tmp_path):
     thread = when_ranks_wait(tmp_path / "run", lambda: go_on(made))
     run_ranks(run_training, 2, config_of(made), tmp_path / "run")
     thread.join()
-    assert waits_for_an_era(tmp_path / "run")[0] in (2, 3), "it began on the first era alone"
+    assert waits_for_an_segment(tmp_path / "run")[0] in (2, 3), (
+        "it began on the first segment alone"
+    )
     assert seen(tmp_path / "run") == seen(afterwards)
     assert lines(tmp_path / "run", "eval")[-1]["loss"] == lines(afterwards, "eval")[-1]["loss"]
     assert weights(tmp_path / "run", STEPS) == weights(afterwards, STEPS)
@@ -115,7 +117,7 @@ def test_where_no_more_comes_the_run_ends_with_the_cause_and_can_go_on(afterward
     made, run_dir = begun(tmp_path / "data"), tmp_path / "run"
     thread = when_ranks_wait(run_dir, lambda: give_up(made.folder, "b.txt is not UTF-8"))
     with pytest.raises(
-        Exception, match=r"era 1 of source 'text' of .* will not come: its prepa"
+        Exception, match=r"segment 1 of source 'text' of .* will not come: its prepa"
     ) as told:
         run_ranks(run_training, 2, config_of(made), run_dir)
     thread.join()
@@ -147,20 +149,25 @@ def test_what_is_no_number_of_tokens_is_told(written):
 
 
 def test_it_is_a_section_of_the_configuration():
-    for override in ("train.start_when={eras=2}", "train.start_when.eras=2"):
-        assert resolve("smoke", [override], RECIPES).train.start_when == StartWhen(eras=2)
-    both = resolve("smoke", ["train.start_when.eras=2", "train.start_when.tokens=50M"], RECIPES)
-    assert str(both.train.start_when) == "2 eras and 50,000,000 tokens"
+    for override in ("train.start_when={segments=2}", "train.start_when.segments=2"):
+        assert resolve("smoke", [override], RECIPES).train.start_when == StartWhen(segments=2)
+    both = resolve("smoke", ["train.start_when.segments=2", "train.start_when.tokens=50M"], RECIPES)
+    assert str(both.train.start_when) == "2 segments and 50,000,000 tokens"
     assert resolve("smoke", ["train.start_when=none"], RECIPES).train.start_when is None
-    with pytest.raises(ConfigError, match=r"did you mean train.start_when.eras\?"):
-        resolve("smoke", ["train.start_when={era=2}"], RECIPES)
-    with pytest.raises(ConfigError, match="give eras, tokens or both"):
+    with pytest.raises(ConfigError, match=r"did you mean train.start_when.segments\?"):
+        resolve("smoke", ["train.start_when={segment=2}"], RECIPES)
+    with pytest.raises(ConfigError, match="give segments, tokens or both"):
         resolve("smoke", ["train.start_when={}"], RECIPES)
 
 
-def test_ranks_begin_with_an_era_of_every_source_and_what_was_asked_for(tmp_path):
+def test_ranks_begin_with_an_segment_of_every_source_and_what_was_asked_for(tmp_path):
     made = MadeFolder(tmp_path, ("a", "b"))
-    asked = [StartWhen(eras=1), StartWhen(eras=3), StartWhen(tokens=500), StartWhen(eras=9)]
+    asked = [
+        StartWhen(segments=1),
+        StartWhen(segments=3),
+        StartWhen(tokens=500),
+        StartWhen(segments=9),
+    ]
 
     def met() -> list[bool]:
         manifest = read_manifest(tmp_path)
@@ -173,6 +180,6 @@ def test_ranks_begin_with_an_era_of_every_source_and_what_was_asked_for(tmp_path
     assert met() == [False] * 4, "nothing of b"
     made.seal("b", documents(2, 2))
     assert met() == [True, True, True, False]
-    assert not StartWhen(eras=3, tokens=10**6).is_met(read_manifest(tmp_path))
+    assert not StartWhen(segments=3, tokens=10**6).is_met(read_manifest(tmp_path))
     made.complete()
     assert met() == [True] * 4
