@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Sorting
+from .calls import SortedRoutes, Sorting
 from .cpu import lists
 from .cpu.library import handles
 from .triton.available import reason_against
@@ -103,6 +103,17 @@ def add_rows(
     if index_N is None:
         return rows[:num_rows]
     return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, rows[: index_N.shape[0]])
+
+
+def sum_to_targets(rows: Tensor, routes: SortedRoutes) -> Tensor:
+    """Adds up every target's rows, which are sorted, in route order. May be a view of `rows`."""
+    num_targets, per_target = routes.num_targets, routes.per_target
+    return add_rows(rows, routes.place_N, routes.target_N, num_targets, per_target)
+
+
+def sum_to_sources(rows: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
+    """Adds up every source's rows, which are sorted, in route order. May be a view of `rows`."""
+    return add_rows(rows, routes.place_N, routes.source_N, num_sources, routes.per_source)
 
 
 class _Gather(torch.autograd.Function):

@@ -51,7 +51,7 @@ from .calls import (
 )
 from .cpu.onednn import float32_is_onednn
 from .cpu.workspace import workspace
-from .permute import add_rows
+from .permute import sum_to_sources, sum_to_targets
 
 _ALIGNMENT_BYTES = 16
 _CHUNK = 512  # rows: what is gathered stays in the second-level cache
@@ -233,19 +233,13 @@ def _output_rows(
 
 
 def _sum_to_targets(rows_NO: Tensor, routes: SortedRoutes) -> Tensor:
-    return _sum(rows_NO, routes, routes.target_N, routes.num_targets, routes.per_target)
+    """Adds rows up with what fills them up, for `add_rows` would copy a view."""
+    return sum_to_targets(_full_rows(rows_NO), routes)[:, : rows_NO.shape[1]].contiguous()
 
 
 def _sum_to_sources(rows_ND: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
-    return _sum(rows_ND, routes, routes.source_N, num_sources, routes.per_source)
-
-
-def _sum(
-    rows: Tensor, routes: SortedRoutes, index_N: Tensor | None, num_rows: int, per_row: int
-) -> Tensor:
-    """Adds rows up in route order, with what fills them up, for `add_rows` would copy a view."""
-    total = add_rows(_full_rows(rows), routes.place_N, index_N, num_rows, per_row)
-    return total[:, : rows.shape[1]].contiguous()
+    summed = sum_to_sources(_full_rows(rows_ND), routes, num_sources)
+    return summed[:, : rows_ND.shape[1]].contiguous()
 
 
 # Aligned rows -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ..calls import (
     RowGradients,
     SortedRoutes,
 )
-from ..permute import add_rows
+from ..permute import sum_to_sources, sum_to_targets
 from .library import call as call_library
 from .micro_kernels import prepare
 from .workspace import workspace
@@ -67,7 +67,7 @@ class Brgemm(Backend):
         outputs = _outputs(hidden, None, call.w_down_EFO, call, gate)
         if call.b_down_EO is not None:
             outputs += _of_rows(call.b_down_EO, call) * gate[:, None].to(outputs.dtype)
-        return _sum_to_targets(outputs, call), saved
+        return _own(sum_to_targets(outputs, call), call), saved
 
     def mlp_backward(
         self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
@@ -104,7 +104,7 @@ class Brgemm(Backend):
         _bank_gradient(gated, None, grad_TO, target_rows, call.starts_E1, into_down, add=add)
         _bank_gradient(call.x_UD, source_rows, d_z, None, call.starts_E1, into_up, add=add)
         grad_rows = _outputs(d_z, None, call.w_up_EDW, call, None, transposed=True)
-        grad_x = _sum_to_sources(grad_rows, call, call.x_UD.shape[0])
+        grad_x = _own(sum_to_sources(grad_rows, call, call.x_UD.shape[0]), call)
         return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
 
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
@@ -112,11 +112,12 @@ class Brgemm(Backend):
         source_rows, gate = _int32(call.source_rows()), call.gates(torch.float32)
         if width_out > width_in:
             outputs = _outputs(call.x_UD, source_rows, call.w_EDO, call, gate)
-            return _sum_to_targets(outputs, call), call.x_UD.new_empty(0)
+            return _own(sum_to_targets(outputs, call), call), call.x_UD.new_empty(0)
         saved = call.x_UD.new_empty(num_routes + ROW_SLACK, width_out)
         ungated = saved[:num_routes]
         _rows_times_bank(call.x_UD, source_rows, call.w_EDO, call.starts_E1, ungated, Epilogue())
-        return _sum_to_targets(ungated * gate[:, None].to(ungated.dtype), call), saved
+        gated = ungated * gate[:, None].to(ungated.dtype)
+        return _own(sum_to_targets(gated, call), call), saved
 
     def linear_backward(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
@@ -144,7 +145,7 @@ class Brgemm(Backend):
                 grad_TO, target_rows, call.w_EDO, starts_E1, grad_rows, epilogue, transposed=True
             )
             _bank_gradient(gated, None, grad_TO, target_rows, starts_E1, into_EDO)
-        grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
+        grad_x = _own(sum_to_sources(grad_rows, call, x_UD.shape[0]), call)
         return RowGradients(grad_x, _grad_gate(grad_gate, call))
 
 
@@ -265,18 +266,6 @@ def _sum_of_experts(rows_NW: Tensor, routes: SortedRoutes) -> Tensor:
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         torch.sum(rows_NW[start:end], 0, out=sums[expert])
     return sums
-
-
-def _sum_to_targets(rows: Tensor, routes: SortedRoutes) -> Tensor:
-    """Adds up every target's rows in route order."""
-    summed = add_rows(rows, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
-    return _own(summed, routes)
-
-
-def _sum_to_sources(rows: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
-    """Adds up every source's rows in route order."""
-    summed = add_rows(rows, routes.place_N, routes.source_N, num_sources, routes.per_source)
-    return _own(summed, routes)
 
 
 def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:

@@ -1,1 +1,1 @@
-"""Holds kernels/fused."""
+"""What stands beside the experts as one operation: norms, rotation, routers and their scores."""

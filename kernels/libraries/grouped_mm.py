@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..calls import ROW_SLACK, SortedRoutes
 from ..cpu.workspace import workspace
-from ..permute import add_rows
+from ..permute import sum_to_sources, sum_to_targets
 from .grouped_products import GroupedProducts, Operators
 
 _ALIGNMENT_BYTES = 16
@@ -64,17 +64,10 @@ class _GroupedMM:
         return self._gather("dy", grad_TO, self._routes.target_rows())
 
     def add_to_targets(self, rows_NO: Tensor) -> Tensor:
-        routes = self._routes
-        y_TO = add_rows(
-            rows_NO, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
-        )
-        return y_TO.contiguous()
+        return sum_to_targets(rows_NO, self._routes).contiguous()
 
     def add_to_sources(self, rows_ND: Tensor, num_sources: int) -> Tensor:
-        routes = self._routes
-        return add_rows(
-            rows_ND, routes.place_N, routes.source_N, num_sources, routes.per_source
-        ).contiguous()
+        return sum_to_sources(rows_ND, self._routes, num_sources).contiguous()
 
     def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
         num_rows, width = rows_ND.shape[0], w_EDO.shape[2]

@@ -115,59 +115,6 @@ def _two_products(
 
 
 @triton.jit
-def _activated(
-    x,
-    sources,
-    w,
-    bias,
-    saved,
-    expert,
-    rows,
-    live,
-    cols,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    ACT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Computes a tile of hidden rows in float32.
-
-    Stores in `saved` what the backward reads: relu's hidden rows, of others the rows before.
-    """
-    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
-    W: tl.constexpr = 2 * F if GATED else F
-    dtype: tl.constexpr = saved.dtype.element_ty
-    mask = live[:, None] & (cols < F)[None, :]
-    saved_at = saved + rows.to(tl.int64)[:, None] * W + cols[None, :]
-    w += expert.to(tl.int64) * D * W
-    if GATED:
-        z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH)
-        if bias is not None:
-            content += tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0).to(
-                tl.float32
-            )[None, :]
-        content = content.to(dtype)
-        tl.store(saved_at + F, content, mask=mask)
-    else:
-        content = None
-        z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH)
-    if bias is not None:
-        z += tl.load(bias + expert * W + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-    if ACT == "relu":
-        hidden = tl.maximum(z, 0.0)
-        tl.store(saved_at, hidden.to(dtype), mask=mask)
-    else:
-        z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
-        tl.store(saved_at, z, mask=mask)
-        hidden, _ = smooth(z.to(tl.float32), ACT)
-        if content is not None:
-            hidden *= content.to(tl.float32)
-    return hidden
-
-
-@triton.jit
 def gathered_activation(
     x,
     source_rows,
@@ -187,34 +134,44 @@ def gathered_activation(
 ):
     """Computes hidden = a(x[source] · w[e] + bias[e]), (N, F).
 
-    relu's hidden rows are those in `saved`, and `hidden` is None.
+    Stores in `saved` what the backward reads: relu's hidden rows, and `hidden` is None; of others
+    the rows before the activation.
     """
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
+    W: tl.constexpr = 2 * F if GATED else F
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    dtype: tl.constexpr = saved.dtype.element_ty
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
         return
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
-    values = _activated(
-        x,
-        sources,
-        w,
-        bias,
-        saved,
-        expert,
-        rows,
-        live,
-        cols,
-        D,
-        F,
-        ACT,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
-    if hidden is not None:
+    mask = live[:, None] & (cols < F)[None, :]
+    saved_at = saved + rows.to(tl.int64)[:, None] * W + cols[None, :]
+    w += expert.to(tl.int64) * D * W
+    if GATED:
+        z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH)
+        if bias is not None:
+            values = tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0)
+            content += values.to(tl.float32)[None, :]
+        content = content.to(dtype)
+        tl.store(saved_at + F, content, mask=mask)
+    else:
+        content = None
+        z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH)
+    if bias is not None:
+        values = tl.load(bias + expert * W + cols, mask=cols < F, other=0.0)
+        z += values.to(tl.float32)[None, :]
+    if ACT == "relu":
+        tl.store(saved_at, tl.maximum(z, 0.0).to(dtype), mask=mask)
+    else:
+        z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
+        tl.store(saved_at, z, mask=mask)
+        activated, _ = smooth(z.to(tl.float32), ACT)
+        if content is not None:
+            activated *= content.to(tl.float32)
         at = hidden + rows.to(tl.int64)[:, None] * F + cols[None, :]
-        tl.store(at, values.to(hidden.dtype.element_ty), mask=live[:, None] & (cols < F)[None, :])
+        tl.store(at, activated.to(dtype), mask=mask)
 
 
 @triton.jit
