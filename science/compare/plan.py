@@ -147,8 +147,9 @@ def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(before)
     for key, value in now.items():
         known = found.get(key)
-        both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(known, value) if both else value
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            value = merged(known, value)
+        found[key] = value
     return found
 
 
@@ -269,9 +270,7 @@ def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
             )
 
 
-def _read_differently(
-    file: ComparisonFile, first: Arm, other: Arm
-) -> list[tuple[str, object, object]]:
+def _read_differently(file: ComparisonFile, first: Arm, other: Arm) -> list[tuple[str, str, str]]:
     found = [
         (f"{section}.{key}", repr(ours), repr(theirs))
         for section in ("data", "prepare")
@@ -279,12 +278,12 @@ def _read_differently(
             _plain(first.config, section), _plain(other.config, section)
         )
     ]
-    batches = first.config.train.global_batch, other.config.train.global_batch
-    if batches[0] != batches[1]:
-        found.append(("train.global_batch", *map(str, batches)))
-    tokens = first.size.tokens, other.size.tokens
-    if tokens[0] != tokens[1] and file.match == "parameters":
-        found.append(("tokens (train.steps, or steps for all)", *map("{:,}".format, tokens)))
+    ours, theirs = first.config.train.global_batch, other.config.train.global_batch
+    if ours != theirs:
+        found.append(("train.global_batch", str(ours), str(theirs)))
+    ours, theirs = first.size.tokens, other.size.tokens
+    if ours != theirs and file.match == "parameters":
+        found.append(("tokens (train.steps, or steps for all)", f"{ours:,}", f"{theirs:,}"))
     return found
 
 

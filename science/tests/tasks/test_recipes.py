@@ -51,6 +51,7 @@ def test_arms_differ_in_the_model_alone(task: str) -> None:
     width = configs[0].model.feed_forward.d_feed_forward
     experts = configs[2].model.experts
     assert experts is not None
-    assert experts.router.top_k * experts.d_expert == width  # as many columns for a token
+    top_k = experts.router.model_dump()["top_k"]
+    assert top_k * experts.d_expert == width  # as many columns for a token
     num_layers = configs[0].model.num_layers
     assert 2 * experts.num_experts * experts.d_expert == num_layers * width  # and in all
