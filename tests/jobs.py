@@ -1,15 +1,33 @@
 """Looking at the processes of a job from outside, as a test does."""
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moebius.cluster.job import JOURNAL, JobStatus, Launch, begin_submission, read_status
+import pytest
+
+from moebius.cluster.job import (
+    JOURNAL,
+    JobStatus,
+    Journal,
+    JournalEntry,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+)
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.provider import ThisMachine
+from moebius.cluster.places.standing import (
+    StandingCluster,
+    cluster_at,
+    end_cluster,
+    start_cluster,
+)
 from moebius.cluster.supervise.job_supervisor import supervise
 
 FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
@@ -27,6 +45,39 @@ def run_here(launch: Launch) -> JobStatus:
     begin_submission(launch)
     supervise(launch, ThisMachine())
     return read_status(Path(launch.run_dir))
+
+
+@contextlib.contextmanager
+def standing_cluster(
+    folder: Path, nodes: int, *, cpus: int, name: str
+) -> Iterator[StandingCluster]:
+    """A cluster of pretended nodes, known in this folder alone."""
+    pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        cluster = start_cluster(nodes, cpus_per_node=cpus, name=name)
+        try:
+            yield cluster
+        finally:
+            end_cluster(cluster, force=True)
+
+
+def begin(launch: Launch) -> Path:
+    """Leaves a job to a supervisor in the cluster to which this process is connected."""
+    from moebius.cluster.supervise.actor import start_supervisor
+
+    begin_submission(launch)
+    start_supervisor(launch)
+    return Path(launch.run_dir)
+
+
+def begin_on(cluster: StandingCluster, launch: Launch) -> Path:
+    with cluster_at(f"simulated:{cluster.name}"):
+        return begin(launch)
+
+
+def entries_of(run_dir: Path, state: State) -> list[JournalEntry]:
+    return [entry for entry in Journal(run_dir).entries() if entry.state is state]
 
 
 def wait_for(

@@ -12,18 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_for_step
+from jobs import (
+    assert_nothing_left,
+    begin,
+    rank_pids,
+    standing_cluster,
+    wait_for,
+    wait_for_end,
+    wait_for_step,
+)
 from world import run_ranks
 
-from moebius.cluster.job import JobStatus, Journal, State, begin_submission, read_status
+from moebius.cluster.job import JobStatus, Journal, State, read_status
 from moebius.cluster.launch import make_launch
 from moebius.cluster.nodes import processes
-from moebius.cluster.places.standing import (
-    StandingCluster,
-    cluster_at,
-    end_cluster,
-    start_cluster,
-)
+from moebius.cluster.places.standing import StandingCluster, cluster_at
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.train.config.resolve import resolve
@@ -87,14 +90,8 @@ def undisturbed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingCluster]:
-    pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        cluster = start_cluster(2, cpus_per_node=1, name="checkpoints")
-        try:
-            yield cluster
-        finally:
-            end_cluster(cluster, force=True)
+    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=1, name="checkpoints") as made:
+        yield made
 
 
 class Disk:
@@ -124,15 +121,11 @@ class Disk:
         (self.folder / "order").unlink()
 
 
-def begin(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) -> None:
-    from moebius.cluster.supervise.actor import start_supervisor
-
+def submit(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) -> None:
     open_run(config, run_dir)
     with cluster_at(f"simulated:{cluster.name}"):
         launch = make_launch(config, run_dir, address=f"simulated:{cluster.name}")
-        launch = replace(launch, environment={**launch.environment, **disk.environment()})
-        begin_submission(launch)
-        start_supervisor(launch)
+        begin(replace(launch, environment={**launch.environment, **disk.environment()}))
 
 
 def ended_like(run_dir: Path, undisturbed: Path) -> JobStatus:
@@ -159,7 +152,7 @@ def test_f15_a_rank_is_killed_in_each_phase_of_a_save(
 ) -> None:
     """While it writes its tensors, while the manifest is written, before the checkpoint's name."""
     run_dir, disk = folder / "killed", Disk(folder / "disk of killed")
-    begin(standing, make_config(folder), run_dir, disk)
+    submit(standing, make_config(folder), run_dir, disk)
     committed = []
     for place in (".distcp", "manifest.json", "commit"):
         wait_for_step(run_dir, 6 * len(committed) + 6, timeout_s=120)
@@ -180,7 +173,7 @@ def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     standing: StandingCluster, folder: Path, undisturbed: Path
 ) -> None:
     run_dir, disk = folder / "damaged", Disk(folder / "disk of damaged")
-    begin(standing, make_config(folder), run_dir, disk)
+    submit(standing, make_config(folder), run_dir, disk)
     wait_for_step(run_dir, 12, timeout_s=120)
     ranks = rank_pids(run_dir)
     for pid in ranks.values():
@@ -205,7 +198,7 @@ def test_f22_the_disk_is_full_for_a_while(
 ) -> None:
     run_dir, disk = folder / "full", Disk(folder / "disk of full")
     disk.order("full .distcp")
-    begin(standing, make_config(folder), run_dir, disk)
+    submit(standing, make_config(folder), run_dir, disk)
     wait_for(
         lambda: run_dir.exists() and "No space left on device" in reasons(run_dir),
         timeout_s=120,
@@ -223,7 +216,7 @@ def test_f22_a_job_may_be_told_to_end_then(
     run_dir, disk = folder / "stop", Disk(folder / "disk of stop")
     disk.order("full .distcp")
     config = make_config(folder, "checkpoint.on_failure=stop", "train.steps=100000")
-    begin(standing, config, run_dir, disk)
+    submit(standing, config, run_dir, disk)
     status = wait_for_end(run_dir, timeout_s=180)
     assert status.state is State.FAILED
     assert status.restarts == 0

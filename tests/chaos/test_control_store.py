@@ -8,61 +8,45 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import assert_nothing_left, curve, fake_launch, undisturbed, wait_for, wait_for_step
-
-from moebius.cluster.job import Journal, State, begin_submission, read_status
-from moebius.cluster.nodes import processes
-from moebius.cluster.places.standing import (
-    StandingCluster,
-    cluster_at,
-    end_cluster,
-    start_cluster,
+from jobs import (
+    assert_nothing_left,
+    begin_on,
+    curve,
+    fake_launch,
+    standing_cluster,
+    undisturbed,
+    wait_for,
+    wait_for_step,
 )
+
+from moebius.cluster.job import Journal, State, read_status
+from moebius.cluster.nodes import processes
 from moebius.cluster.stop import stop
-
-
-def begin(cluster: StandingCluster, run_dir: Path) -> None:
-    """Submits the job, or submits it again, as `moebius resume` does."""
-    from moebius.cluster.supervise.actor import start_supervisor
-
-    options = ("plain=1", "steps=100000", "step_s=0.05", "every=5")
-    launch = fake_launch(run_dir, *options, num_nodes=2, place_timeout_s=60.0)
-    with cluster_at(f"simulated:{cluster.name}"):
-        begin_submission(launch)
-        start_supervisor(launch)
 
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ray")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    first = start_cluster(2, cpus_per_node=1, name="without-store")
-    try:
-        begin(first, run_dir)
+    options = ("plain=1", "steps=100000", "step_s=0.05", "every=5")
+    launch = fake_launch(run_dir, *options, num_nodes=2, place_timeout_s=60.0)
+    with standing_cluster(tmp_path, 2, cpus=1, name="without-store") as first:
+        begin_on(first, launch)
         wait_for_step(run_dir, 10)
         below = processes.descendants(first.host_pid)
         [store] = [pid for pid in below if psutil.Process(pid).name() == "gcs_server"]
         processes.kill(store)
         wait_for(lambda: read_status(run_dir).state is State.LOST, timeout_s=200, what="LOST")
         assert_nothing_left(run_dir, within_s=60)
-    finally:
-        end_cluster(first, force=True)
     told = [entry.reason for entry in Journal(run_dir).entries()][-1]
     assert told.startswith(f"the cluster's control store at {first.address} does not answer")
     assert "`moebius resume` the job" in told
     reached = max(curve(run_dir))
-    second = start_cluster(2, cpus_per_node=1, name="without-store")
-    try:
-        begin(second, run_dir)
+    with standing_cluster(tmp_path, 2, cpus=1, name="without-store") as second:
+        begin_on(second, launch)  # as `moebius resume` does
         wait_for_step(run_dir, reached + 5)
         status = stop(run_dir, timeout_s=60)
         assert_nothing_left(run_dir, within_s=30)
-    finally:
-        end_cluster(second, force=True)
     assert status.state is State.STOPPED, status.reason
     assert status.step is not None
     assert curve(run_dir) == pytest.approx(undisturbed(1, status.step))

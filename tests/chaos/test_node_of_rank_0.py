@@ -9,29 +9,40 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import assert_nothing_left, curve, fake_launch, undisturbed, wait_for_end, wait_for_step
+from jobs import (
+    assert_nothing_left,
+    begin,
+    curve,
+    fake_launch,
+    standing_cluster,
+    undisturbed,
+    wait_for_end,
+    wait_for_step,
+)
 
-from moebius.cluster.job import Journal, State, begin_submission
-from moebius.cluster.places.standing import cluster_at, end_cluster, start_cluster
+from moebius.cluster.job import Journal, State
+from moebius.cluster.places.standing import cluster_at
 
 STEPS = 60
 
 
 @pytest.mark.slow
-def test_a_spare_takes_its_place(tmp_path, monkeypatch, record_property):
-    pytest.importorskip("ray")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    cluster = start_cluster(4, cpus_per_node=1, name="rank-0")
+def test_a_spare_takes_its_place(tmp_path, record_property):
     run_dir = tmp_path / "run"
-    try:
-        begin(run_dir)
+    launch = fake_launch(run_dir, f"steps={STEPS}", "step_s=0.1", num_nodes=2, place_timeout_s=60)
+    with standing_cluster(tmp_path, 4, cpus=1, name="rank-0") as cluster:
+        with cluster_at("simulated:rank-0"):
+            from ray.util.placement_group import placement_group
+
+            on_head = {"CPU": 1.0, "node:127.0.0.2": 0.001}
+            taken = placement_group([on_head], name="taken", lifetime="detached")
+            assert taken.wait(timeout_seconds=100)
+            begin(launch)
         wait_for_step(run_dir, 10)
         killed_at = time.time()
         cluster.ask("kill-node", node=number_of_rank_0(run_dir))
         status = wait_for_end(run_dir, timeout_s=200)
         assert_nothing_left(run_dir, within_s=30)
-    finally:
-        end_cluster(cluster, force=True)
     entries = Journal(run_dir).entries()
     assert (status.state, status.generation) == (State.SUCCEEDED, 2)
     [lost] = [entry for entry in entries if entry.state is State.RECOVERING]
@@ -40,21 +51,6 @@ def test_a_spare_takes_its_place(tmp_path, monkeypatch, record_property):
     assert curve(run_dir) == undisturbed(2, STEPS)
     running = [entry.time for entry in entries if entry.state is State.RUNNING]
     record_property("recovery_s", round(running[-1] - killed_at, 1))
-
-
-def begin(run_dir: Path) -> None:
-    """Takes the head's CPU, and starts a job of two ranks on two of the other nodes."""
-    from moebius.cluster.supervise.actor import start_supervisor
-
-    launch = fake_launch(run_dir, f"steps={STEPS}", "step_s=0.1", num_nodes=2, place_timeout_s=60)
-    with cluster_at("simulated:rank-0"):
-        from ray.util.placement_group import placement_group
-
-        on_head = {"CPU": 1.0, "node:127.0.0.2": 0.001}
-        taken = placement_group([on_head], name="taken", lifetime="detached")
-        assert taken.wait(timeout_seconds=100)
-        begin_submission(launch)
-        start_supervisor(launch)
 
 
 def number_of_rank_0(run_dir: Path) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_for_step
+from jobs import assert_nothing_left, entries_of, rank_pids, wait_for, wait_for_end, wait_for_step
 
 from moebius.cluster.job import Journal, JournalEntry, State, read_generation, read_status
 from moebius.cluster.stop import request_stop, stop
@@ -56,10 +56,10 @@ from dataclasses import replace
 from pathlib import Path
 from moebius.cluster.job import begin_submission
 from moebius.cluster.places.standing import cluster_at
-from moebius.cluster.submit import make_launch
+from moebius.cluster.launch import make_launch
 from moebius.cluster.supervise.actor import start_supervisor
 from moebius.train.record.run_folder import open_run
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 run_dir, address, overrides = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 config = resolve("smoke", overrides, RECIPES)
@@ -147,10 +147,6 @@ def machine_of(cluster: RayCluster, run_dir: Path, node: int) -> int:
     generation = read_generation(run_dir)
     told = run_dir / "logs" / f"g{generation:03d}" / f"node{node}" / "assignment.json"
     return cluster.net.addresses.index(json.loads(told.read_text())["address"])
-
-
-def entries_of(run_dir: Path, state: State) -> list[JournalEntry]:
-    return [entry for entry in Journal(run_dir).entries() if entry.state is state]
 
 
 def wait_for_words(run_dir: Path, words: str) -> JournalEntry:

@@ -131,10 +131,6 @@ def test_all_layers_end_with_the_node(tmp_path):
         holder.wait()
 
 
-class Refusing:
-    refusal = None
-
-
 class Program:
     def __init__(self):
         self.code: int | None = None

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from jobs import curve, fake_launch, let_go, undisturbed, wait_for, wait_for_end, wait_for_step
 
-from moebius.cli.main import main
 from moebius.cluster.job import JobError, begin_submission
 from moebius.cluster.nodes import processes
 from moebius.cluster.places import host, standing
@@ -90,13 +89,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     listener.close()
     (directory / host.CONTROL).unlink()
     directory.rmdir()
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    printed = capsys.readouterr()
-    return ended.value.code, " ".join((printed.out + printed.err).split())
 
 
 def test_the_commands_ask_the_host(fake, moebius):

@@ -10,6 +10,7 @@ import pytest
 from jobs import (
     agent_pids,
     assert_nothing_left,
+    begin,
     curve,
     fake_launch,
     let_go,
@@ -20,21 +21,13 @@ from jobs import (
     wait_for_step,
 )
 
-from moebius.cluster.job import JobError, JobStatus, Journal, Launch, State, begin_submission
+from moebius.cluster.job import JobError, JobStatus, Journal, State, begin_submission
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.provider import Capacity, NodesUnavailable
 from moebius.cluster.places.ray_session import NAMESPACE
 from moebius.cluster.stop import request_stop
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def begin(launch: Launch) -> Path:
-    from moebius.cluster.supervise.actor import start_supervisor
-
-    begin_submission(launch)
-    start_supervisor(launch)
-    return Path(launch.run_dir)
 
 
 def end_of(run_dir: Path) -> JobStatus:

@@ -15,9 +15,12 @@ import pytest
 import stuck
 from jobs import (
     assert_nothing_left,
+    begin_on,
     curve,
+    entries_of,
     fake_launch,
     rank_pids,
+    standing_cluster,
     undisturbed,
     used_nodes,
     wait_for,
@@ -25,15 +28,10 @@ from jobs import (
 )
 from tiny_job import TINY_JOB
 
-from moebius.cluster.job import Journal, JournalEntry, Launch, State, begin_submission, read_status
+from moebius.cluster.job import Launch, State, read_status
 from moebius.cluster.launch import make_launch
 from moebius.cluster.nodes import processes
-from moebius.cluster.places.standing import (
-    StandingCluster,
-    cluster_at,
-    end_cluster,
-    start_cluster,
-)
+from moebius.cluster.places.standing import StandingCluster, cluster_at
 from moebius.cluster.scale import request_scale
 from moebius.cluster.stop import stop
 from moebius.data_pipeline.make.prepare import prepare
@@ -66,23 +64,8 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory) -> Iterator[StandingCluster]:
     """Two pretended nodes; more are added by the tests."""
-    pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        cluster = start_cluster(2, cpus_per_node=2, name="losses")
-        try:
-            yield cluster
-        finally:
-            end_cluster(cluster, force=True)
-
-
-def begin(cluster: StandingCluster, launch: Launch) -> Path:
-    from moebius.cluster.supervise.actor import start_supervisor
-
-    with cluster_at(f"simulated:{cluster.name}"):
-        begin_submission(launch)
-        start_supervisor(launch)
-    return Path(launch.run_dir)
+    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=2, name="losses") as made:
+        yield made
 
 
 def plain_launch(run_dir: Path, **values) -> Launch:
@@ -104,10 +87,6 @@ def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
     assert number != 0
     cluster.ask("kill-node", node=number)
     return number
-
-
-def entries_of(run_dir: Path, state: State) -> list[JournalEntry]:
-    return [entry for entry in Journal(run_dir).entries() if entry.state is state]
 
 
 def wait_for_generation(run_dir: Path, num_nodes: int, *, after: int) -> int:
@@ -136,7 +115,7 @@ def end_well(run_dir: Path) -> None:
 
 
 def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, tmp_path):
-    run_dir = begin(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
+    run_dir = begin_on(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
     wait_for_step(run_dir, 10)
     kill_one(standing, run_dir)
     smaller = wait_for_generation(run_dir, 1, after=1)
@@ -168,7 +147,7 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
 
 def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, tmp_path):
     standing.ask("add-node")
-    run_dir = begin(standing, plain_launch(tmp_path, wait_for_node_s=2.0))
+    run_dir = begin_on(standing, plain_launch(tmp_path, wait_for_node_s=2.0))
     wait_for_step(run_dir, 10)
     dead = kill_one(standing, run_dir)
     second = wait_for_generation(run_dir, 2, after=1)
@@ -198,7 +177,7 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
     standing.ask("add-node")
     launch = plain_launch(tmp_path, max_restarts=1, place_timeout_s=200.0)
     launch = replace(launch, command=(*launch.command, "fail=1:*:1:stuck"))
-    run_dir = begin(standing, launch)
+    run_dir = begin_on(standing, launch)
     try:
         wait_for((tmp_path / "hung.server").exists, what="the hang")
         stuck_on = node_of(run_dir, 1)
@@ -216,7 +195,7 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
 
 def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):
     standing.ask("add-node")
-    run_dir = begin(standing, plain_launch(tmp_path, max_node_losses=0))
+    run_dir = begin_on(standing, plain_launch(tmp_path, max_node_losses=0))
     wait_for_step(run_dir, 10)
     address = f"127.0.0.{used_nodes(run_dir, 1)[-1] + 2}"
     with cluster_at(f"simulated:{standing.name}") as ray:
@@ -248,7 +227,7 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     open_run(config, run_dir)
     with cluster_at(f"simulated:{standing.name}"):
         launch = make_launch(config, run_dir, address=f"simulated:{standing.name}")
-    begin(standing, launch)
+    begin_on(standing, launch)
     wait_for_step(run_dir, 25)
     kill_one(standing, run_dir)
     smaller = wait_for_generation(run_dir, 1, after=1)
