@@ -65,7 +65,7 @@ from moebius.data_pipeline.read.corruption import SkipList, open_fetcher
 from moebius.data_pipeline.read.packing import WINDOW_BATCHES, PlanKey, open_plan
 from moebius.data_pipeline.read.samples import OrderedSamples
 from moebius.data_pipeline.read.token_store import TokenStore
-from moebius.data_pipeline.sources.english import embedded_documents
+from moebius.data_pipeline.sources.embedded import embedded_documents
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 
 SEQ_LEN = 1024

@@ -28,10 +28,14 @@ import numpy as np
 import pyarrow as pa
 
 from .arrow_columns import bool_column, bytes_column, list_column, number_column, text_column
-from .checksum import crc32
 from .data_config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
 from .tokenizers.interface import Tokenizer, token_dtype
+
+try:  # 25 GB/s on one core, where Python's own zlib makes 1 to 4; both give the same number
+    from zlib_ng.zlib_ng import crc32
+except ImportError:
+    from zlib import crc32
 
 MAX_DOCUMENT_BYTES = 2**27
 """A longer document is dropped: it bounds what one record batch can take in memory."""

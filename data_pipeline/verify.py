@@ -12,7 +12,8 @@ from pathlib import Path
 from .errors import ShardError
 from .growth import UNFINISHED
 from .manifest import DatasetManifest, SealedSegment, is_prepared, read_manifest
-from .read.token_store import TokenStore, prepared_tokenizer, verify_shard
+from .read.token_store import TokenStore, verify_shard
+from .tokenizers.tokenizer import prepared_tokenizer
 
 SPLITS = ("train", "validation")
 _CONFIG_FILE = "config.json"  # of a run folder

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data_pipeline.read.token_store import prepared_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
+from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from ..distributed.checkpoint.format import latest
 from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout

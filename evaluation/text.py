@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..data_pipeline.read.token_store import prepared_tokenizer
+from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from ..distributed.process.process import start_process
 from .batches import Row
 from .generate import check_temperature, generate

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from moebius.data_pipeline.sources.english import embedded_documents
+from moebius.data_pipeline.sources.embedded import embedded_documents
 from moebius.model.balance import RunningSum, sum_per_sequence
 from moebius.model.config.attention_config import DenseAttentionConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig

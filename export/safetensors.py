@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
-from ..data_pipeline.read.token_store import prepared_tokenizer
 from ..data_pipeline.tokenizers.interface import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -30,6 +29,7 @@ from ..data_pipeline.tokenizers.interface import (
     main_file,
 )
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from ..distributed.checkpoint.checkpoint_folder import atomic_directory, refuse_existing
 from ..distributed.checkpoint.format import (
     CheckpointError,

@@ -59,7 +59,7 @@ def _peek(options: argparse.Namespace) -> int:
 def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
     from ...data_pipeline.data_config import DataConfig
     from ...data_pipeline.read.peek import peek_split
-    from ...data_pipeline.read.token_store import prepared_tokenizer
+    from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
     from ...data_pipeline.verify import data_folder
     from ...train.config.run_config import Config
 
@@ -79,7 +79,7 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
 
 def _rows_of_step(run: Path, config: "Config", step: int) -> "list[DecodedRow]":
     from ...data_pipeline.read.peek import peek_samples
-    from ...data_pipeline.read.token_store import prepared_tokenizer
+    from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
     from ...train.spikes.record import read_rollbacks, skipped_by
 
     if not 1 <= step <= config.train.steps:

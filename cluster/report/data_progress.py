@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .json_lines import JsonLinesTail
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
-    from ...data_pipeline.make.progress import PrepareProgress
+    from ...data_pipeline.make.units import PrepareProgress
 
 PREPARATION = "preparation.jsonl"
 COMPLETE = "complete"

@@ -37,7 +37,7 @@ from .ranks import RunMonitor, node_table, rank_table
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
-    from ...data_pipeline.make.progress import PrepareProgress
+    from ...data_pipeline.make.units import PrepareProgress
 
 POLL_S = 0.4
 RANKS_EVERY_S = 1.0

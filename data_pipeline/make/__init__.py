@@ -1,1 +1,1 @@
-"""Holds data_pipeline/make."""
+"""Makes prepared folders: documents are chosen, tokenised and committed as token shards."""

@@ -17,7 +17,7 @@ interruption (kill -9 as well) and any retry lead to the same bytes. What is unf
 
 A unit whose task fails for a reason that the user can mend ends the preparation with that reason. A
 unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
-left out, and the last manifest says so (`failures`).
+left out, and the last manifest says so (`pools`).
 
 Cost: text is read at 100 MB/s/core, and a second time by a process that has not kept it (`kept`);
 tokenising takes nearly all the time.
@@ -44,11 +44,9 @@ from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
 from .choose import Chooser
 from .commit import Committer
-from .failures import Failures, OnPoison, account, ended, reason
 from .filters import set_up_rules
 from .kept import forget
-from .pools import SerialPool, TaskPool
-from .progress import Meter, PrepareProgress
+from .pools import Failures, OnPoison, SerialPool, TaskPool, account, ended, reason
 from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
@@ -75,7 +73,7 @@ from .unfinished import (
     temporary_files,
     write_quarantined,
 )
-from .units import Unit, plan_units
+from .units import Meter, PrepareProgress, Unit, plan_units
 from .vocabulary import Vocabulary, is_empty
 
 _MAX_REASON_CHARS = 2000

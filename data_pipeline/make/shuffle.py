@@ -29,15 +29,16 @@ from ..manifest import ShardEntry, Split
 from ..prepare_config import PrepareConfig
 from ..read.token_store import read_batches
 from ..shards import ShardWriter, TokenDocument
-from .records import read_record, write_record
 from .tasks import (
     ShardPair,
     UnitTask,
+    read_record,
     ready_shards,
     save_shards,
     schema_of,
     token_documents,
     unfinished_file,
+    write_record,
 )
 from .units import Unit, interleaved
 

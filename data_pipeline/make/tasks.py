@@ -36,14 +36,13 @@ from ..prepare_config import PrepareConfig, SourceConfig
 from ..read.token_store import verify_shard
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
-from ..sources.reading import read_documents
+from ..sources.formats import read_documents
 from ..tokenizers.bpe import train_bpe
 from ..tokenizers.fast import accept_proof
 from ..tokenizers.interface import Tokenizer, token_dtype
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .filters import DocumentRule, document_rules
 from .kept import begin_keeping, keep, take
-from .records import read_record, write_record
 from .units import Unit
 
 TRAIN, VALIDATION, DUPLICATE = range(3)
@@ -478,3 +477,40 @@ def _by_size(documents: Iterable[_Chosen]) -> Iterator[list[_Chosen]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Writes a record, whole or not at all.
+
+    Args:
+        path: the file.
+        content: what it says.
+        durable: whether it must survive a power failure; else it may then count as never written.
+
+    Raises:
+        PrepareError: the folder cannot be written.
+    """
+    text = json.dumps(content)
+    with atomic_write(path, durable=durable) as file:
+        file.write(json.dumps({"sha256": _sha256(text), "content": content}).encode())
+
+
+def read_record(path: Path) -> Any | None:
+    """Returns the content of a record; None: there is none, or it is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+        content = record["content"]
+        is_whole = record["sha256"] == _sha256(json.dumps(content))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return content if is_whole else None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -23,8 +23,7 @@ from ..manifest import (
 )
 from ..prepare_config import PrepareConfig
 from ..sources.embedded import EMBEDDED
-from .records import read_record, write_record
-from .tasks import SIDES, unfinished_file
+from .tasks import SIDES, read_record, unfinished_file, write_record
 from .units import Unit
 
 QuarantineStage = Literal["scan", "tokenise"]

@@ -1,1 +1,1 @@
-"""Holds data_pipeline/read."""
+"""Reads prepared folders: everything that a training step needs, and nothing that makes data."""

@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .mixture import Mixture
-from .permutation import derive_key, permutation
+from .mixture import Mixture, derive_key, permutation
 
 ORDER_VERSION = 2
 """Raised when the same (seed, g) would give another row: no run can be resumed across that."""

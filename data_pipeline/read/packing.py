@@ -33,8 +33,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..arrow_columns import number_column
 from ..arrow_messages import EncodedBuffers
 from ..atomic import atomic_write
-from ..checksum import crc32
 from ..errors import ShardError
+from ..shards import crc32
 from .order import ChunkTable, num_rows
 
 PLAN_VERSION = 1

@@ -19,10 +19,9 @@ from ..growth import given_up
 from .chunks import LoadedChunk
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .gather import Rows
-from .mixture import Mixture, WeightStage
+from .mixture import Mixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows
 from .packing import PLAN_VERSION
-from .permutation import mixed
 from .rows import ChunkReader, Prepared, RowReader, check_names, chunks_of, group_pairs, too_short
 
 _DIGEST_BITS = 31

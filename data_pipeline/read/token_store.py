@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from ..arrow_messages import decode_batch, decode_buffers
-from ..checksum import crc32
 from ..errors import ShardError
 from ..manifest import DatasetManifest, ShardEntry, Split, read_manifest, shard_name
 from ..shards import (
@@ -27,10 +26,10 @@ from ..shards import (
     INDEX_SCHEMA,
     MAX_DOCUMENT_BYTES,
     MAX_LABEL_BYTES,
+    crc32,
     shard_schema,
 )
-from ..tokenizers.interface import Tokenizer, token_dtype
-from ..tokenizers.tokenizer import load_tokenizer
+from ..tokenizers.interface import token_dtype
 
 _BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
 _DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
@@ -39,15 +38,6 @@ _OFFSET_BYTES = 4  # of a list in Arrow
 _OPEN_FILES = 128
 _KEPT_OF_INDEX = np.dtype([("offset", "<i8"), ("length", "<u4"), ("crc32", "<u4")])
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
-
-
-def prepared_tokenizer(directory: str | Path) -> Tokenizer:
-    """Loads the tokenizer that the shards of a prepared folder were made with.
-
-    Raises:
-        ShardError: another one lies there.
-    """
-    return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:

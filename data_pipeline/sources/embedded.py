@@ -1,9 +1,17 @@
-"""The English prose that every Python carries, as input (`data_pipeline/sources/english.py`)."""
+"""The English prose that every Python carries, as input (`data_pipeline/sources/embedded.py`)."""
 
-from collections.abc import Iterator
+import ast
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
+from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
-from .english import NUM_PARTS, embedded_part
 from .records import RecordRules
 
 EMBEDDED = "embedded"
@@ -27,3 +35,169 @@ def read_embedded(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the documents of one part."""
     for row, text in embedded_part(split.start):
         yield Document(text, EMBEDDED, row)
+
+
+NUM_PARTS = 4
+"""Input splits of the corpus: part i holds every fourth document from the i-th on."""
+
+# A module's text is cut at the end of a docstring once it has grown past this.
+_DOCUMENT_CHARS = 3000
+_REPEAT_CHARS = 60  # a paragraph at least this long appears once in the corpus
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "__pycache__"}
+_UNDERLINE = re.compile(r"^\s*([*=\-~^\"#+])\1{2,}\s*$", re.MULTILINE)
+_BULLET = re.compile(r"^\s*([*\-•]|\d+[.)])\s+")
+_NOT_PROSE = re.compile(
+    r">>>|::=|^\s*\.\.\.|\$ |^\s*\||[{}]|;$|-\*-|Copyright|Author:", re.MULTILINE
+)
+_ROLE = re.compile(r":\w+:`~?([^`<]+?)(?:\s*<[^>]+>)?`")
+_WORD_CHARS = re.compile(r"[A-Za-z ,.'’]")
+
+
+@cache
+def embedded_documents() -> tuple[str, ...]:
+    """Returns all documents, in a fixed order.
+
+    Raises:
+        InputError: this Python comes without its sources.
+    """
+    documents = tuple(_documents([*([topic] for topic in _topics()), *_modules()]))
+    if not documents:
+        raise InputError(
+            f"input 'embedded': this Python ({sys.version.split()[0]}, "
+            f"{sysconfig.get_path('stdlib')}) carries neither "
+            "pydoc_data nor readable library sources; install the full standard library, or give "
+            "prepare.input=FILE"
+        )
+    return documents
+
+
+def embedded_part(part: int) -> Iterator[tuple[int, str]]:
+    """Yields (row, text) of the documents of one of NUM_PARTS parts."""
+    yield from list(enumerate(embedded_documents()))[part::NUM_PARTS]
+
+
+def prose(text: str) -> list[str]:
+    """Returns the paragraphs of `text` that are English sentences, each on one line."""
+    paragraphs = re.split(r"\n\s*\n", _UNDERLINE.sub("", text))
+    items = (item for paragraph in paragraphs for item in _items(paragraph))
+    return [joined for item in items if _is_prose(item, joined := _joined(item))]
+
+
+def _joined(item: str) -> str:
+    """Joins an item's lines into one, without the marks of reStructuredText."""
+    plain = _ROLE.sub(r"\1", item).replace("``", "")
+    return " ".join(plain.split()).replace("::", ":")
+
+
+def _items(paragraph: str) -> Iterator[str]:
+    """Splits a list that was written without blank lines into one paragraph per bullet."""
+    item: list[str] = []
+    for line in paragraph.splitlines():
+        if _BULLET.match(line) and item:
+            yield "\n".join(item)
+            item = []
+        item.append(_BULLET.sub("", line))
+    yield "\n".join(item)
+
+
+def _is_prose(raw: str, joined: str) -> bool:
+    words = joined.split()
+    if len(words) < 4 or _NOT_PROSE.search(raw) or joined[-1] not in ".:!?)\"'”":
+        return False
+    if re.search(r"\S {3,}\S", raw):  # columns of a table or an aligned listing
+        return False
+    return len(_WORD_CHARS.findall(joined)) >= 0.85 * len(joined)
+
+
+def _topics() -> Iterator[list[str]]:
+    """Yields the language reference: one text per topic."""
+    if find_spec("pydoc_data") is None:  # some distributions package it apart
+        return
+    from pydoc_data import topics  # data, not a module of the library under way
+
+    for _, text in sorted(topics.topics.items()):
+        title = text.strip().splitlines()[0].replace('"', "")
+        yield [title, *prose(text)]
+
+
+def _modules() -> Iterator[Iterator[list[str]]]:
+    """Yields, per module of the standard library, its titled texts in the order of the source."""
+    root = sysconfig.get_path("stdlib")
+    for parts in sorted(_source_files(root)):
+        *packages, file = parts
+        names = (*packages, file.removesuffix(".py"))
+        if names[0] in sys.stdlib_module_names and not _LEFT_OUT.intersection(names):
+            yield _module_texts(Path(root, *parts), ".".join(names).removesuffix(".__init__"))
+
+
+def _source_files(root: str) -> Iterator[tuple[str, ...]]:
+    """Yields the parts of the path of every file below `root` that may be a module's source."""
+    for folder, folders, files in os.walk(root):
+        # in place: what is left out may hold ten times as many files (site-packages)
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        inside = Path(folder).relative_to(root).parts
+        yield from ((*inside, name) for name in files if name.endswith(".py"))
+
+
+def _module_texts(path: Path, name: str) -> Iterator[list[str]]:
+    source = path.read_bytes().decode("utf-8", errors="ignore")
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # templates that only look like modules
+        return
+    for title, docstring in _docstrings(tree, name):
+        yield [title, *prose(docstring)]
+    for comment in _comments(source):
+        yield ["", *prose(comment)]
+
+
+def _docstrings(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
+    if docstring := ast.get_docstring(node):
+        yield name, docstring
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings(child, f"{name}.{child.name}")
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Yields runs of three and more comment lines; an empty comment line parts paragraphs."""
+    run: list[str] = []
+    for line in [*source.splitlines(), ""]:
+        if line.lstrip().startswith("#"):
+            run.append(line.strip().lstrip("#"))
+            continue
+        if len(run) >= 3:
+            yield "\n".join(run)
+        run = []
+
+
+def _documents(works: Iterable[Iterable[list[str]]]) -> Iterator[str]:
+    """Joins the texts of a work and cuts them at paragraph ends.
+
+    Leaves out what was said before and what is too short.
+    """
+    seen: set[str] = set()
+    for work in works:
+        paragraphs = [paragraph for title, *text in work for paragraph in _fresh(title, text, seen)]
+        for document in _cut(paragraphs):
+            if len(document) >= 2 * _REPEAT_CHARS:
+                yield document
+
+
+def _fresh(title: str, text: list[str], seen: set[str]) -> list[str]:
+    fresh = [
+        paragraph for paragraph in text if len(paragraph) < _REPEAT_CHARS or paragraph not in seen
+    ]
+    seen.update(fresh)
+    return [title, *fresh] if fresh and title else fresh
+
+
+def _cut(paragraphs: list[str]) -> Iterator[str]:
+    document: list[str] = []
+    for paragraph in paragraphs:
+        document.append(paragraph)
+        if sum(map(len, document)) >= _DOCUMENT_CHARS:
+            yield "\n\n".join(document)
+            document = []
+    yield "\n\n".join(document)

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import InputError
+from ..prepare_config import SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
 from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
 from .function import PYTHON, function_ranges, function_size, read_function
-from .json_lines import read_json_lines
-from .lines import whole_file
+from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
-from .text import read_text
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,24 @@ def kind_of(url: str) -> str:
 def format_of(kind: str) -> Format:
     """Returns a format by its key."""
     return FILE_FORMATS[kind] if kind in FILE_FORMATS else OTHER_FORMATS[kind]
+
+
+def read_documents(
+    split: InputSplit,
+    source: SourceConfig,
+    *,
+    encoding_faults: Literal["error", "drop"] = "error",
+) -> Iterator[Document]:
+    """Reads the documents of one split in the order of its input.
+
+    Args:
+        split: what is read.
+        source: names the fields of its records.
+        encoding_faults: what is done with text that is no Unicode; "drop" yields it as a document
+            with a `fault`.
+
+    Raises:
+        InputError: something cannot be read; with its place.
+    """
+    rules = RecordRules(source, drop_faults=encoding_faults == "drop")
+    return format_of(split.kind).read(split, rules)

@@ -1,14 +1,16 @@
 """From the bytes of a file to its lines, each with its place, and from lines to text."""
 
+import json
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..shards import MAX_DOCUMENT_BYTES
 from .compression import chunks, is_compressed, text_bytes, unpacked_chunks
-from .documents import InputSplit, SplitRange
+from .documents import Document, InputSplit, SplitRange
 from .files import opened
-from .records import NOT_UTF8, shown
+from .records import NOT_UTF8, RecordRules, document_of, shown
 
 MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
 """A longer line is an error: without a limit, one of a few kB of .zst could take all memory. It is
@@ -125,3 +127,88 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
             "NEW; or leave such documents out with prepare.encoding_faults=drop"
         ) from error
     return (text.removeprefix("\ufeff") if line.offset == 0 else text), ""
+
+
+def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
+    """Reads the documents of a split of JSON lines, at about 100 MB/s/core.
+
+    Raises:
+        InputError: something in it cannot be read; with byte and line.
+    """
+    row = 0
+    for line in split_lines(split):
+        text, fault = decoded(split, line, drop_faults=rules.drop_faults)
+        if fault:
+            yield Document(text, split.file_name, row, fault=fault)
+        elif text and not text.isspace():
+            place = Place(split, line)
+            record = _object(text, place)
+            yield document_of(record, row, rules, where=place, file_name=split.file_name)
+        else:
+            continue
+        row += 1
+
+
+def _object(text: str, place: object) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{place}: not valid JSON ({error}); each line must be one JSON object"
+        ) from error
+    if not isinstance(record, dict):
+        raise InputError(
+            f"{place}: a JSON {type(record).__name__}; each line must be one JSON object"
+        )
+    return record
+
+
+_DOCUMENT_CHARS = 8000
+_DOCUMENT_MAX_CHARS = 4 * _DOCUMENT_CHARS
+
+
+@dataclass
+class _Growing:
+    """Collects the lines of one document."""
+
+    parts: list[str] = field(default_factory=list)
+    size: int = 0
+    fault: str = ""
+    faulty_line: str = ""
+
+    def add(self, text: str, fault: str) -> None:
+        self.parts.append(text)
+        self.size += len(text)
+        if fault and not self.fault:
+            self.fault, self.faulty_line = fault, text
+
+    def ends_with(self, line: str) -> bool:
+        is_pause = self.size >= _DOCUMENT_CHARS and not line.strip()
+        return is_pause or self.size >= _DOCUMENT_MAX_CHARS
+
+    def texts(self) -> Iterator[str]:
+        """Yields the document, in pieces where it is too long."""
+        text = self.faulty_line if self.fault else "".join(self.parts)
+        for start in range(0, len(text), _DOCUMENT_MAX_CHARS):
+            yield text[start : start + _DOCUMENT_MAX_CHARS]
+
+
+def read_text(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
+    """Reads the documents of a split of a text file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    for row, (text, fault) in enumerate(_pieces(split, rules)):
+        yield Document(text, split.file_name, row, fault=fault)
+
+
+def _pieces(split: InputSplit, rules: RecordRules) -> Iterator[tuple[str, str]]:
+    growing = _Growing()
+    for line in split_lines(split):
+        text, fault = decoded(split, line, drop_faults=rules.drop_faults)
+        growing.add(text, fault)
+        if growing.ends_with(text):
+            yield from ((piece, growing.fault) for piece in growing.texts())
+            growing = _Growing()
+    yield from ((piece, growing.fault) for piece in growing.texts())

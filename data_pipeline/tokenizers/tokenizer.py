@@ -12,6 +12,7 @@ from typing import Any
 
 from ..atomic import atomic_write
 from ..errors import InputError, ShardError
+from ..manifest import read_manifest
 from .huggingface import HuggingFaceTokenizer
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .raw_bytes import KIND, BytesTokenizer
@@ -112,3 +113,12 @@ def tokenizer_of(directory: Path) -> Tokenizer:
 @lru_cache(maxsize=1)
 def _loaded(directory: Path, made: tuple[int, ...]) -> Tokenizer:
     return load_tokenizer(directory)
+
+
+def prepared_tokenizer(directory: str | Path) -> Tokenizer:
+    """Loads the tokenizer that the shards of a prepared folder were made with.
+
+    Raises:
+        ShardError: another one lies there.
+    """
+    return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)

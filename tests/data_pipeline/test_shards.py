@@ -10,9 +10,10 @@ import pytest
 
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.manifest import ShardEntry, read_manifest
-from moebius.data_pipeline.read.token_store import TokenStore, prepared_tokenizer, verify_shard
+from moebius.data_pipeline.read.token_store import TokenStore, verify_shard
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
+from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 
 
 @pytest.fixture

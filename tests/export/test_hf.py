@@ -24,9 +24,9 @@ from torch import Tensor
 from moebius.cli.models.evaluate_report import plain_report
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
-from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from moebius.evaluation.generate import generate
 from moebius.evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 from moebius.export.hf.model_folder import CODE, check_promises, export_to_hf

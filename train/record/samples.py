@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...data_pipeline.read.corruption import open_fetcher
 from ...data_pipeline.read.loader import validation_batches
-from ...data_pipeline.read.token_store import prepared_tokenizer
+from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from ...distributed.process.process import Process
 from ...model.execution.precision import forward_in, products_dtype
 from ...model.transformer import Transformer

@@ -19,7 +19,7 @@ from moebius.cluster.report.live import (
     render,
     show_preparation,
 )
-from moebius.data_pipeline.make.progress import PrepareProgress, SourceProgress
+from moebius.data_pipeline.make.units import PrepareProgress, SourceProgress
 
 
 def console(width: int = 120) -> Console:

@@ -15,12 +15,16 @@ from small_corpus import sentences, write_jsonl
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError
 from moebius.data_pipeline.make import tasks
-from moebius.data_pipeline.make.failures import ATTEMPTS, Failures, OnPoison, account, reason
 from moebius.data_pipeline.make.pools import (
+    ATTEMPTS,
+    Failures,
     LocalPool,
+    OnPoison,
     SerialPool,
     WorkerDiedError,
     WorkerKilledError,
+    account,
+    reason,
 )
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.unfinished import QUARANTINED

@@ -24,7 +24,7 @@ from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.growth import UNFINISHED
 from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.make.progress import PrepareProgress
+from moebius.data_pipeline.make.units import PrepareProgress
 from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenStore

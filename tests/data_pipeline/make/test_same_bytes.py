@@ -21,8 +21,8 @@ from small_corpus import sentences, write_jsonl
 from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.make.progress import PrepareProgress
 from moebius.data_pipeline.make.tasks import UNFINISHED
+from moebius.data_pipeline.make.units import PrepareProgress
 from moebius.data_pipeline.manifest import Completion, DatasetManifest, is_prepared, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.token_store import verify_shard

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.make import words
-from moebius.data_pipeline.make.words import (
+from moebius.data_pipeline.make import decontaminate as words
+from moebius.data_pipeline.make.decontaminate import (
     ngram_hashes,
     plain_words,
     spelled_plain_words,
@@ -83,7 +83,7 @@ def test_a_text_without_a_blank_is_cut_all_the_same():
 
 def test_hashes_are_the_same_in_another_process():
     """Python's own hash of a string is another one in each process; these must not be."""
-    asked = "from moebius.data_pipeline.make.words import *; print(plain_words('Don’t stop now').tolist())"
+    asked = "from moebius.data_pipeline.make.decontaminate import *; print(plain_words('Don’t stop now').tolist())"
     told = subprocess.run(
         [sys.executable, "-c", asked], check=True, capture_output=True, text=True
     ).stdout

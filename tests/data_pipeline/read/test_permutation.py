@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.read.permutation import derive_key, permutation, permutations
+from moebius.data_pipeline.read.mixture import derive_key, permutation, permutations
 
 KEYS = st.integers(0, 2**64 - 1)
 

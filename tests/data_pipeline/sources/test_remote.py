@@ -19,7 +19,7 @@ import pytest
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.formats import read_documents
 from moebius.data_pipeline.sources.remote import RemoteFile
 from moebius.data_pipeline.sources.splits import plan_splits
 

@@ -9,10 +9,10 @@ from tokenizers import models, pre_tokenizers
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.read.token_store import prepared_tokenizer
 from moebius.data_pipeline.tokenizers import huggingface
 from moebius.data_pipeline.tokenizers.fast import UnsuitableError
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE
+from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 
 
 @pytest.fixture

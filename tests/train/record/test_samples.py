@@ -9,7 +9,7 @@ import torch
 from small_corpus import sections_of_words
 from small_model import TINY
 
-from moebius.data_pipeline.read.token_store import prepared_tokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from moebius.evaluation.generate import generate
 from moebius.model.transformer import Transformer
 from moebius.train.config.resolve import resolve

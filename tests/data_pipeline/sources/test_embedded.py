@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moebius.data_pipeline.sources.english import (
+from moebius.data_pipeline.sources.embedded import (
     NUM_PARTS,
     embedded_documents,
     embedded_part,
@@ -14,7 +14,7 @@ from moebius.data_pipeline.sources.english import (
 )
 
 _FINGERPRINT = (
-    "import hashlib, moebius.data_pipeline.sources.english as c;"
+    "import hashlib, moebius.data_pipeline.sources.embedded as c;"
     "print(hashlib.sha256('|'.join(c.embedded_documents()).encode()).hexdigest())"
 )
 
