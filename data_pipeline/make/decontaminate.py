@@ -7,7 +7,7 @@
                           the item that it is of.
 
 n is 13, as GPT-3 chose it (Brown et al. 2020, arXiv:2005.14165, appendix C); words are compared in
-lower case and without punctuation (`words.plain_words`). An item is all text in its record (or the
+lower case and without punctuation (`plain_words`). An item is all text in its record (or the
 fields that are named), joined in the order of the record, so that a question and its first answer
 are also found where they are printed one after the other. Items of fewer than n words are not looked
 for, as they would be found everywhere.
@@ -15,7 +15,7 @@ for, as they would be found everywhere.
 A hash of 64 bits is taken for the n-gram: two different n-grams have the same one with probability
 2**-64, so 10**7 n-grams of evaluation sets meet 10**12 of a corpus once by chance.
 
-Cost (`benchmarks/data_stages.py`, on a busy machine): 12 bytes per n-gram of the sets and 8 MiB; 43
+Cost (measured once, on a busy machine): 12 bytes per n-gram of the sets and 8 MiB; 43
 MB/s/core, most of it for the words: a bitmap of the hashes' first bits answers for nearly all
 n-grams, a binary search for the others.
 """

@@ -1,6 +1,6 @@
 """Text to a folder of token shards, streaming: what is read first can be trained on first.
 
-1. plan      input files -> units of work, in the one order that everything follows (`plan`)
+1. plan      input files -> units of work, in the one order that everything follows (`units`)
 2. scan      per unit: hash, size and faults of every document (`tasks.scan_unit`)
 3. choose    in order: repeats out, train or validation (`choose`)
 4. sample    heads of units of all sources: the text that the tokenizer is trained on
