@@ -63,7 +63,7 @@ def rolling_rows(
 
 
 @dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """Names rows that go through the model together, by family, and how many tokens they share."""
 
     families: tuple[tuple[int, tuple[int, ...]], ...]  # number of the family, of its rows
@@ -90,11 +90,11 @@ class _Cluster:
         return self.prefix + len(self.rows) * self.longest
 
 
-def rows_alone(families: Sequence[Family], rank: int, num_ranks: int) -> Iterator[Batch]:
+def rows_alone(families: Sequence[Family], rank: int, num_ranks: int) -> Iterator[RowBatch]:
     """Yields a rank's rows, each by itself."""
     places = [(f, r) for f, family in enumerate(families) for r in range(len(family))]
     for f, r in places[rank::num_ranks]:
-        yield Batch(((f, (r,)),), 0)
+        yield RowBatch(((f, (r,)),), 0)
 
 
 def plan_batches(
@@ -104,7 +104,7 @@ def plan_batches(
     *,
     share: bool = True,
     pass_tokens: int = PASS_TOKENS,
-) -> Iterator[Batch]:
+) -> Iterator[RowBatch]:
     """Yields a rank's batches: first those with common beginnings, and the longest rows first.
 
     Args:
@@ -192,12 +192,12 @@ class _Open:
         self.cost += more.cost
         return True
 
-    def closed(self) -> Batch:
-        """Returns the batch."""
-        return Batch(tuple((one.family, one.rows) for one in self.clusters), self.prefix)
+    def closed(self) -> RowBatch:
+        """Returns the batch of the clusters that were taken."""
+        return RowBatch(tuple((one.family, one.rows) for one in self.clusters), self.prefix)
 
 
-def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iterator[Batch]:
+def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iterator[RowBatch]:
     """Yields batches of clusters, in their order."""
     batch = _Open(pass_tokens)
     for cluster in clusters:
@@ -209,7 +209,9 @@ def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iter
         yield batch.closed()
 
 
-def _batches_of_single(single: Sequence[tuple[int, int, int]], pass_tokens: int) -> Iterator[Batch]:
+def _batches_of_single(
+    single: Sequence[tuple[int, int, int]], pass_tokens: int
+) -> Iterator[RowBatch]:
     """Yields batches of rows, which come with their length, longest first."""
     first = 0
     while first < len(single):
@@ -219,5 +221,5 @@ def _batches_of_single(single: Sequence[tuple[int, int, int]], pass_tokens: int)
             if padding > pass_tokens:
                 break
             last += 1
-        yield Batch(tuple((f, (r,)) for _, f, r in single[first:last]), 0)
+        yield RowBatch(tuple((f, (r,)) for _, f, r in single[first:last]), 0)
         first = last

@@ -76,7 +76,7 @@ class GroupContextText:
         return torch.from_numpy(reader.read(rows).tokens[:, :length])
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files of the training text."""
         self._reader.close()
 
     def __enter__(self) -> Self:

@@ -76,7 +76,7 @@ class SlidingMeasurement:
 
     @property
     def loss(self) -> float:
-        """Returns nats per token."""
+        """Returns the loss in nats per token."""
         return -self.log_probability / self.tokens
 
     @property

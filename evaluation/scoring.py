@@ -29,7 +29,7 @@ from ..distributed.process.process import Process
 from ..model.attention.cache import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
-from .batches import PASS_TOKENS, Batch, Family, Row, plan_batches, rows_alone
+from .batches import PASS_TOKENS, Family, Row, RowBatch, plan_batches, rows_alone
 from .group_context import (
     GroupContextText,
     drawn_group,
@@ -113,7 +113,7 @@ class Scorer:
         found = self._from_all_ranks(found)
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
 
-    def _batches(self, families: Sequence[Family]) -> Iterator[Batch]:
+    def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
         """Yields this rank's batches."""
         if self._is_alone:
             return rows_alone(families, self._rank, self._num_ranks)
@@ -126,7 +126,7 @@ class Scorer:
             pass_tokens=PASS_TOKENS if on_cpu else _GPU_PASS_TOKENS,
         )
 
-    def _score_batch(self, families: Sequence[Family], batch: Batch) -> list[RowScore]:
+    def _score_batch(self, families: Sequence[Family], batch: RowBatch) -> list[RowScore]:
         rows = [families[f][r] for f, r in batch.rows]
         cache, past = None, batch.prefix
         if past:

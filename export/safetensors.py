@@ -93,7 +93,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Names what an export has written, for the user."""
 
     step: int
     files: list[str]

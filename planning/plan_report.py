@@ -13,7 +13,7 @@ from .cost_model import Comparison, compare, host_s, predict
 from .planner import (
     UNCONSTRAINED,
     Constraints,
-    Plan,
+    LayoutPlan,
     RankedPlans,
     SizeRange,
     rank_plans,
@@ -56,7 +56,7 @@ class PlanReport:
     size_ranges: tuple[SizeRange, ...]
 
     @property
-    def best_with_ep(self) -> Plan | None:
+    def best_with_ep(self) -> LayoutPlan | None:
         """Returns the best plan with expert parallelism, of the largest size that has one."""
         found = (ranked.best(with_ep=True) for ranked in reversed(self.sizes))
         return next((best for best in found if best is not None), None)
@@ -96,7 +96,7 @@ def make_report(
 def render_plans(report: PlanReport, *, top: int) -> Group:
     """Renders the `top` plans of every size, and the best with and without EP, in 80 columns."""
     table = _table(_COLUMNS)
-    shown: list[Plan] = []
+    shown: list[LayoutPlan] = []
     for ranked in report.sizes:
         for row, plan in enumerate(_shown(ranked, top)):
             style = "bold" if row == 0 else "" if plan.prediction.fits else "dim"
@@ -121,7 +121,7 @@ def _table(columns: Mapping[str, str]) -> Table:
     return table
 
 
-def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
+def _shown(ranked: RankedPlans, top: int) -> list[LayoutPlan]:
     best = list(ranked.fitting[:top])
     for with_ep in (True, False):
         other = ranked.best(with_ep=with_ep)
@@ -130,7 +130,7 @@ def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
     return best
 
 
-def _cells(plan: Plan) -> Iterator[str]:
+def _cells(plan: LayoutPlan) -> Iterator[str]:
     candidate, found, time = plan.candidate, plan.prediction, plan.prediction.time
     world = candidate.world_size
     yield f"{world}/{world + plan.unused_ranks}" if plan.unused_ranks else f"{world}"
@@ -227,7 +227,7 @@ def _skew(report: PlanReport) -> Iterator[str]:
     )
 
 
-def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
+def hottest_factors(plan: LayoutPlan) -> dict[str, dict[str, float]]:
     """Returns the hottest rank's load over the mean, by bank and quantile."""
     skew, ep = plan.scenario.skew, plan.candidate.ep
     return {
@@ -236,7 +236,7 @@ def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
     }
 
 
-def step_quantiles(plan: Plan) -> dict[str, float]:
+def step_quantiles(plan: LayoutPlan) -> dict[str, float]:
     """Returns the seconds of a step at the quantiles of the hottest rank's factor."""
     return {
         name: predict(plan.scenario, plan.candidate, quantile=name).time.total for name in QUANTILES
@@ -259,7 +259,7 @@ def _host_waits(report: PlanReport) -> Iterator[str]:
         )
 
 
-def _notes(scenario: Scenario, shown: Sequence[Plan]) -> Iterator[str]:
+def _notes(scenario: Scenario, shown: Sequence[LayoutPlan]) -> Iterator[str]:
     batches = f"{scenario.micro_batches} micro-batches of " if scenario.micro_batches > 1 else ""
     yield (f"{batches}{scenario.tokens:,} tokens per rank and step, {scenario.workload.precision}")
     if any(plan.unused_ranks for plan in shown):
@@ -270,7 +270,7 @@ def _notes(scenario: Scenario, shown: Sequence[Plan]) -> Iterator[str]:
         yield f"~: planned with more experts, so that ep divides every bank (of heads: each): {counts}"
 
 
-def render_detail(plan: Plan) -> Group:
+def render_detail(plan: LayoutPlan) -> Group:
     """Renders where a plan's memory and time go, and every kind of collective of a step."""
     found = plan.prediction
     memory = (f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
@@ -340,7 +340,7 @@ def _plain_plans(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
     return {"nodes": ranked.nodes, "ranks": ranked.nodes * ranks_per_node, "layouts": layouts}
 
 
-def _plain_plan(plan: Plan) -> dict[str, Any]:
+def _plain_plan(plan: LayoutPlan) -> dict[str, Any]:
     found = plan.prediction
     return {
         **asdict(plan.candidate),

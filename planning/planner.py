@@ -38,7 +38,7 @@ UNCONSTRAINED = Constraints()
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """One layout with its prediction, and what taking it would change."""
 
     prediction: Prediction
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def candidate(self) -> LayoutCandidate:
-        """Returns the layout."""
+        """Returns the layout that is planned."""
         return self.prediction.candidate
 
 
@@ -57,14 +57,14 @@ class RankedPlans:
     """All plans for one number of nodes, best first; those that do not fit come last."""
 
     nodes: int
-    plans: tuple[Plan, ...]
+    plans: tuple[LayoutPlan, ...]
 
     @property
-    def fitting(self) -> tuple[Plan, ...]:
+    def fitting(self) -> tuple[LayoutPlan, ...]:
         """Returns the plans that fit into memory, best first."""
         return tuple(plan for plan in self.plans if plan.prediction.fits)
 
-    def best(self, *, with_ep: bool) -> Plan | None:
+    def best(self, *, with_ep: bool) -> LayoutPlan | None:
         """Returns the fastest plan that fits, with or without expert parallelism."""
         return next((plan for plan in self.fitting if (plan.candidate.ep > 1) == with_ep), None)
 
@@ -78,7 +78,7 @@ def rank_plans(
         ValueError: no layout is legal, or none fits into memory; the message says what is missing.
     """
     ranks = nodes * scenario.hardware.ranks_per_node
-    found: dict[tuple[int, int, int, str], Plan] = {}
+    found: dict[tuple[int, int, int, str], LayoutPlan] = {}
     for world in _worlds(nodes, scenario.hardware.ranks_per_node, constraints.ep):
         for plan in _of_world(scenario, world, ranks - world, constraints):
             candidate = plan.candidate
@@ -114,7 +114,7 @@ def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
 
 def _of_world(
     scenario: Scenario, world: int, unused: int, constraints: Constraints
-) -> Iterator[Plan]:
+) -> Iterator[LayoutPlan]:
     for ep in _divisors(world):
         if constraints.ep not in (None, ep):
             continue
@@ -128,7 +128,7 @@ def _of_world(
         for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
             layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
             best = best_way(changed, layout, constraints)
-            yield Plan(best, changed, unused, tuple(sorted(changes.items())))
+            yield LayoutPlan(best, changed, unused, tuple(sorted(changes.items())))
 
 
 def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, int]]:
@@ -201,7 +201,7 @@ def _nothing_legal(scenario: Scenario, ranks: int, constraints: Constraints) -> 
     )
 
 
-def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[Plan]) -> str:
+def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[LayoutPlan]) -> str:
     least = min(ranked, key=lambda plan: plan.prediction.memory.total)
     memory = least.prediction.memory
     room = scenario.hardware.usable_memory * scenario.hardware.memory_bytes

@@ -128,7 +128,7 @@ def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """Weights that travel together."""
+    """Weights that FSDP gathers and scatters together."""
 
     name: str
     dense: float

@@ -20,7 +20,7 @@ _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius plan`."""
+    """Declares `moebius plan` and its options."""
     text = "predict memory and speed of every layout, and rank them"
     parser = add_command(
         commands,

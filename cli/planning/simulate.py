@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius simulate`."""
+    """Declares `moebius simulate` and its options."""
     text = "route tokens on simulated ranks in this process, and count"
     parser = add_command(
         commands,

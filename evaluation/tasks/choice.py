@@ -38,7 +38,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceQuestion:
     """Holds one question in text."""
 
     options: tuple[Option, ...]  # as the harness words them
@@ -48,9 +48,9 @@ class Choice:
     in_paper: bool = True  # whether the paper takes this one
 
 
-def after(context: str, answers: Sequence[str], answer: int) -> Choice:
+def after(context: str, answers: Sequence[str], answer: int) -> ChoiceQuestion:
     """Returns the question whose answers stand after one context, behind a blank."""
-    return Choice(tuple(Option(context, f" {text}") for text in answers), answer)
+    return ChoiceQuestion(tuple(Option(context, f" {text}") for text in answers), answer)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ChoiceTask:
 
     title: str
     published: int
-    read: Callable[[Record], Choice]
+    read: Callable[[Record], ChoiceQuestion]
     paper: PaperRule
     harness: tuple[str, ...] = ("acc", "acc_norm")
     by_group: bool = False  # scores are means over groups of means over their questions
@@ -71,12 +71,12 @@ class ChoiceTask:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Implements `Task.metrics`."""
+        """Returns the scores of the task, the paper's first."""
         aggregation = "mean_of_groups" if self.by_group else "mean"
         return tuple(Metric(name, aggregation) for name in (PAPER, *self.harness))
 
     def question(self, record: Record, encoder: Encoder) -> Question:
-        """Implements `Task.question`."""
+        """Returns the question of a record, with the rows of both conventions."""
         choice, rows = self.read(record), RowList()
         paper, harness = [], []
         if choice.in_paper:

@@ -39,7 +39,7 @@ class LastWordTask:
     )
 
     def question(self, record: Record, encoder: Encoder) -> Question:
-        """Implements `Task.question`."""
+        """Returns the question of a record, with the rows of both conventions."""
         text = text_in(record, "text")
         context, blank, word = text.rpartition(" ")
         if not blank or not word:

@@ -7,15 +7,15 @@ code, and as in the task files of the harness (its 0.4.13, by the names in the c
 from collections.abc import Callable
 
 from . import hub
-from .choice import Choice, ChoiceTask, Option, after
+from .choice import ChoiceQuestion, ChoiceTask, Option, after
 from .last_word import LastWordTask
 from .task import Record, Task, TaskError, number_in, text_in, texts_in
 
 
-def _blimp(record: Record) -> Choice:
+def _blimp(record: Record) -> ChoiceQuestion:
     """The harness (blimp_…) puts a blank before the sentence; the paper takes it as it is."""
     sentences = text_in(record, "sentence_good"), text_in(record, "sentence_bad")
-    return Choice(
+    return ChoiceQuestion(
         tuple(Option("", f" {sentence}") for sentence in sentences),
         answer=0,
         group=text_in(record, "UID"),
@@ -47,10 +47,10 @@ def _detokenised(text: str) -> str:
     return text
 
 
-def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], Choice]:
+def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], ChoiceQuestion]:
     """Returns the reader of cloze questions: all after the blank is scored, per token."""
 
-    def read(record: Record) -> Choice:
+    def read(record: Record) -> ChoiceQuestion:
         sentences = [detokenise(sentence) for sentence in texts_in(record, "context")]
         before, *rest = detokenise(text_in(record, "question")).split(_BLANK)
         candidates = texts_in(record, "candidates", least=2)
@@ -64,12 +64,14 @@ def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], Choice]:
         bare = context.rstrip(" ")
         options = tuple(Option(bare, context[len(bare) :] + word + rest[0]) for word in candidates)
         answer = candidates.index(text_in(record, "answer"))
-        return Choice(options, answer, text_in(record, "kind"), in_paper=len(candidates) == 10)
+        return ChoiceQuestion(
+            options, answer, text_in(record, "kind"), in_paper=len(candidates) == 10
+        )
 
     return read
 
 
-def _hellaswag(record: Record) -> Choice:
+def _hellaswag(record: Record) -> ChoiceQuestion:
     """hellaswag: "activity: ctx_a Ctx_b", where the file has ctx_b as `fragment`, not capitalised."""
     query, fragment = text_in(record, "query"), text_in(record, "fragment")
     if fragment and query.endswith(fragment):
@@ -82,17 +84,17 @@ def _hellaswag_text(text: str) -> str:
     return text.strip().replace(" [title]", ". ").replace("  ", " ")
 
 
-def _piqa(record: Record) -> Choice:
+def _piqa(record: Record) -> ChoiceQuestion:
     """piqa; the paper strips the goal."""
     goal = text_in(record, "goal")
     solutions = [text_in(record, "sol1"), text_in(record, "sol2")]
     answer = number_in(record, "label", below=2)
     harness = after(f"Question: {goal}\nAnswer:", solutions, answer)
     paper = after(f"Question: {goal.strip()}\nAnswer:", solutions, answer)
-    return Choice(harness.options, answer, paper_options=paper.options)
+    return ChoiceQuestion(harness.options, answer, paper_options=paper.options)
 
 
-def _arc(record: Record) -> Choice:
+def _arc(record: Record) -> ChoiceQuestion:
     """arc_easy, arc_challenge; the paper leaves out what has not four choices."""
     choices = texts_in(record, "choices", least=2)
     found = after(
@@ -100,7 +102,7 @@ def _arc(record: Record) -> Choice:
         choices,
         number_in(record, "label", below=len(choices)),
     )
-    return Choice(found.options, found.answer, in_paper=len(choices) == 4)
+    return ChoiceQuestion(found.options, found.answer, in_paper=len(choices) == 4)
 
 
 TASKS: dict[str, Task] = {

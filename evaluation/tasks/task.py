@@ -89,7 +89,7 @@ class Encoder:
         return self.tokenizer.end_of_document_id
 
     def ids(self, text: str) -> list[int]:
-        """Returns a text's tokens."""
+        """Returns the tokens of a text, without special ones."""
         if text != self._last[0]:  # the options of a question have their context in common
             self._last = (text, self.tokenizer.encode_batch([text])[0].tolist())
         return list(self._last[1])

@@ -9,9 +9,9 @@ import pytest
 from moebius.evaluation.batches import (
     LEAST_SHARED,
     PASS_TOKENS,
-    Batch,
     Family,
     Row,
+    RowBatch,
     plan_batches,
     rolling_rows,
     rows_alone,
@@ -34,7 +34,7 @@ def questions(
     return families
 
 
-def computed(families: Sequence[Family], batches: Sequence[Batch]) -> int:
+def computed(families: Sequence[Family], batches: Sequence[RowBatch]) -> int:
     """How many tokens go through the model."""
     total = 0
     for batch in batches:
@@ -43,7 +43,7 @@ def computed(families: Sequence[Family], batches: Sequence[Batch]) -> int:
     return total
 
 
-def padded(families: Sequence[Family], batch: Batch) -> int:
+def padded(families: Sequence[Family], batch: RowBatch) -> int:
     """How many tokens a batch has more than its families would have alone."""
     alone = 0
     for f, rows in batch.families:
