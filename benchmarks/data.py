@@ -288,10 +288,8 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
             plan = open_plan(
                 Path(config.directory),
                 key,
-                batch_tokens=config.batch_tokens,
-                batches=lambda segment=store: map(
-                    segment.document_ends, range(segment.num_batches)
-                ),
+                batch_tokens=prepared.manifest.batch_tokens,
+                batches=lambda one=store: map(one.document_ends, range(one.num_batches)),
             )
             for chunk, (first, end) in enumerate(pairwise(plan.plan.chunk_batches.tolist())):
                 window, pieces = window_of(store, first, end), plan.read(chunk)
