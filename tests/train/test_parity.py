@@ -5,102 +5,53 @@ resumed equals uninterrupted.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pairwise import slow_but
+from parts import make_config
 from small_model import MODEL
 from torch import Tensor
+from trained import (
+    assembled,
+    by_step,
+    column,
+    different,
+    gradients,
+    newest_state,
+    run_training,
+    whole,
+)
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch
-from moebius.distributed.checkpoint.format import latest, list_checkpoints
-from moebius.distributed.checkpoint.loading import load
-from moebius.distributed.parallelize import expert_names
-from moebius.distributed.process.process import start_process
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.distributed.checkpoint.format import list_checkpoints
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import (
-    CheckpointConfig,
-    Config,
-    MeshConfig,
-    TrainConfig,
-)
-from moebius.train.loop import step, train
-from moebius.train.optim import OptimConfig, learning_rate_at
+from moebius.train import loop
+from moebius.train.config.run_config import Config
+from moebius.train.loop import step
+from moebius.train.optim import learning_rate_at
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
-from moebius.train.state import state_tensors
 
 
-def make_config(data: Path, **sections: dict) -> Config:
-    values = {
-        "model": MODEL,
-        "data": DataConfig(seq_len=24, directory=str(data)),
-        "prepare": PrepareConfig(tokenizer="bytes"),
-        "optim": OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
-        "train": {
-            "steps": 8,
-            "global_batch": 8,
-            "micro_batch": 2,
-            "eval_every": 4,
-            "eval_rows": 10,
-        },
-        "checkpoint": {"every": 4},
-        "mesh": {},
-    }
-    for name, changes in sections.items():
-        before = values[name]
-        if isinstance(before, dict):
-            values[name] = before | changes
-        elif isinstance(before, ModelConfig):
-            values[name] = before.changed(changes)
-        else:
-            values[name] = before.model_copy(update=changes)
-    return Config(
-        model=values["model"],
-        data=values["data"],
-        prepare=values["prepare"],
-        optim=values["optim"],
-        train=TrainConfig(**values["train"]),
-        checkpoint=CheckpointConfig(**values["checkpoint"]),
-        mesh=MeshConfig(**values["mesh"]),
-    )
+def config_of(data: Path, **changes: Any) -> Config:
+    settings = {"steps": 8, "eval_every": 4, "eval_rows": 10}
+    defaults = {"optim__clip_norm": 1.0, "train": settings, "checkpoint__every": 4}
+    return make_config(data, model=MODEL, data__seq_len=24, **(defaults | changes))
 
 
 def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and weights after one step of SGD with rate 1: what Adam would hide, a wrong
     scale, shows here.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
         with open_loader(run, None) as loader:
             result = step(run, next(loader), 1.0)
-        loss = result.meter.reduce()["loss"].item()
-        gradients = {
-            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
-        }
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-        return loss, whole(gradients, run.mesh.layout.ep), whole(weights, run.mesh.layout.ep)
-
-
-def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
-    """With all experts: joined over the first `ep` ranks, which hold one copy."""
-    with torch.device("meta"):
-        sharded = {f"model.{name}" for name in expert_names(Transformer(MODEL))}
-    out = {}
-    for name, tensor in tensors.items():
-        if f"model.{name}" in sharded and ep > 1:
-            parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather(parts, tensor.contiguous())
-            tensor = torch.cat(parts[:ep])
-        out[name] = tensor
-    return out
+        return result.meter.reduce()["loss"].item(), gradients(run), whole(run, weights)
 
 
 # world, ep, micro-batch, accumulation follows; and dp_shard where it is larger than ep, so that
@@ -132,45 +83,41 @@ def test_every_layout_makes_the_same_step(
 ) -> None:
     tolerance = 1e-6 if precision == "float32" else 3e-2
     expected = None
-    if precision == "bfloat16":  # it is another computation than float32, and not a far one
-        exact, rough = (
-            run_ranks(
-                sgd_step,
-                1,
-                make_config(data, train={"micro_batch": 8, "precision": p}),
-                tmp_path / p,
-            )[0]
-            for p in ("float32", "bfloat16")
-        )
-        name = "group.0.feed_forward.sparse.experts.w_up"
-        difference = ((rough[1][name] - exact[1][name]).norm() / exact[1][name].norm()).item()
-        assert 1e-4 < difference < 0.2, difference
-        assert 0 < abs(rough[0] - exact[0]) < 2e-2 * exact[0]
     for world, ep, micro, *dp_shard in layouts:
-        config = make_config(
+        config = config_of(
             data,
-            train={"micro_batch": micro, "precision": precision},
-            optim={"clip_norm": 1e9},
+            train__micro_batch=micro,
+            train__precision=precision,
+            optim__clip_norm=1e9,
             # In bfloat16 another order of sums flips choices, as any rounding would; alltoall adds
             # in the same order.
-            mesh={
-                "ep": ep,
-                "dp_shard": dp_shard[0] if dp_shard else None,
-                "dispatcher": "auto" if precision == "float32" or ep == 1 else "alltoall",
-            },
+            mesh__dispatcher="auto" if precision == "float32" or ep == 1 else "alltoall",
+            mesh__ep=ep,
+            mesh__dp_shard=dp_shard[0] if dp_shard else None,
         )
         results = run_ranks(sgd_step, world, config, tmp_path / f"{world}-{ep}-{micro}-{dp_shard}")
-        for loss, gradients, weights in results:
-            expected = expected or (loss, gradients, weights)
+        for loss, grads, weights in results:
+            expected = expected or (loss, grads, weights)
             assert loss == pytest.approx(expected[0], rel=tolerance), (world, ep, micro)
             for name in expected[1]:
                 for kind, ours, theirs in (
-                    ("grad", gradients, expected[1]),
+                    ("grad", grads, expected[1]),
                     ("weight", weights, expected[2]),
                 ):
                     size = theirs[name].norm() + 1e-3 * expected[1][name].norm()
                     difference = ((ours[name] - theirs[name]).norm() / size).item()
                     assert difference < tolerance, (kind, name, world, ep, micro, difference)
+
+
+def test_bfloat16_is_another_computation_and_not_a_far_one(data: Path, tmp_path: Path) -> None:
+    exact, rough = (
+        run_ranks(sgd_step, 1, config_of(data, train__precision=name), tmp_path / name)[0]
+        for name in ("float32", "bfloat16")
+    )
+    name = "group.0.feed_forward.sparse.experts.w_up"
+    difference = (rough[1][name] - exact[1][name]).norm() / exact[1][name].norm()
+    assert 1e-4 < difference < 0.2
+    assert 0 < abs(rough[0] - exact[0]) < 2e-2 * exact[0]
 
 
 def uneven_step(
@@ -179,15 +126,12 @@ def uneven_step(
     """Loss and gradients of one step in which rank r has `shares[r]` rows of every micro-batch of
     eight.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
+        rank = run.process.rank
         rows = np.random.default_rng(0).integers(0, 257, (2, 8, 25))
-        first = sum(shares[: process.rank])
-        result = step(run, Batch(rows[:, first : first + shares[process.rank]], 0, 0), 0.0)
-        gradients = {
-            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
-        }
-        return result.meter.reduce()["loss"].item(), whole(gradients, run.mesh.layout.ep)
+        first = sum(shares[:rank])
+        result = step(run, Batch(rows[:, first : first + shares[rank]], 0, 0), 0.0)
+        return result.meter.reduce()["loss"].item(), gradients(run)
 
 
 def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
@@ -198,93 +142,46 @@ def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
     """
     expected = None
     for shares, ep in (([8], 1), ([1, 7], 2), ([4, 1, 1, 2], 2)):
-        config = make_config(
-            data,
-            train={"global_batch": 16, "micro_batch": 2},
-            optim={"clip_norm": 1e9},
-            mesh={"ep": ep},
-        )
-        for loss, gradients in run_ranks(
-            uneven_step, len(shares), config, tmp_path / f"{shares}", shares
-        ):
-            expected = expected or (loss, gradients)
+        config = config_of(data, train__global_batch=16, optim__clip_norm=1e9, mesh__ep=ep)
+        folder = tmp_path / f"{shares}"
+        for loss, found in run_ranks(uneven_step, len(shares), config, folder, shares):
+            expected = expected or (loss, found)
             assert loss == pytest.approx(expected[0], rel=1e-6), shares
             for name, theirs in expected[1].items():
-                assert ((gradients[name] - theirs).norm() / theirs.norm()).item() < 2e-6, (
-                    name,
-                    shares,
-                )
-
-
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return train(config, run_dir)
-
-
-def records(run_dir: Path, kind: str) -> dict[int, dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if line["kind"] == kind}
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [record["loss"] for _, record in sorted(records(run_dir, "train").items())]
-
-
-def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
-    model = Transformer(config.model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-        }
-    path = latest(run_dir / "checkpoints")
-    assert path is not None
-    tensors, shards = state_tensors(model, optimizer)
-    load(path, tensors, shards)
-    return tensors
+                assert (found[name] - theirs).norm() < 2e-6 * theirs.norm(), (name, shares)
 
 
 @pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
 def test_resumed_equals_uninterrupted_bit_for_bit(ranks: int, data: Path, tmp_path: Path) -> None:
-    layout = {"mesh": {"ep": 2}}
-    whole_run, cut_run = tmp_path / "whole", tmp_path / "cut"
-    run_ranks(run_training, ranks, make_config(data, **layout), whole_run)
-    run_ranks(run_training, ranks, make_config(data, train={"steps": 5}, **layout), cut_run)
-    assert [c.step for c in list_checkpoints(cut_run / "checkpoints")] == [4, 5]
-    run_ranks(run_training, ranks, make_config(data, **layout), cut_run)
-    assert losses(cut_run) == losses(whole_run)
-    assert records(cut_run, "start")[5]["resumed_from_step"] == 5
-    before, after = (final_state(folder, make_config(data)) for folder in (whole_run, cut_run))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    digests = [
-        [r["digest"] for _, r in sorted(records(d, "train").items())] for d in (whole_run, cut_run)
-    ]
-    assert digests[0] == digests[1]
+    config, straight, cut = config_of(data, mesh__ep=2), tmp_path / "straight", tmp_path / "cut"
+    run_ranks(run_training, ranks, config, straight)
+    shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    run_ranks(run_training, ranks, shorter, cut)
+    assert [c.step for c in list_checkpoints(cut / "checkpoints")] == [4, 5]
+    run_ranks(run_training, ranks, config, cut)
+    assert by_step(cut, "start")[5]["resumed_from_step"] == 5
+    for name in ("loss", "digest"):
+        assert column(cut, name) == column(straight, name)
+    assert different(newest_state(straight), newest_state(cut)) == []
 
 
 @pytest.mark.slow
 def test_resumed_on_another_layout_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
     straight, midway = tmp_path / "straight", "checkpoints/step_00000004"
-    run_ranks(run_training, 2, make_config(data, mesh={"ep": 1}), straight)
-    assert len(losses(straight)) == 8
+    run_ranks(run_training, 2, config_of(data), straight)
+    assert len(column(straight)) == 8
     for world, ep in ((1, 1), (2, 2), (4, 4)):
         moved = tmp_path / f"{world}-{ep}"
         shutil.copytree(straight / midway, moved / midway)
-        run_ranks(run_training, world, make_config(data, mesh={"ep": ep}), moved)
-        assert losses(moved) == pytest.approx(losses(straight)[4:], rel=1e-6), (world, ep)
-        evals = [records(folder, "eval")[8]["loss"] for folder in (straight, moved)]
+        run_ranks(run_training, world, config_of(data, mesh__ep=ep), moved)
+        assert column(moved) == pytest.approx(column(straight)[4:], rel=1e-6), (world, ep)
+        evals = [by_step(folder, "eval")[8]["loss"] for folder in (straight, moved)]
         assert evals[0] == pytest.approx(evals[1], rel=1e-6), (world, ep)
-        digests = [
-            [r["digest"] for _, r in sorted(records(d, "train").items())] for d in (straight, moved)
-        ]
-        assert digests[0][4:] == digests[1]
+        assert column(moved, "digest") == column(straight, "digest")[4:]
 
 
 def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
-    """Trains with a stop asked for while step `step_number` is being made."""
-    import moebius.train.loop as loop
-
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Trains, and requests a stop while step `step_number` is being made."""
     original = loop.step
 
     def step_and_ask(run, batch, rate, **options):
@@ -293,14 +190,14 @@ def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
         return original(run, batch, rate, **options)
 
     loop.step = step_and_ask
-    return train(config, run_dir)
+    return run_training(config, run_dir)
 
 
 def test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, train={"log_every": 5})
+    config = config_of(data, train__log_every=5)
     assert run_ranks(stop_after, 2, config, tmp_path, 3) == ["stopped", "stopped"]
     assert json.loads((tmp_path / "result.json").read_text()) == {"state": "stopped", "step": 3}
-    assert sorted(records(tmp_path, "train")) == [1, 3]  # although only every 5th step is logged
+    assert list(by_step(tmp_path)) == [1, 3]  # although only every 5th step is logged
     assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")] == [3]
 
 
@@ -308,13 +205,12 @@ def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]
     """A gradient that is not finite on one rank, at the second of three steps: how many updates
     follow each step.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         updates = []
         with open_loader(run, None) as loader:
             for number in range(3):
                 hook = None
-                if number == 1 and process.rank == bad_rank:
+                if number == 1 and run.process.rank == bad_rank:
                     weight = dict(run.model.named_parameters())[name]
                     hook = weight.register_hook(lambda grad: grad * float("inf"))
                 before = [p.detach().clone() for p in run.model.parameters()]
@@ -335,15 +231,12 @@ def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
     name: str, data: Path, tmp_path: Path
 ) -> None:
-    assert run_ranks(poison, 2, make_config(data, mesh={"ep": 2}), tmp_path, 1, name) == [
-        [1, 1, 2],
-        [1, 1, 2],
-    ]
+    config = config_of(data, mesh__ep=2)
+    assert run_ranks(poison, 2, config, tmp_path, 1, name) == [[1, 1, 2]] * 2
 
 
 def diverge(config: Config, run_dir: Path) -> str:
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         run.model.head.weight.register_hook(lambda grad: grad * float("nan"))
         with open_loader(run, None) as loader:
             for _ in range(200):
@@ -352,15 +245,7 @@ def diverge(config: Config, run_dir: Path) -> str:
 
 
 def test_a_run_that_only_skips_ends_with_a_reason(data: Path, tmp_path: Path) -> None:
-    config = make_config(
-        data,
-        model={
-            "num_layers": 2,
-            "feed_forward.num_experts": 2,
-            "feed_forward.router": SigmoidConfig(top_k=1),
-        },
-        train={"global_batch": 1, "micro_batch": 1},
-    )
+    config = make_config(data, train__global_batch=1, train__micro_batch=1)
     with pytest.raises(
         AssertionError,
         match=r"100 steps in a row up to step 100 were skipped, the last for gradients that are not "
@@ -376,15 +261,15 @@ def test_a_folder_that_belongs_to_a_job_is_not_trained_beside_its_supervisor(
     with pytest.raises(
         AssertionError, match=r"belongs to a job, whose supervisor alone starts its ranks"
     ):
-        run_ranks(run_training, 1, make_config(data), tmp_path)
+        run_ranks(run_training, 1, config_of(data), tmp_path)
 
 
 def adamw_by_hand(config: Config, run_dir: Path) -> float:
     """Two steps of the loop against the formulas: loss, clipping, schedule and AdamW (Loshchilov
     and Hutter, algorithm 2).
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run, optim = assemble(config, run_dir, process), config.optim
+    optim = config.optim
+    with assembled(config, run_dir) as run:
         weights = {name: p.detach().double().clone() for name, p in run.model.named_parameters()}
         first, second = (
             {name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)
@@ -429,15 +314,14 @@ def adamw_by_hand(config: Config, run_dir: Path) -> float:
 
 def test_a_step_is_what_the_formulas_say(data: Path, tmp_path: Path) -> None:
     changes = {"clip_norm": 0.05, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-3}
-    assert run_ranks(adamw_by_hand, 1, make_config(data, optim=changes), tmp_path)[0] < 1e-5
+    assert run_ranks(adamw_by_hand, 1, config_of(data, optim=changes), tmp_path)[0] < 1e-5
 
 
 def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
-    config = make_config(
-        data, train={"steps": 40, "eval_every": 20, "micro_batch": 8}, optim={"decay_steps": 60}
-    )
+    changes = {"steps": 40, "eval_every": 20, "micro_batch": 8}
+    config = config_of(data, train=changes | {"eval_rows": 10}, optim__decay_steps=60)
     assert run_ranks(run_training, 1, config, tmp_path) == ["finished"]
-    evals, steps = records(tmp_path, "eval"), records(tmp_path, "train")
+    evals, steps = by_step(tmp_path, "eval"), by_step(tmp_path)
     assert sorted(evals) == [0, 20, 40]
     assert evals[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
     assert evals[40]["loss"] < evals[0]["loss"] - 2
@@ -461,4 +345,4 @@ def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
 
 def test_a_world_that_does_not_fit_is_refused_on_every_rank(data: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"mesh.ep 3 does not divide the world's 2 ranks"):
-        run_ranks(run_training, 2, make_config(data, mesh={"ep": 3}), tmp_path)
+        run_ranks(run_training, 2, config_of(data, mesh__ep=3), tmp_path)
