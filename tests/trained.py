@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moebius.distributed.checkpoint.format import latest, open_checkpoint
-from moebius.distributed.checkpoint.reading import read_tensor
+from moebius.distributed.checkpoint.loading import read_tensor
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
 from moebius.train.config.run_config import Config

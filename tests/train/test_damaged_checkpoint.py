@@ -3,53 +3,29 @@ that is full ends it only where it was told to.
 """
 
 import errno
-import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from parts import make_config
+from trained import lines
 from world import RankFailed, run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint import writing
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config.run_config import (
-    CheckpointConfig,
     Config,
-    MeshConfig,
-    TrainConfig,
 )
 from moebius.train.loop import train
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=16,
-    num_layers=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
-    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
-)
 
-
-def config_of(data: Path, *, steps: int, **checkpoint: object) -> Config:
-    return Config(
-        model=MODEL,
-        data=DataConfig(seq_len=16, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        mesh=MeshConfig(ep=2),
-        checkpoint=CheckpointConfig.model_validate({"every": 2, "keep_last": 3} | checkpoint),
-        train=TrainConfig(
-            steps=steps, global_batch=4, micro_batch=2, eval_every=0, eval_rows=4, log_every=1
-        ),
+def config_of(data: Path, *, steps: int, **checkpoint: Any) -> Config:
+    return make_config(
+        data,
+        mesh__ep=2,
+        checkpoint={"every": 2, "keep_last": 3, **checkpoint},
+        train={"steps": steps, "global_batch": 4, "eval_rows": 4},
     )
-
-
-def lines(run_dir: Path, kind: str) -> list[dict]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 collective; and the same losses come out. F23: what may change when a run is continued, and what not.
 """
 
-import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +10,17 @@ from typing import Any
 
 import pytest
 from made_folder import MadeFolder, documents
-from small_model import TINY
+from parts import make_config
+from trained import lines, run_training
 from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenBatch, TokenStore
 from moebius.train import rank_data
 from moebius.train.config.run_config import (
-    CheckpointConfig,
     Config,
     ConfigError,
-    TrainConfig,
 )
-from moebius.train.loop import train
 from moebius.train.record.run_folder import open_run
 
 
@@ -35,22 +32,11 @@ def made(tmp_path_factory) -> MadeFolder:
     return folder.complete()
 
 
-def make_config(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **data) -> Config:
-    return Config(
-        model=TINY,
+def config_of(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **data: Any) -> Config:
+    return make_config(
         data=made.config(**data),
-        prepare=PrepareConfig(tokenizer="bytes"),
-        checkpoint=CheckpointConfig(every=4),
-        train=TrainConfig(
-            steps=steps,
-            global_batch=8,
-            micro_batch=1,
-            eval_every=0,
-            eval_rows=4,
-            log_every=1,
-            timeout_s=timeout_s,
-            device="cpu",
-        ),
+        checkpoint__every=4,
+        train={"steps": steps, "micro_batch": 1, "eval_rows": 4, "timeout_s": timeout_s},
     )
 
 
@@ -76,19 +62,11 @@ class Block:
         TokenStore.read_alone = slow  # type: ignore[assignment]  # in a process of its own
 
 
-def run_training(config: Config, run_dir: Path, block: Block | None = None) -> str:
-    import os
-
-    run_dir.mkdir(parents=True, exist_ok=True)
+def train_blocked(config: Config, run_dir: Path, block: Block | None = None) -> str:
     rank_data._ROUND_S, rank_data._SAY_AFTER_S = 0.2, 0.5
     if block is not None:
         block.install(int(os.environ.get("RANK", "0")))
-    return train(config, run_dir)
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    return run_training(config, run_dir)
 
 
 def seen(run_dir: Path) -> list[tuple[int, float]]:
@@ -103,8 +81,8 @@ def seen(run_dir: Path) -> list[tuple[int, float]]:
 )
 def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
     expected = tmp_path / "expected"
-    run_ranks(run_training, 2, make_config(made), expected)
-    run_ranks(run_training, 2, make_config(made, timeout_s=2.0), tmp_path / "run", block)
+    run_ranks(train_blocked, 2, config_of(made), expected)
+    run_ranks(train_blocked, 2, config_of(made, timeout_s=2.0), tmp_path / "run", block)
     assert seen(tmp_path / "run") == seen(expected)
     waits = lines(tmp_path / "run", "data_wait")
     assert waits
@@ -128,10 +106,10 @@ def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
     made, tmp_path, parts_of_run
 ) -> None:
     whole = tmp_path / "whole"
-    run_ranks(run_training, 1, make_config(made, steps=12), whole)
+    run_ranks(train_blocked, 1, config_of(made, steps=12), whole)
     parts = tmp_path / "parts"
     for world, steps in parts_of_run:
-        run_ranks(run_training, world, make_config(made, steps=steps), parts)
+        run_ranks(train_blocked, world, config_of(made, steps=steps), parts)
     digests = [digest for digest, _ in seen(whole)]
     assert [digest for digest, _ in seen(parts)] == digests
     for (_, one), (_, other) in zip(seen(whole), seen(parts), strict=True):
@@ -139,18 +117,18 @@ def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
 
 
 def test_other_data_is_refused_with_the_difference_unless_that_is_wanted(made, tmp_path) -> None:
-    config = make_config(made, steps=4)
+    config = config_of(made, steps=4)
     run = tmp_path / "run"
     open_run(config, run)
-    run_ranks(run_training, 1, config, run)
-    changed = make_config(made, steps=6, seed=4)
+    run_ranks(train_blocked, 1, config, run)
+    changed = config_of(made, steps=6, seed=4)
     with pytest.raises(ConfigError, match=r"data.seed: the run has 3, now 4"):
         open_run(changed, run)
     with pytest.raises(Exception, match=r"seed: saved 3, now 4.*data.override_position=true"):
-        run_ranks(run_training, 1, changed, run)
-    wanted = make_config(made, steps=6, seed=4, override_position=True)
+        run_ranks(train_blocked, 1, changed, run)
+    wanted = config_of(made, steps=6, seed=4, override_position=True)
     open_run(wanted, run)
-    run_ranks(run_training, 1, wanted, run)
+    run_ranks(train_blocked, 1, wanted, run)
     steps = lines(run, "train")
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ConfigError, match=r"train.global_batch"):
@@ -162,8 +140,8 @@ def make_other_batch(config: Config) -> Config:
 
 
 def test_another_folder_is_refused_with_the_difference(made, tmp_path) -> None:
-    config = make_config(made, steps=4)
-    run_ranks(run_training, 1, config, tmp_path / "run")
+    config = config_of(made, steps=4)
+    run_ranks(train_blocked, 1, config, tmp_path / "run")
     other = MadeFolder(tmp_path / "other")
     other.seal("text", documents(7, 16), documents(2, 16)).complete()
     moved = config.model_copy(
@@ -171,12 +149,12 @@ def test_another_folder_is_refused_with_the_difference(made, tmp_path) -> None:
     )
     longer = moved.model_copy(update={"train": moved.train.model_copy(update={"steps": 6})})
     with pytest.raises(Exception, match=r"segments.text.sha256: saved '"):
-        run_ranks(run_training, 1, longer, tmp_path / "run")
+        run_ranks(train_blocked, 1, longer, tmp_path / "run")
 
 
 def test_data_that_is_not_enough_is_told_before_the_first_step(made, tmp_path) -> None:
-    config = make_config(made, steps=100, max_epochs={"text": 2})
+    config = config_of(made, steps=100, max_epochs={"text": 2})
     with pytest.raises(Exception, match=r"max_epochs=2: they are used up before sample 800"):
-        run_ranks(run_training, 1, config, tmp_path / "run")
+        run_ranks(train_blocked, 1, config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert issubclass(DataError, ValueError)

@@ -2,37 +2,31 @@
 as if nothing had moved.
 """
 
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from parts import make_config
+from trained import assembled, column, different, lines, newest_state, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.checkpoint.format import latest, read_meta, verify
-from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.format import latest, read_meta
 from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.placement.move import banks_of, expert_maps_of
-from moebius.distributed.process.process import start_process
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import CheckpointConfig, Config
 from moebius.train.hooks import move_experts
-from moebius.train.loop import step, train
+from moebius.train.loop import step
 from moebius.train.metrics.log import MetricsLog
-from moebius.train.optim import OptimConfig
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
-from moebius.train.state import allocate_moments, state_tensors
 
 # Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts
 # get hot.
@@ -49,59 +43,35 @@ MODEL = ModelConfig(
 STEPS = 7
 
 
-def make_config(
-    data: Path, *, steps: int = STEPS, clip_norm: float = 0.5, **mesh: object
-) -> Config:
-    return Config(
+def config_of(data: Path, *, clip_norm: float = 0.5, **mesh: Any) -> Config:
+    return make_config(
+        data,
         model=MODEL,
-        data=DataConfig(seq_len=24, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=clip_norm),
-        train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, eval_rows=10),
-        checkpoint=CheckpointConfig(every=0),
-        mesh=MeshConfig.model_validate(mesh),
+        data__seq_len=24,
+        optim__clip_norm=clip_norm,
+        train__steps=STEPS,
+        train__eval_rows=10,
+        mesh=mesh,
     )
-
-
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return train(config, run_dir)
 
 
 def run_of(config: Config, world: int, run_dir: Path) -> dict[str, list]:
     """A column per figure of the train lines, and of the moves."""
     assert run_ranks(run_training, world, config, run_dir) == ["finished"] * world
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    columns = {
-        name: [line[name] for line in found if line["kind"] == "train"]
-        for name in ("loss", "grad_norm")
-    }
-    return columns | {"moves": [line for line in found if line["kind"] == "expert_placement"]}
-
-
-def final_state(run_dir: Path) -> dict[str, Tensor]:
-    model = Transformer(MODEL)
-    optimizer = torch.optim.AdamW(model.parameters())
-    allocate_moments(model, optimizer)
-    path = latest(run_dir / "checkpoints")
-    assert path is not None
-    verify(path)
-    tensors, held = state_tensors(model, optimizer)
-    load(path, tensors, held)
-    return tensors
+    columns = {name: column(run_dir, name) for name in ("loss", "grad_norm")}
+    return columns | {"moves": lines(run_dir, "expert_placement")}
 
 
 def same_state(one: Path, other: Path) -> list[str]:
     """Names of the tensors that differ in any bit."""
-    first, second = final_state(one), final_state(other)
-    return [name for name in first if not torch.equal(first[name], second[name])]
+    return different(newest_state(one), newest_state(other))
 
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
     """The run on one rank, where nothing can move, and its folder."""
     folder = tmp_path_factory.mktemp("alone")
-    return run_of(make_config(data), 1, folder), folder
+    return run_of(config_of(data), 1, folder), folder
 
 
 @pytest.mark.slow
@@ -111,9 +81,9 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     holds what.
     """
     mesh = {"ep": ep, "dispatcher": "alltoall"}
-    still = run_of(make_config(data, clip_norm=1e9, **mesh), 4, tmp_path / "still")
+    still = run_of(config_of(data, clip_norm=1e9, **mesh), 4, tmp_path / "still")
     moving = run_of(
-        make_config(data, clip_norm=1e9, rebalance_every=2, **mesh), 4, tmp_path / "moving"
+        config_of(data, clip_norm=1e9, rebalance_every=2, **mesh), 4, tmp_path / "moving"
     )
     assert still["moves"] == []
     assert [line["step"] for line in moving["moves"]] == [2, 4, 6]
@@ -136,14 +106,14 @@ def test_copies_change_losses_by_rounding_alone(
     ep: int, dispatcher: str, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
     still, folder = alone
-    config = make_config(data, ep=ep, dispatcher=dispatcher, rebalance_every=2, replicas=1)
+    config = config_of(data, ep=ep, dispatcher=dispatcher, rebalance_every=2, replicas=1)
     moving = run_of(config, 4, tmp_path)
     assert moving["moves"][0]["moved_experts"] > 0
     assert moving["loss"] == pytest.approx(still["loss"], rel=1e-5)
     assert moving["grad_norm"] == pytest.approx(
         still["grad_norm"], rel=1e-4
     )  # each expert counted once
-    first, second = final_state(folder), final_state(tmp_path)
+    first, second = newest_state(folder), newest_state(tmp_path)
     for name, tensor in first.items():
         assert (tensor - second[name]).norm() <= 2e-3 * tensor.norm(), name
 
@@ -152,8 +122,8 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     """How many copies of experts there are, and which tensors are not the same in all copies and
     replicas, in any bit.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
+        process = run.process
         run.log = MetricsLog(run_dir, active=False)
         before = {id(parameter) for parameter in run.optimizer.state}
         with open_loader(run, None) as loader:
@@ -194,7 +164,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "replicas"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_path: Path) -> None:
-    config = make_config(data, ep=ep, rebalance_every=3, replicas=replicas)
+    config = config_of(data, ep=ep, rebalance_every=3, replicas=replicas)
     for copies, unlike in run_ranks(copies_after_steps, 4, config, tmp_path):
         assert copies >= replicas * ep
         assert unlike == []
@@ -209,9 +179,8 @@ def placed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     folder.
     """
     folder = tmp_path_factory.mktemp("placed")
-    config = make_config(data, **PLACED).model_copy(
-        update={"checkpoint": CheckpointConfig(every=4)}
-    )
+    config = config_of(data, **PLACED)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=4)})
     return run_of(config, 4, folder), folder
 
 
@@ -227,7 +196,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
 ) -> None:
     """From between two moves: the expert maps come back, with the counts for the next move."""
     whole, folder = placed
-    resumed = go_on_from_step_4(folder, make_config(data, **PLACED), 4, tmp_path)
+    resumed = go_on_from_step_4(folder, config_of(data, **PLACED), 4, tmp_path)
     assert len(whole["loss"]) == STEPS
     assert resumed["loss"] == whole["loss"][4:]
     before, after = (
@@ -242,15 +211,14 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
 def test_a_placed_checkpoint_is_read_on_any_layout(
     world: int, ep: int, alone: tuple, placed: tuple, data: Path, tmp_path: Path
 ) -> None:
-    config = make_config(data, ep=ep, rebalance_every=3 if ep > 1 else 0)
+    config = config_of(data, ep=ep, rebalance_every=3 if ep > 1 else 0)
     moved = go_on_from_step_4(placed[1], config, world, tmp_path)
     assert moved["loss"] == pytest.approx(alone[0]["loss"][4:], rel=1e-5)
 
 
 def refusals(config: Config, run_dir: Path) -> list[str]:
     """What a rank says of checkpoints of other models; all ranks meet after each."""
-    with start_process("cpu", timeout_s=20) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         own, before = run.expert_placement.as_dict(), expert_maps_of(run.model)
         first = "group.0.feed_forward.sparse"
         fewer = {"homes": contiguous_map(5, 2).as_dict(), "load": [0] * 5}
@@ -271,7 +239,7 @@ def refusals(config: Config, run_dir: Path) -> list[str]:
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, ep=2, rebalance_every=2)
+    config = config_of(data, ep=2, rebalance_every=2)
     for missing, renamed, fewer in run_ranks(refusals, 2, config, tmp_path):
         assert "(group.0.feed_forward.sparse: 0 in it, 7 here): it is of another model" in missing
         assert renamed.count(" in it, ") == 3
@@ -284,10 +252,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_
 def test_ranks_need_not_divide_the_experts(
     mesh: dict, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
-    shared = run_of(make_config(data, dispatcher="alltoall", **mesh), 4, tmp_path)
+    shared = run_of(config_of(data, dispatcher="alltoall", **mesh), 4, tmp_path)
     assert shared["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)
     assert shared["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-5)
-    start = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    [start] = lines(tmp_path, "start")
     assert start["parameters"] == sum(
         parameter.numel() for parameter in Transformer(MODEL).parameters()
     )

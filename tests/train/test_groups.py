@@ -8,22 +8,29 @@ from typing import Any
 import pytest
 import torch
 from pairwise import slow_but
-from parts import layers
+from parts import layers, make_config
 from torch import Tensor
+from trained import assembled, gradients
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
-from moebius.train.config.run_config import Config, TrainConfig
+from moebius.train.config.run_config import Config
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step
-from moebius.train.optim import OptimConfig
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
 
 GROUP = 4
+MODEL: dict[str, Any] = {
+    "vocab_size": 257,
+    "d_model": 24,
+    "num_layers": 2,
+    "layers_per_group": 2,
+    "norm": "pre",
+    "attention.kind": "dense",
+    "attention.num_heads": 2,
+    "attention.d_head": 12,
+    "feed_forward.d_expert": 16,
+}
 ROUTERS: dict[str, dict[str, Any]] = {
     "mixture": {"kind": "mixture_of_tokens", "sequences_per_group": GROUP},
     "expert choice": {"kind": "expert_choice", "sequences_per_group": GROUP, "mean_experts": 2.0},
@@ -31,48 +38,30 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:
-    model = ModelConfig.from_dotted(
-        {
-            "vocab_size": 257,
-            "d_model": 24,
-            "num_layers": 2,
-            "layers_per_group": 2,
-            "attention.num_heads": 2,
-            "attention.d_head": 12,
-            "norm": "pre",
-            "attention.kind": "dense",
-            "feed_forward.num_experts": router["sequences_per_group"],
-            "feed_forward.d_expert": 16,
-            "feed_forward.router": router,
-        }
-    )
-    return Config(
-        model=model,
-        data=DataConfig(seq_len=24, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        optim=OptimConfig(clip_norm=1e9),
-        train=TrainConfig(global_batch=16, micro_batch=micro_batch, eval_rows=26, device="cpu"),
+def config_of(data: Path, router: dict[str, Any], micro_batch: int, **changes: Any) -> Config:
+    model = MODEL | {"feed_forward.num_experts": router["sequences_per_group"]}
+    return make_config(
+        data,
+        model=ModelConfig.from_dotted(model | {"feed_forward.router": router}),
+        data__seq_len=24,
+        optim__clip_norm=1e9,
+        train={"global_batch": 16, "micro_batch": micro_batch, "eval_rows": 26},
+        **changes,
     )
 
 
 def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, dict[str, Tensor]]:
     """Validation loss before, and loss and gradients of one step."""
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
-        with (
-            torch.no_grad()
-        ):  # at the start all rows of a group weigh nearly alike, whatever the group
+    with assembled(config, run_dir) as run:
+        # At the start all rows of a group weigh nearly alike, whatever the group.
+        with torch.no_grad():
             for layer in layers(run.model):
                 layer.feed_forward.router.weight.mul_(30)
                 layer.feed_forward.sparse.experts.w_down.mul_(10)
-        validation = evaluate(run.model, config, process).loss
+        validation = evaluate(run.model, config, run.process).loss
         with open_loader(run, None) as loader:
             result = step(run, next(loader), 0.0)
-        gradients = {
-            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
-        }
-        return result.meter.reduce()["loss"].item(), validation, gradients
+        return result.meter.reduce()["loss"].item(), validation, gradients(run)
 
 
 @pytest.mark.parametrize("kind", slow_but(ROUTERS, "transition"))
@@ -81,21 +70,21 @@ def test_no_layout_changes_loss_gradients_or_validation(
 ) -> None:
     expected = None
     for world, micro_batch in ((1, 16), (1, 4), (2, 4), (4, 4)):
-        config = make_config(data, ROUTERS[kind], micro_batch)
-        for loss, validation, gradients in run_ranks(
+        config = config_of(data, ROUTERS[kind], micro_batch)
+        for loss, validation, grads in run_ranks(
             step_and_evaluation, world, config, tmp_path / f"{world}-{micro_batch}"
         ):
-            expected = expected or (loss, validation, gradients)
+            expected = expected or (loss, validation, grads)
             assert loss == pytest.approx(expected[0], rel=1e-6), (world, micro_batch)
             assert validation == pytest.approx(expected[1], rel=1e-6), (world, micro_batch)
             for name, theirs in expected[2].items():
-                difference = ((gradients[name] - theirs).norm() / theirs.norm()).item()
+                difference = ((grads[name] - theirs).norm() / theirs.norm()).item()
                 assert difference < 2e-6, (name, world, micro_batch, difference)
     assert expected is not None
     other = run_ranks(
         step_and_evaluation,
         1,
-        make_config(data, ROUTERS[kind] | {"sequences_per_group": 8}, 8),
+        config_of(data, ROUTERS[kind] | {"sequences_per_group": 8}, 8),
         tmp_path / "other",
     )[0]
     assert abs(other[0] - expected[0]) > 1e-5 * expected[0]  # who is in a group does matter
@@ -110,7 +99,7 @@ def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> No
         (2, {"evaluation_sequences_per_group": 8}),
         (1, {}),
     ):
-        config = make_config(data, ROUTERS["mixture"] | options, 4)
+        config = config_of(data, ROUTERS["mixture"] | options, 4)
         losses.append(
             run_ranks(step_and_evaluation, world, config, tmp_path / f"{len(losses)}")[0][:2]
         )
@@ -123,9 +112,7 @@ def test_evaluation_may_take_more_rows_at_a_time_than_training(data: Path, tmp_p
     """Whatever fits: a number that is no multiple of the group grows to whole groups, too."""
     found = []
     for world, eval_batch in ((1, None), (1, 16), (2, 6)):
-        config = make_config(data, ROUTERS["mixture"], 4)
-        train = config.train.model_copy(update={"eval_batch": eval_batch})
-        config = config.model_copy(update={"train": train})
+        config = config_of(data, ROUTERS["mixture"], 4, train__eval_batch=eval_batch)
         folder = tmp_path / f"{world}-{eval_batch}"
         found.append(run_ranks(step_and_evaluation, world, config, folder)[0][:2])
     assert found[1] == pytest.approx(found[0], rel=1e-6)
@@ -137,4 +124,4 @@ def test_a_micro_batch_that_would_cut_a_group_is_refused(data: Path) -> None:
         ValueError,
         match=r"micro_batch=6 is not a multiple of 4, .*'mixture_of_tokens' routes together: use 8",
     ):
-        make_config(data, ROUTERS["mixture"], 6)
+        config_of(data, ROUTERS["mixture"], 6)

@@ -3,80 +3,44 @@ to.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from parts import make_config
+from small_model import MODEL
 from torch import Tensor
+from trained import assembled, column, lines, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
-from moebius.distributed.layout import MeshConfig
-from moebius.distributed.process.process import start_process
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import Config
 from moebius.train.loop import step, train
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
 
 WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=WIDTH,
-    num_layers=2 * REPEATS,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
-)
 LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
 ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
 
 
-def make_config(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: object) -> Config:
-    return Config(
-        model=MODEL,
-        data=DataConfig(seq_len=POSITIONS, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes"),
-        mesh=MeshConfig.model_validate(mesh),
-        checkpoint=CheckpointConfig(every=0),
-        train=TrainConfig(
-            steps=steps,
-            global_batch=SEQUENCES,
-            micro_batch=micro_batch,
-            eval_every=0,
-            eval_rows=8,
-            log_every=1,
-        ),
+def config_of(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: Any) -> Config:
+    return make_config(
+        data, model=MODEL, train__micro_batch=micro_batch, train__steps=steps, mesh=mesh
     )
-
-
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return train(config, run_dir)
-
-
-def lines(run_dir: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == "train"]
 
 
 def exchanges(config: Config, world: int, run_dir: Path, **environment: str) -> list[dict]:
     """Of every step, layer by layer."""
     run_ranks(run_training, world, config, run_dir, environment=environment)
-    return [line["exchange"] for line in lines(run_dir)]
+    return column(run_dir, "exchange")
 
 
 def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> None:
     found = {
-        name: exchanges(make_config(data, ep=2, dispatcher=name), 4, tmp_path / name)
+        name: exchanges(config_of(data, ep=2, dispatcher=name), 4, tmp_path / name)
         for name in ("alltoall", "dedup")
     }
     for name, steps in found.items():
@@ -107,7 +71,7 @@ def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_path: Path) -> None:
     whole, parts = (
-        exchanges(make_config(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0]
+        exchanges(config_of(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0]
         for size in (4, 1)
     )
     for layer in LAYERS:
@@ -117,7 +81,7 @@ def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_
 
 def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
     [layers] = exchanges(
-        make_config(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0"
+        config_of(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0"
     )
     for figures in layers.values():
         assert figures["bytes_inter_node"] > 0
@@ -125,8 +89,8 @@ def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Path) -> None:
-    run_ranks(run_training, 2, make_config(data, steps=1), tmp_path)
-    assert all("exchange" not in line for line in lines(tmp_path))
+    run_ranks(run_training, 2, config_of(data, steps=1), tmp_path)
+    assert all("exchange" not in line for line in lines(tmp_path, "train"))
 
 
 # The same again, and the same elsewhere.
@@ -145,8 +109,7 @@ class Made:
 
 
 def make_steps(config: Config, run_dir: Path) -> Made:
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         losses, auxiliary = [], []
         with open_loader(run, None) as loader:
             for _ in range(config.train.steps):
@@ -168,7 +131,7 @@ def make_steps(config: Config, run_dir: Path) -> Made:
 
 @pytest.mark.slow
 def test_two_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, ep=2, steps=3)
+    config = config_of(data, ep=2, steps=3)
     first, other = (run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(2))
     assert [made.losses for made in other] == [made.losses for made in first]
     assert [made.digest for made in other] == [made.digest for made in first]
@@ -180,7 +143,7 @@ def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> 
     router = DeepSeekConfig(top_k=3, bias_rate=0.01, balance=0.1)
     made = []
     for world, ep, micro_batch in ((1, 1, 8), (4, 1, 2), (4, 2, 1), (4, 4, 2)):
-        config = make_config(data, ep=ep, micro_batch=micro_batch, steps=3)
+        config = config_of(data, ep=ep, micro_batch=micro_batch, steps=3)
         config = config.model_copy(update={"model": MODEL.changed({"feed_forward.router": router})})
         made += run_ranks(make_steps, world, config, tmp_path / f"{world}-{ep}")
     first, *others = made
@@ -223,13 +186,13 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
     data: Path, tmp_path: Path
 ) -> None:
     collectives = {"ep": 2, "dispatcher": "dedup"}  # rows in memory have checksums of their own
-    trusting = run_ranks(run_spoiled, 2, make_config(data, steps=3, **collectives), tmp_path / "0")
+    trusting = run_ranks(run_spoiled, 2, config_of(data, steps=3, **collectives), tmp_path / "0")
     assert [ended for ended, _ in trusting] == ["finished", "finished"]
     for every in (1, 5):
         found = run_ranks(
             run_spoiled,
             2,
-            make_config(data, steps=3, check_every=every, **collectives),
+            config_of(data, steps=3, check_every=every, **collectives),
             tmp_path / str(every),
         )
         assert found[0][0] == found[1][0]
@@ -242,8 +205,6 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
 @pytest.mark.slow
 def test_checks_change_no_number(data: Path, tmp_path: Path) -> None:
     for every in (0, 1):
-        run_ranks(
-            run_training, 2, make_config(data, ep=2, check_every=every), tmp_path / str(every)
-        )
-    plain, checked = ([line["loss"] for line in lines(tmp_path / str(every))] for every in (0, 1))
+        run_ranks(run_training, 2, config_of(data, ep=2, check_every=every), tmp_path / str(every))
+    plain, checked = (column(tmp_path / str(every)) for every in (0, 1))
     assert plain == checked

@@ -14,41 +14,37 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family import tiny_model
+from parts import make_config
 from small_model import MODEL
 from torch import Tensor
+from trained import assembled, gradients
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Batch, ValidationBatch
-from moebius.distributed.parallelize import expert_names
-from moebius.distributed.process.process import start_process
 from moebius.model.execution.precision import forward_in
 from moebius.train import evaluate as evaluation
-from moebius.train.config.run_config import Config, MeshConfig, TrainConfig
+from moebius.train.config.run_config import Config, TrainConfig
 from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
-from moebius.train.optim import OptimConfig
-from moebius.train.run import Run, assemble
+from moebius.train.run import Run
 from moebius.train.spikes.skipped_updates import count_skipped, why_skipped
 from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
 
 
-def make_config(
-    data: Path, *, micro_batch: int = 2, documents: bool = False, **mesh: Any
-) -> Config:
-    return Config(
+def config_of(data: Path, *, micro_batch: int = 2, documents: bool = False, **mesh: Any) -> Config:
+    return make_config(
+        data,
         model=MODEL.changed({"feed_forward.router.balance": 0.1, "attention.balance": 0.1}),
-        data=DataConfig(seq_len=POSITIONS, directory=str(data), document_attention=documents),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257),
-        optim=OptimConfig(clip_norm=1e9),
-        train=TrainConfig(
-            global_batch=SEQUENCES, micro_batch=micro_batch, balance_documents=documents
-        ),
-        mesh=MeshConfig(**mesh),
+        data__seq_len=POSITIONS,
+        data__document_attention=documents,
+        optim__clip_norm=1e9,
+        train__global_batch=SEQUENCES,
+        train__micro_batch=micro_batch,
+        train__balance_documents=documents,
+        mesh=mesh,
     )
 
 
@@ -91,30 +87,16 @@ def masked_step(
     config: Config, run_dir: Path, mask: np.ndarray | None
 ) -> tuple[float, int | None, dict[str, Tensor]]:
     """Loss, counted targets and gradients of one step."""
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         result = step(run, batch_of(run, mask), 0.0)
-        gradients = {
-            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
-        }
         loss = result.meter.reduce()["loss"].item()
-        return loss, result.counted_targets, whole(run, gradients)
-
-
-def whole(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With all experts: joined over the ranks of the first EP group."""
-    ep, world = run.mesh.layout.ep, run.process.world_size
-    for name in expert_names(run.model) if ep > 1 else ():
-        parts = [torch.empty_like(tensors[name]) for _ in range(world)]
-        torch.distributed.all_gather(parts, tensors[name].contiguous())
-        tensors[name] = torch.cat(parts[:ep])
-    return tensors
+        return loss, result.counted_targets, gradients(run)
 
 
 def plain_loss(config: Config, run_dir: Path, mask: np.ndarray) -> float:
     """The same by a loop over every target, on full logits."""
-    with start_process("cpu", timeout_s=30) as process:
-        model = assemble(config, run_dir, process).model
+    with assembled(config, run_dir) as run:
+        model = run.model
         model.before_step(0)
         total, count = 0.0, 0
         for row, counts in zip(torch.from_numpy(rows()), mask, strict=True):
@@ -131,16 +113,16 @@ def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
     data: Path, tmp_path: Path
 ) -> None:
     mask = uneven_mask()
-    whole_batch = make_config(data, micro_batch=SEQUENCES)
+    whole_batch = config_of(data, micro_batch=SEQUENCES)
     [expected] = run_ranks(plain_loss, 1, whole_batch, tmp_path, mask)
     found = []
     for world, ep, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 4), (4, 2, 1)):
-        config = make_config(data, micro_batch=micro, ep=ep)
+        config = config_of(data, micro_batch=micro, ep=ep)
         found += run_ranks(masked_step, world, config, tmp_path / f"{world}-{ep}-{micro}", mask)
-    for loss, counted, gradients in found:
+    for loss, counted, grads in found:
         assert loss == pytest.approx(expected, rel=1e-6)
         assert counted == mask.sum()
-        for name, gradient in gradients.items():
+        for name, gradient in grads.items():
             theirs = found[0][2][name]
             assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
 
@@ -149,8 +131,8 @@ def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[fl
     """Loss, regularisation and targets by a loop over documents, each alone; only what follows one
     is a target with more before it, and is left to the mask.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        model = assemble(config, run_dir, process).model
+    with assembled(config, run_dir) as run:
+        model = run.model
         model.before_step(0)
         total, count, regularisation = 0.0, 0, 0.0
         for row, ids, counts in zip(torch.from_numpy(rows()), document_ids(), mask, strict=True):
@@ -173,8 +155,7 @@ def documents_step(
     config: Config, run_dir: Path, mask: np.ndarray
 ) -> tuple[float, float, int | None, float, dict[str, float]]:
     """Loss, regularisation, counted targets, norm of the gradient, and routes by kind of router."""
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         result = step(run, batch_of(run, mask), 0.0)
         sums = result.meter.reduce()
         routes = {kind: sums[f"{kind}/load"].sum().item() for kind in ("feed_forward", "value")}
@@ -185,7 +166,7 @@ def documents_step(
 def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
     """Attention, positions, balancing and padding; on experts over ranks and sharded weights too."""
     mask = uneven_mask()
-    config = make_config(data, micro_batch=SEQUENCES, documents=True)
+    config = config_of(data, micro_batch=SEQUENCES, documents=True)
     [(loss, regularisation, count)] = run_ranks(plain_documents, 1, config, tmp_path, mask)
     real = int((document_ids()[:, :-1] >= 0).sum())
     found = []
@@ -195,7 +176,7 @@ def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_p
         (2, 2, {"ep": 2}),
         (2, 4, {"ep": 2, "sharding": "fsdp", "dp_shard": 2}),
     ):
-        config = make_config(data, micro_batch=micro, documents=True, **mesh)
+        config = config_of(data, micro_batch=micro, documents=True, **mesh)
         found += run_ranks(documents_step, world, config, tmp_path / f"{world}-{micro}", mask)
     for each in found:
         assert each[:2] == pytest.approx((loss, regularisation), rel=1e-5)
@@ -210,7 +191,7 @@ def test_documents_are_asked_for_where_there_are_none(data: Path) -> None:
         split_batch(batch, torch.device("cpu"), DocumentUse(attention=True, balance=False))
     with pytest.raises(ValueError, match="needs rows that know their documents"):
         Config(train=TrainConfig(balance_documents=True))
-    assert make_config(data, documents=True).train.balance_documents
+    assert config_of(data, documents=True).train.balance_documents
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -224,7 +205,7 @@ def test_only_a_batch_that_says_so_promises_equal_rows(equal: bool) -> None:
 def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
     everything = np.ones((SEQUENCES, POSITIONS), bool)
     [masked], [plain] = (
-        run_ranks(masked_step, 1, make_config(data), tmp_path / name, mask)
+        run_ranks(masked_step, 1, config_of(data), tmp_path / name, mask)
         for name, mask in (("masked", everything), ("plain", None))
     )
     assert plain[1] is None
@@ -242,8 +223,7 @@ def steps_without_targets(
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("moebius.train.spikes.skipped_updates").addHandler(listener)
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         updates, finite = [], []
         for mask in masks:
             before = [p.detach().clone() for p in run.model.parameters()]
@@ -262,7 +242,7 @@ def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Pa
     """Its balancing losses have gradients, but they alone are not what anybody trains."""
     nothing = np.zeros((SEQUENCES, POSITIONS), bool)
     masks = [uneven_mask(), nothing, uneven_mask()]
-    found = run_ranks(steps_without_targets, 2, make_config(data), tmp_path, masks)
+    found = run_ranks(steps_without_targets, 2, config_of(data), tmp_path, masks)
     warning = "step 2 had no target that counts in the loss, and its update was skipped"
     assert found == [([1, 1, 2], [True] * 3, [warning]), ([1, 1, 2], [True] * 3, [])]
 
@@ -320,9 +300,9 @@ def evaluate_masked(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[fl
             yield ValidationBatch(rows()[own], valid, mask[own])
 
     evaluation.validation_batches = validation_batches  # type: ignore[assignment]
-    with start_process("cpu", timeout_s=30) as process:
-        model = assemble(config, run_dir, process).model
-        found = evaluation.evaluate(model, config, process)
+    with assembled(config, run_dir) as run:
+        model = run.model
+        found = evaluation.evaluate(model, config, run.process)
         total = 0.0
         with torch.no_grad():
             for row, counts in zip(torch.from_numpy(rows()[:-1]), mask[:-1], strict=True):
@@ -337,7 +317,7 @@ def test_evaluation_is_per_counted_target_on_every_number_of_ranks(
 ) -> None:
     mask = uneven_mask()
     for world in (1, 2):
-        results = run_ranks(evaluate_masked, world, make_config(data), tmp_path / str(world), mask)
+        results = run_ranks(evaluate_masked, world, config_of(data), tmp_path / str(world), mask)
         for loss, tokens, expected in results:
             assert tokens == mask[:-1].sum()
             assert loss == pytest.approx(expected, rel=1e-6)
@@ -346,7 +326,7 @@ def test_evaluation_is_per_counted_target_on_every_number_of_ranks(
 def test_an_evaluation_of_nothing_is_refused(data: Path, tmp_path: Path) -> None:
     mask = np.zeros((SEQUENCES, POSITIONS), bool)
     with pytest.raises(AssertionError, match=r"no target of the split 'validation' counts"):
-        run_ranks(evaluate_masked, 1, make_config(data), tmp_path, mask)
+        run_ranks(evaluate_masked, 1, config_of(data), tmp_path, mask)
 
 
 def test_of_pairs_every_second_token_is_the_target_of_the_one_before() -> None:

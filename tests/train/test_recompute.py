@@ -7,29 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parts import make_config
+from small_model import MODEL
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.layout import MeshConfig
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=24,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(
-        num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.2), d_expert=16
-    ),
-)
+DROPOUT = MODEL.changed({"feed_forward.router.expert_dropout": 0.2})
 
 
 def losses(data: Path, run_dir: Path, settings: dict[str, Any]) -> list[float]:
@@ -37,14 +23,8 @@ def losses(data: Path, run_dir: Path, settings: dict[str, Any]) -> list[float]:
     of the run's folder.
     """
     run_dir.mkdir()
-    config = Config(
-        model=MODEL,
-        mesh=MeshConfig(ep=2),
-        checkpoint=CheckpointConfig(every=0),
-        data=DataConfig(seq_len=16, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        train=TrainConfig(steps=3, global_batch=8, micro_batch=2, eval_rows=8, **settings),
-    )
+    settings = {"steps": 3, **settings}
+    config = make_config(data, model=DROPOUT, mesh__ep=2, train=settings)
     run_ranks(start, 2, config, run_dir)
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [entry["loss"] for entry in entries if "loss" in entry]

@@ -2,7 +2,6 @@
 checkpoints fit every layout.
 """
 
-import json
 import shutil
 from collections import Counter
 from functools import partial
@@ -14,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairwise import slow_but
+from parts import make_config
 from small_model import MODEL
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from trained import assembled, column, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
-from moebius.distributed.process.process import start_process
 from moebius.model.config.attention_config import DenseAttentionConfig
 from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
 from moebius.model.config.model_config import ModelConfig
@@ -31,17 +29,12 @@ from moebius.model.execution.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
 from moebius.train.config.run_config import (
-    CheckpointConfig,
     Config,
-    MeshConfig,
-    TrainConfig,
 )
 from moebius.train.evaluate import evaluate
-from moebius.train.loop import step, train
-from moebius.train.optim import OptimConfig
+from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
 from moebius.train.recipes.family import FAMILY
-from moebius.train.run import assemble
 from moebius.train.state import state_tensors
 
 MODELS = {
@@ -83,28 +76,10 @@ SHARDED = [
 ]
 
 
-def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
-    sections: dict[str, dict] = {
-        "train": {
-            "steps": 6,
-            "global_batch": 8,
-            "micro_batch": 2,
-            "eval_every": 3,
-            "eval_rows": 10,
-        },
-        "checkpoint": {"every": 3},
-        "mesh": {},
-    }
-    sections = {name: values | changes.get(name, {}) for name, values in sections.items()}
-    return Config(
-        model=MODELS[model],
-        mesh=MeshConfig(**sections["mesh"]),
-        checkpoint=CheckpointConfig(**sections["checkpoint"]),
-        data=DataConfig(seq_len=16, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
-        train=TrainConfig(**sections["train"]),
-    )
+def config_of(data: Path, model: str = "repeated", **changes: Any) -> Config:
+    settings = {"steps": 6, "eval_every": 3, "eval_rows": 10}
+    defaults = {"optim__clip_norm": 1.0, "train": settings, "checkpoint__every": 3}
+    return make_config(data, model=MODELS[model], **(defaults | changes))
 
 
 Parts = dict[str, tuple[LocalShard, Tensor]]
@@ -114,8 +89,7 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
     """Losses, validation loss, first gradients and weights of two steps of SGD with rate 1: a wrong
     scale shows.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0, foreach=False)  # type: ignore[assignment]
         losses, gradients = [], {}
         with open_loader(run, None) as loader:
@@ -123,7 +97,7 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
                 result = step(run, next(loader), 1.0)
                 losses += [result.meter.reduce()["loss"].item(), result.grad_norm]
                 gradients = gradients or parts(run.model, gradient=True)
-        validation = evaluate(run.model, config, process).loss
+        validation = evaluate(run.model, config, run.process).loss
         return losses, validation, gradients, parts(run.model)
 
 
@@ -167,7 +141,7 @@ def on_one_rank(
     class Lazy(dict):
         def __missing__(self, key: tuple[str, str]) -> tuple:
             model, precision = key
-            config = make_config(data, model, train={"micro_batch": 8, "precision": precision})
+            config = config_of(data, model, train__micro_batch=8, train__precision=precision)
             self[key] = run_ranks(sgd_steps, 1, config, tmp_path_factory.mktemp(model))[0]
             return self[key]
 
@@ -200,7 +174,7 @@ def compare_found(results: list[tuple], expected: tuple, tolerance: float) -> No
 def test_sharded_weights_make_the_same_steps(
     world: int, mesh: dict, data: Path, tmp_path: Path, on_one_rank: dict
 ) -> None:
-    config = make_config(data, mesh=mesh | {"sharding": "fsdp"})
+    config = config_of(data, mesh=mesh | {"sharding": "fsdp"})
     compare(config, world, tmp_path, on_one_rank["repeated", "float32"], 1e-5)
 
 
@@ -211,7 +185,7 @@ def test_every_kind_of_model_can_be_sharded(
     model: str, data: Path, tmp_path: Path, on_one_rank: dict
 ) -> None:
     mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
-    config = make_config(
+    config = config_of(
         data,
         model,
         mesh=mesh | {"sharding": "fsdp"},
@@ -226,7 +200,7 @@ def test_every_kind_of_model_can_be_sharded(
 @pytest.mark.slow
 def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
-    config = make_config(data, mesh=mesh, train={"precision": "bfloat16"})
+    config = config_of(data, mesh=mesh, train__precision="bfloat16")
     compare(config, 4, tmp_path, on_one_rank["repeated", "bfloat16"], 3e-2)
     exact, rough = (
         joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16")
@@ -260,8 +234,8 @@ def compiled_steps(config: Config, run_dir: Path) -> tuple:
 def test_compiled_parts_read_sharded_weights(
     model: str, mesh: dict, recompute: str, data: Path, tmp_path: Path, on_one_rank: dict
 ) -> None:
-    settings = {"compile": True, "recompute": recompute}
-    config = make_config(data, model, mesh=mesh | {"sharding": "fsdp"}, train=settings)
+    settings = {"train__compile": True, "train__recompute": recompute}
+    config = config_of(data, model, mesh=mesh | {"sharding": "fsdp"}, **settings)
     results = run_ranks(compiled_steps, 2, config, tmp_path)
     compare_found(results, on_one_rank[model, "float32"], 1e-5)
     for *_, graphs, breaks in results:
@@ -282,8 +256,7 @@ def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
     """How often weights were gathered and gradients scattered in one step and one evaluation, and
     what is left gathered.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         counts: Counter = Counter()
         for name, kind in COLLECTIVES.items():
             original: Any = getattr(dist, name, None)
@@ -297,7 +270,7 @@ def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
             step(run, next(loader), 1e-3)
         in_step = counts.copy()
         counts.clear()
-        evaluate(run.model, config.model_copy(), process)
+        evaluate(run.model, config, run.process)
         all_sharded = [isinstance(p, DTensor) for p in run.model.parameters()].count(True)
         return (
             in_step,
@@ -318,9 +291,7 @@ def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     model: str, per_member: int, data: Path, tmp_path: Path
 ) -> None:
     """Repeated members: once for forward and backward together; else once for each."""
-    config = make_config(
-        data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train={"eval_rows": 4}
-    )
+    config = config_of(data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train__eval_rows=4)
     members = MODELS[model].layers_per_group
     units = (
         members * 4 + 2
@@ -331,33 +302,18 @@ def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
         assert all_sharded
 
 
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return train(config, run_dir)
-
-
-def losses(run_dir: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        loss
-        for _, loss in sorted(
-            (line["step"], line["loss"]) for line in lines if line["kind"] == "train"
-        )
-    ]
-
-
 @pytest.mark.slow
 def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_path: Path) -> None:
     sharded: dict[str, Any] = {"mesh": {"sharding": "fsdp", "dp_shard": 4, "ep": 2}}
     whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))
-    run_ranks(run_training, 4, make_config(data, **sharded), whole)
-    assert len(losses(whole)) == 6
+    run_ranks(run_training, 4, config_of(data, **sharded), whole)
+    assert len(column(whole)) == 6
     for folder in (resumed, moved):
         shutil.copytree(whole / "checkpoints/step_00000003", folder / "checkpoints/step_00000003")
-    run_ranks(run_training, 4, make_config(data, **sharded), resumed)
-    assert losses(resumed) == losses(whole)[3:]
-    run_ranks(run_training, 2, make_config(data, mesh={"ep": 2}), moved)
-    assert losses(moved) == pytest.approx(losses(whole)[3:], rel=1e-6)
+    run_ranks(run_training, 4, config_of(data, **sharded), resumed)
+    assert column(resumed) == column(whole)[3:]
+    run_ranks(run_training, 2, config_of(data, mesh={"ep": 2}), moved)
+    assert column(moved) == pytest.approx(column(whole)[3:], rel=1e-6)
 
 
 class Interrupted(Exception):
@@ -368,8 +324,7 @@ def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
     """That a pass without a backward gathers, leaves the state to save as it was, and nothing stale
     for the next pass.
     """
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         before, held_before = state_tensors(run.model, run.optimizer)
         before = {name: tensor.clone() for name, tensor in before.items()}
         rows = torch.arange(34).view(2, 17)
@@ -393,15 +348,14 @@ def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
 def test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint(
     model: str, data: Path, tmp_path: Path
 ) -> None:
-    config = make_config(data, model, mesh={"dp_shard": 2, "sharding": "fsdp"})
+    config = config_of(data, model, mesh={"dp_shard": 2, "sharding": "fsdp"})
     for same in run_ranks(saved_after_a_lost_pass, 2, config, tmp_path):
         assert all(same)
 
 
 def refusals_after_an_error(config: Config, run_dir: Path) -> list[str]:
     """What saving and a further pass say after a pass that was ended by an error."""
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         rows, said = torch.arange(34).view(2, 17), []
         broken = run.model.head.register_forward_pre_hook(interrupt)
         with pytest.raises(Interrupted), torch.no_grad():
@@ -420,7 +374,7 @@ def interrupt(*_: object) -> None:
 
 def test_after_a_pass_that_raised_nothing_is_saved_nor_computed(data: Path, tmp_path: Path) -> None:
     """FSDP would go on with weights that no update reaches any more."""
-    config = make_config(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
+    config = config_of(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
     for said in run_ranks(refusals_after_an_error, 2, config, tmp_path):
         assert len(said) == 2
         assert all(

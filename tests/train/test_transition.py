@@ -2,72 +2,53 @@
 changes nothing.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from parts import layers
-from torch import Tensor
+from parts import layers, make_config
+from trained import assembled, column, different, newest_state, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.checkpoint.format import latest
-from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routing import Mixture
-from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import (
-    CheckpointConfig,
     Config,
-    MeshConfig,
-    TrainConfig,
 )
-from moebius.train.loop import step, train
-from moebius.train.optim import OptimConfig
+from moebius.train.loop import step
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
-from moebius.train.state import allocate_moments, state_tensors
 
 SWITCH, STEPS = 4, 8
 
 
-def make_config(data: Path, *, steps: int = STEPS, **router: Any) -> Config:
-    kind = {
-        "kind": "transition",
-        "sequences_per_group": 4,
-        "switch_step": SWITCH,
-        "capacity_factor": 1.25,
-        "calibrate": True,
+MODEL = ModelConfig.from_dotted(
+    {
+        "vocab_size": 257,
+        "d_model": 24,
+        "num_layers": 2,
+        "layers_per_group": 2,
+        "norm": "pre",
+        "attention.kind": "dense",
+        "attention.num_heads": 2,
+        "attention.d_head": 12,
+        "feed_forward.num_experts": 4,
+        "feed_forward.d_expert": 16,
+        "feed_forward.router": {
+            "kind": "transition",
+            "sequences_per_group": 4,
+            "switch_step": SWITCH,
+            "capacity_factor": 1.25,
+            "calibrate": True,
+        },
     }
-    model = ModelConfig.from_dotted(
-        {
-            "vocab_size": 257,
-            "d_model": 24,
-            "num_layers": 2,
-            "layers_per_group": 2,
-            "attention.num_heads": 2,
-            "attention.d_head": 12,
-            "norm": "pre",
-            "attention.kind": "dense",
-            "feed_forward.num_experts": 4,
-            "feed_forward.d_expert": 16,
-            "feed_forward.router": kind | router,
-        }
-    )
-    return Config(
-        model=model,
-        data=DataConfig(seq_len=24, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20),
-        train=TrainConfig(steps=steps, global_batch=16, micro_batch=4, eval_rows=10, device="cpu"),
-        checkpoint=CheckpointConfig(every=0),
-        mesh=MeshConfig(),
-    )
+)
+
+
+def config_of(data: Path, *, steps: int = STEPS) -> Config:
+    settings = {"steps": steps, "global_batch": 16, "micro_batch": 4, "eval_rows": 10}
+    return make_config(data, model=MODEL, data__seq_len=24, train=settings)
 
 
 def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
@@ -75,8 +56,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     update of the formula.
     """
     seen: list[dict[str, Any]] = []
-    with start_process("cpu", timeout_s=30) as process:
-        run = assemble(config, run_dir, process)
+    with assembled(config, run_dir) as run:
         plans: list[type] = []
         for layer in layers(run.model):
             layer.feed_forward.router.register_forward_hook(
@@ -113,7 +93,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
 def test_the_route_changes_at_the_step_and_the_optimizer_does_not(
     data: Path, tmp_path: Path
 ) -> None:
-    seen = run_ranks(watch_the_switch, 1, make_config(data), tmp_path)[0]
+    seen = run_ranks(watch_the_switch, 1, config_of(data), tmp_path)[0]
     assert [entry["mixes"] for entry in seen] == [{True}] * SWITCH + [{False}] * (STEPS - SWITCH)
     assert [entry["auxiliary"] for entry in seen] == [False] * SWITCH + [True] * (STEPS - SWITCH)
     assert all(entry["same"] for entry in seen)
@@ -126,27 +106,6 @@ def test_the_route_changes_at_the_step_and_the_optimizer_does_not(
     assert any(means[-1])
 
 
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return train(config, run_dir)
-
-
-def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
-    model = Transformer(config.model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    allocate_moments(model, optimizer)
-    path = latest(run_dir / "checkpoints")
-    assert path is not None
-    tensors, shards = state_tensors(model, optimizer)
-    load(path, tensors, shards)
-    return tensors
-
-
-def records(run_dir: Path, kind: str) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return sorted({(line["step"], line["loss"]) for line in lines if line["kind"] == kind})
-
-
 def restored_router(run_dir: Path) -> tuple[bool, int]:
     with start_process("cpu", timeout_s=30) as process:
         router = layers(restore(run_dir, process).model)[0].feed_forward.router
@@ -157,20 +116,19 @@ def restored_router(run_dir: Path) -> tuple[bool, int]:
 def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(
     data: Path, tmp_path: Path
 ) -> None:
-    config, whole = make_config(data), tmp_path / "whole"
+    config, whole = config_of(data), tmp_path / "whole"
     run_ranks(run_training, 2, config, whole)
-    expected, losses = final_state(whole, config), records(whole, "train")
+    expected, losses = newest_state(whole), column(whole)
     assert any("mean_logit" in name for name in expected)
     for cut in (SWITCH - 1, SWITCH, SWITCH + 1):
         folder = tmp_path / str(cut)
-        run_ranks(run_training, 2, make_config(data, steps=cut), folder)
+        run_ranks(run_training, 2, config_of(data, steps=cut), folder)
         assert run_ranks(restored_router, 1, _saved(config, folder))[0] == (
             (True, 3) if cut < SWITCH else (False, 0)
         )
         run_ranks(run_training, 2, config, folder)
-        assert records(folder, "train") == losses
-        found = final_state(folder, config)
-        assert all(torch.equal(found[name], value) for name, value in expected.items()), cut
+        assert column(folder) == losses
+        assert different(expected, newest_state(folder)) == [], cut
     assert any(expected["model.group.0.feed_forward.router.mean_logit"].tolist())
 
 
