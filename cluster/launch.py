@@ -132,7 +132,7 @@ def _of_any_job(config: Config, run_dir: Path) -> dict[str, Any]:
 
 def _forwarded(config: Config) -> dict[str, str]:
     """Returns what ranks get of this shell's environment."""
-    sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.metrics.sinks)
+    sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.sinks)
     prefixes = (*FORWARDED, *sinks)
     return {
         key: value

@@ -8,7 +8,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moebius.train.metrics.background import CAPACITY, BackgroundSink, Record
-from moebius.train.metrics.sinks import RunFacts
+from moebius.train.sinks import RunFacts
 
 
 class FakeSink:

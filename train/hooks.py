@@ -13,7 +13,6 @@ from .evaluate import evaluate
 from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
-from .record.samples import write_samples
 from .run import Run, StepResult, save
 from .spikes.rollback import roll_back
 
@@ -111,7 +110,7 @@ HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
 
 
 def evaluate_run(run: Run) -> None:
-    """Measures the validation loss, and writes it and the configured samples to the log."""
+    """Measures the validation loss, and writes it to the log."""
     # A router that follows a schedule is judged as the next step would use it.
     run.model.before_step(run.progress.step)
     began_s = time.monotonic()
@@ -125,10 +124,6 @@ def evaluate_run(run: Run) -> None:
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
-    if run.config.train.metrics.sample_tokens:
-        with run.heartbeat.during(Phase.EVAL):
-            samples = write_samples(run.model, run.config, run.process)
-        run.log.write("samples", run.progress.step, samples=[asdict(one) for one in samples])
 
 
 def finish(run: Run, state: str) -> None:

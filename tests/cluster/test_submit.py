@@ -19,7 +19,6 @@ from moebius.cluster.submit import needs_no_cluster, submit
 from moebius.data_pipeline.manifest import manifest_name
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train.config.run_config import Config
-from moebius.train.config.train_config import MetricsConfig
 from moebius.train.config.validation import validated
 
 
@@ -191,8 +190,7 @@ def test_keys_of_services_reach_only_runs_whose_metrics_go_there(tmp_path, monke
         monkeypatch.setenv(name, "opensesame")
     config = config_of(tmp_path, num_nodes=1, ranks_per_node=1)
     assert "opensesame" not in make_launch(config, tmp_path, address=None).environment.values()
-    metrics = MetricsConfig(sinks=("wandb",))
-    train = config.train.model_copy(update={"metrics": metrics})
+    train = config.train.model_copy(update={"sinks": ("wandb",)})
     launch = make_launch(config.model_copy(update={"train": train}), tmp_path, address=None)
     assert launch.environment["WANDB_API_KEY"] == "opensesame"
     assert "MLFLOW_TRACKING_TOKEN" not in launch.environment

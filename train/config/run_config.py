@@ -89,15 +89,6 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_samples(self) -> Self:
-        self.train.metrics.check_samples(
-            seq_len=self.data.seq_len,
-            causal=self.model.evaluation_promises.causal,
-            paired=self.data.targets == "paired",
-        )
-        return self
-
-    @model_validator(mode="after")
     def _check_length(self) -> Self:
         experts = self.model.experts
         if experts is not None:

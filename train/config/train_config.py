@@ -75,57 +75,6 @@ class SpikeConfig(BaseModel):
             )
 
 
-class MetricsConfig(BaseModel):
-    """Configures where metrics are written (docs/metrics.md); metrics.jsonl is always written."""
-
-    model_config = _SECTION
-
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """The sinks beside metrics.jsonl. Their keys and server addresses come from the environment."""
-
-    sample_tokens: NonNegativeInt = 0
-    """How many tokens the model writes after each of four validation prompts, at every evaluation;
-    0: none. It costs as many forward passes over short rows."""
-
-    def check_samples(self, *, seq_len: int, causal: bool, paired: bool) -> None:
-        """Checks that the model can write the samples that `sample_tokens` asks for.
-
-        Args:
-            seq_len: the length of a row, prompt included.
-            causal: in evaluation, no position depends on a later one.
-            paired: the labels are not continuations of their inputs.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        key = f"train.metrics.sample_tokens={self.sample_tokens}"
-        if not self.sample_tokens:
-            return
-        if self.sample_tokens >= seq_len:
-            raise ValueError(
-                f"{key} leaves no prompt in rows of data.seq_len={seq_len}: ask for at most "
-                f"{seq_len - 1}"
-            )
-        if not causal:
-            raise ValueError(
-                f"{key}: this router lets positions read later ones, so the model cannot write; "
-                "set it to 0"
-            )
-        if paired:
-            raise ValueError(
-                f"{key}: a model of data.targets='paired' labels its inputs and does not continue "
-                "them; set it to 0"
-            )
-
-    @model_validator(mode="after")
-    def _check_sinks(self) -> Self:
-        if len(set(self.sinks)) < len(self.sinks):
-            raise ValueError(
-                f"train.metrics.sinks={list(self.sinks)} names a sink twice: name each once"
-            )
-        return self
-
-
 class TrainConfig(BaseModel):
     """Configures the training loop: its length, batch sizes, precision and what it reports."""
 
@@ -184,5 +133,14 @@ class TrainConfig(BaseModel):
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a collective may take."""
 
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl (docs/metrics.md); keys and server addresses come from
+    the environment."""
+
     spikes: SpikeConfig = SpikeConfig()
-    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check_sinks(self) -> Self:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(f"train.sinks={list(self.sinks)} names a sink twice: name each once")
+        return self

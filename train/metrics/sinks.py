@@ -79,15 +79,15 @@ class TensorBoard:
         self._add_hparams(has_finished=False)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes numbers as curves, and samples and events as text."""
+        """Writes numbers as curves, and events as text."""
         for record in records:
             if record.kind == "rollback":
                 self._writer.close()
                 self._writer = self._open(record.values["to_step"] + 1)
             for curve, value in self._facts.points(record):
                 self._writer.add_scalar(curve, value, record.step, record.time_s)
-            for name, text in texts_of(record):
-                self._writer.add_text(name, text, record.step, record.time_s)
+            if event := event_of(record):
+                self._writer.add_text("events", event, record.step, record.time_s)
 
     def close(self, state: str) -> None:
         """Closes the file."""
@@ -308,10 +308,10 @@ def check_sinks(config: Config, on_rank_0: Callable[[Callable[[], str]], str | N
     Raises:
         ConfigError: rank 0 lacks a package or an environment variable.
     """
-    names = config.train.metrics.sinks
+    names = config.train.sinks
     if why := on_rank_0(lambda: _missing(names)):
         raise ConfigError(
-            f"train.metrics.sinks={list(names)}: {why} (on the machine of rank 0), or leave it out"
+            f"train.sinks={list(names)}: {why} (on the machine of rank 0), or leave it out"
         )
 
 
@@ -359,7 +359,7 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
             first_step=first_step,
             advice=SINKS[name].advice,
         )
-        for name in config.train.metrics.sinks
+        for name in config.train.sinks
     ]
     return MetricsLog(run_dir, active=True, sinks=sinks)
 
@@ -381,17 +381,7 @@ def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool |
     return flat
 
 
-def texts_of(record: Record) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a line with their names: samples, and what happened to the run."""
-    for index, sample in enumerate(record.values.get("samples", ()), start=1):
-        whole = f"{sample['prompt']} ▶ {sample['continuation']}"
-        # an indented block, which is no Markdown
-        yield f"samples/{index}", "\n".join(f"    {line}" for line in whole.splitlines())
-    if event := _event_of(record):
-        yield "events", event
-
-
-def _event_of(record: Record) -> str:
+def event_of(record: Record) -> str:
     """Returns what happened to the run as a sentence; "" for a line of numbers."""
     values = record.values
     match record.kind:

@@ -37,7 +37,7 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.recompute",
     "train.timeout_s",
     "train.spikes",
-    "train.metrics",
+    "train.sinks",
 }
 
 
