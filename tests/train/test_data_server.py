@@ -1,6 +1,5 @@
 """One rank of a node starts the data server, the others find it; a run's rows do not depend on it."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,22 +7,18 @@ from typing import Any
 import pytest
 import torch
 from made_folder import MadeFolder, documents
+from parts import make_config
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from trained import lines, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.serve.job import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle
 from moebius.distributed.process.process import Process
-from moebius.model.config.attention_config import DenseAttentionConfig
-from moebius.model.config.feed_forward_config import DenseFeedForwardConfig
-from moebius.model.config.model_config import ModelConfig
 from moebius.train import loop
 from moebius.train import rank_data as data_server
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
-from moebius.train.loop import train
+from moebius.train.config.run_config import Config
 from moebius.train.rank_data import open_data_server
 from moebius.train.recipes.smoke import smoke
 from moebius.train.run import Run
@@ -104,35 +99,15 @@ def test_a_run_is_the_same_with_a_server_without_one_and_with_one_that_is_killed
     for server in ("off", "on", "killed"):
         data = made.config(server="off" if server == "off" else "on", server_bytes=4000)
         run_dir = tmp_path / server
-        run_dir.mkdir()
-        run_ranks(_train_killing if server == "killed" else train, 2, _config(data), run_dir)
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-        steps = [line for line in lines if line["kind"] == "train"]
+        config = make_config(data=data, train__steps=12)
+        run_ranks(_train_killing if server == "killed" else run_training, 2, config, run_dir)
+        steps = lines(run_dir, "train")
         losses[server] = [(line["loss"], line["digest"]) for line in steps]
         alone = [line.get("ranks_without_data_server", 0) for line in steps]
         assert alone[0] == 0
         assert alone[-1] == (2 if server == "killed" else 0)
     assert losses["on"] == losses["off"] == losses["killed"]
     assert len(losses["on"]) == 12
-
-
-def _config(data: DataConfig) -> Config:
-    model = ModelConfig(
-        vocab_size=257,
-        d_model=16,
-        num_layers=2,
-        attention=DenseAttentionConfig(num_heads=2, d_head=8),
-        feed_forward=DenseFeedForwardConfig(d_feed_forward=16),
-    )
-    return Config(
-        model=model,
-        data=data,
-        prepare=PrepareConfig(tokenizer="bytes"),
-        checkpoint=CheckpointConfig(every=0),
-        train=TrainConfig(
-            steps=12, global_batch=8, micro_batch=2, eval_every=0, eval_rows=8, log_every=1
-        ),
-    )
 
 
 def _train_killing(config: Config, run_dir: Path) -> str:
@@ -152,4 +127,4 @@ def _train_killing(config: Config, run_dir: Path) -> str:
         return result
 
     data_server.start_server, loop.step = start, stepping
-    return train(config, run_dir)
+    return run_training(config, run_dir)

@@ -2,26 +2,23 @@
 an end with a cause where no more will come.
 """
 
-import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_folder import MadeFolder, documents
+from parts import make_config
 from pydantic import ValidationError
-from small_model import TINY
+from trained import lines, run_training
 from world import run_ranks
 
 from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.train import rank_data
 from moebius.train.config.resolve import resolve
-from moebius.train.config.run_config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.start_when import StartWhen
-from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 
 STEPS = 7  # of 8 samples: segment 0 has some 30
@@ -36,25 +33,13 @@ def go_on(made: MadeFolder) -> None:
 
 
 def config_of(made: MadeFolder) -> Config:
-    sizes = TrainConfig(
-        steps=STEPS, global_batch=8, micro_batch=4, eval_rows=4, device="cpu", timeout_s=60.0
-    )
-    checkpoint = CheckpointConfig(every=2)
-    data = made.config(server="off")
-    prepared = PrepareConfig(tokenizer="bytes")
-    return Config(model=TINY, data=data, prepare=prepared, checkpoint=checkpoint, train=sizes)
+    settings = {"steps": STEPS, "micro_batch": 4, "eval_rows": 4, "timeout_s": 60.0}
+    return make_config(data=made.config(server="off"), checkpoint__every=2, train=settings)
 
 
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
+def train_soon(config: Config, run_dir: Path) -> str:
     rank_data._ROUND_S, rank_data._SAY_AFTER_S = 0.2, 0.3
-    return train(config, run_dir)
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in found if line["kind"] == kind]
+    return run_training(config, run_dir)
 
 
 def seen(run_dir: Path) -> list[tuple[int, int, float]]:
@@ -68,8 +53,10 @@ def weights(run_dir: Path, step: int) -> dict[str, bytes]:
     return found
 
 
-def waits_for_an_segment(run_dir: Path) -> list[int]:
+def waits_for_a_segment(run_dir: Path) -> list[int]:
     """The steps after which ranks said that they wait for a segment."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return []
     waits = lines(run_dir, "data_wait")
     return [line["step"] for line in waits if "is not sealed yet" in (line["reason"] or "")]
 
@@ -79,7 +66,7 @@ def when_ranks_wait(run_dir: Path, act) -> threading.Thread:
 
     def watch() -> None:
         deadline = time.monotonic() + 60
-        while not waits_for_an_segment(run_dir) and time.monotonic() < deadline:
+        while not waits_for_a_segment(run_dir) and time.monotonic() < deadline:
             time.sleep(0.05)
         act()
 
@@ -94,7 +81,7 @@ def afterwards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("afterwards")
     made = begun(folder / "data")
     go_on(made)
-    run_ranks(run_training, 2, config_of(made), folder / "run")
+    run_ranks(train_soon, 2, config_of(made), folder / "run")
     return folder / "run"
 
 
@@ -102,9 +89,9 @@ def afterwards(tmp_path_factory) -> Path:
 def test_training_meanwhile_is_training_afterwards(afterwards, tmp_path):
     made = begun(tmp_path / "data")
     thread = when_ranks_wait(tmp_path / "run", lambda: go_on(made))
-    run_ranks(run_training, 2, config_of(made), tmp_path / "run")
+    run_ranks(train_soon, 2, config_of(made), tmp_path / "run")
     thread.join()
-    assert waits_for_an_segment(tmp_path / "run")[0] in (2, 3), (
+    assert waits_for_a_segment(tmp_path / "run")[0] in (2, 3), (
         "it began on the first segment alone"
     )
     assert seen(tmp_path / "run") == seen(afterwards)
@@ -119,14 +106,14 @@ def test_where_no_more_comes_the_run_ends_with_the_cause_and_can_go_on(afterward
     with pytest.raises(
         Exception, match=r"segment 1 of source 'text' of .* will not come: its prepa"
     ) as told:
-        run_ranks(run_training, 2, config_of(made), run_dir)
+        run_ranks(train_soon, 2, config_of(made), run_dir)
     thread.join()
     assert "has failed (b.txt is not UTF-8)" in str(told.value)
     last = seen(run_dir)[-1][0]
     assert 0 < last < STEPS
     assert weights(run_dir, last)
     go_on(made)
-    run_ranks(run_training, 2, config_of(made), run_dir)
+    run_ranks(train_soon, 2, config_of(made), run_dir)
     assert seen(run_dir) == seen(afterwards)
     assert weights(run_dir, STEPS) == weights(afterwards, STEPS)
 

@@ -13,25 +13,16 @@ import numpy as np
 import pytest
 import torch
 from family import tiny_model
+from parts import make_config
+from small_model import MODEL
+from trained import by_step, column, different, lines, newest_state, run_training
 from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
-from moebius.model.config.attention_config import SwitchHeadConfig
-from moebius.model.config.feed_forward_config import ExpertsConfig
-from moebius.model.config.model_config import ModelConfig
-from moebius.model.execution.recompute import Recompute
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes
 from moebius.train.config.run_config import (
-    CheckpointConfig,
     Config,
-    MeshConfig,
-    TrainConfig,
 )
-from moebius.train.loop import train
-from moebius.train.optim import OptimConfig
 from moebius.train.record.route_tap import CallId, RoutedCall, tap
 from moebius.train.record.route_trace import (
     RecordedRank,
@@ -41,82 +32,32 @@ from moebius.train.record.route_trace import (
     write_rank,
 )
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=16,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(
-        num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.1), d_expert=8
-    ),
-)
+DROPOUT = MODEL.changed({"feed_forward.router.expert_dropout": 0.1})
 
 
-def make_config(data: Path, *, record: int, recompute: Recompute = "none", ep: int = 2) -> Config:
-    return Config(
-        model=MODEL,
-        data=DataConfig(seq_len=24, directory=str(data)),
-        prepare=PrepareConfig(tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
-        train=TrainConfig(
-            steps=4,
-            global_batch=8,
-            micro_batch=2,
-            eval_every=2,
-            eval_rows=6,
-            record_routing=record,
-            recompute=recompute,
-        ),
-        checkpoint=CheckpointConfig(every=0),
-        mesh=MeshConfig(ep=ep),
-    )
-
-
-def run_training(config: Config, run_dir: Path) -> str:
-    run_dir.mkdir(exist_ok=True)
-    return train(config, run_dir)
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["kind"] == kind]
-
-
-def weights_of(run_dir: Path) -> dict[str, bytes]:
-    """The last checkpoint's files but the one with times in it."""
-    [folder] = (run_dir / "checkpoints").glob("step_*")
-    return {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.suffix not in (".json", ".crc")
-    }
+def config_of(data: Path, **train: Any) -> Config:
+    settings = {"eval_every": 2, "eval_rows": 6, **train}
+    return make_config(data, model=DROPOUT, data__seq_len=24, mesh__ep=2, train=settings)
 
 
 @pytest.mark.slow
 def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -> None:
     for name, record in (("plain", 0), ("recorded", 2)):
-        config = make_config(data, record=record)
+        config = config_of(data, record_routing=record)
         assert run_ranks(run_training, 2, config, tmp_path / name) == ["finished"] * 2
-    for kind, keys in (
-        ("train", ("loss", "grad_norm", "regularisation", "expert_load")),
-        ("eval", ("loss",)),
-    ):
-        plain, recorded = (
-            [[line[key] for key in keys] for line in lines(tmp_path / name, kind)]
-            for name in ("plain", "recorded")
-        )
-        assert len(plain) > 2
-        assert plain == recorded  # bit for bit: floats go through JSON unharmed
-    assert weights_of(tmp_path / "plain")
-    assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "recorded")
-    assert not (tmp_path / "plain" / "routing").exists()
-    check_against_the_log(tmp_path / "recorded", config)
+    plain, recorded = tmp_path / "plain", tmp_path / "recorded"
+    for key in ("loss", "grad_norm", "regularisation", "expert_load"):
+        assert column(plain, key) == column(recorded, key)  # floats go through JSON unharmed
+    losses = [[line["loss"] for line in lines(folder, "eval")] for folder in (plain, recorded)]
+    assert losses[0] == losses[1]
+    assert different(newest_state(plain), newest_state(recorded)) == []
+    assert not (plain / "routing").exists()
+    check_against_the_log(recorded, config)
 
 
 @pytest.mark.slow
 def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, record=2, recompute="full")
+    config = config_of(data, record_routing=2, recompute="full")
     assert run_ranks(run_training, 2, config, tmp_path / "run") == ["finished"] * 2
     check_against_the_log(tmp_path / "run", config)
 
@@ -127,7 +68,7 @@ def check_against_the_log(run_dir: Path, config: Config) -> None:
     """
     steps = recorded_steps(run_dir)
     assert list(steps) == [1, 2, 4]
-    logged = {line["step"]: line for line in lines(run_dir, "train")}
+    logged = by_step(run_dir)
     for step, files in steps.items():
         ranks = [read_rank(path) for path in files]
         assert [(found.step, found.rank, found.num_ranks, found.tokens) for found in ranks] == [
@@ -336,95 +277,66 @@ def with_num_routes(path: Path, count: int) -> None:
     np.savez_compressed(path, **arrays)
 
 
-@pytest.mark.parametrize(
-    ("count", "message"),
-    [
-        (7, "is damaged .expert numbers are missing"),
-        (5, "is damaged .numbers that belong to no call"),
-        (-1, "is damaged .expert numbers are missing"),
-    ],
-)
-def test_counts_that_cannot_be_are_refused(count: int, message: str, tmp_path: Path) -> None:
-    path = rank_file(tmp_path, call())
-    with_num_routes(path, count)
-    with pytest.raises(ValueError, match=message):
-        read_rank(path)
-
-
-def test_counts_of_slots_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    path = rank_file(tmp_path, call(expert_N=(0, 0, 1, 1, 2, 2, 3, 3), per_expert=2))
-    assert read_rank(path).calls[0].routes.expert_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    with_num_routes(path, 7)
-    with pytest.raises(ValueError, match=r"is damaged .7 routes are not 2 per expert"):
-        read_rank(path)
+ZEROS_N = torch.zeros(6, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "count", "problem"),
     [
-        (call(num_experts=3), "is damaged .expert numbers are missing or out of range"),
-        (
-            call(
-                per_source=0,
-                source_N=torch.tensor([0, 0, 1, 1, 2, 3]),
-                target_N=torch.zeros(6, dtype=torch.int64),
-            ),
-            "is damaged .source numbers",
+        pytest.param(call(), 7, "expert numbers are missing", id="more than there are"),
+        pytest.param(call(), 5, "numbers that belong to no call", id="fewer than there are"),
+        pytest.param(call(), -1, "expert numbers are missing", id="negative"),
+        pytest.param(call(per_expert=2), 7, "7 routes are not 2 per expert", id="slots"),
+        pytest.param(call(num_experts=3), 6, "expert numbers", id="expert"),
+        pytest.param(
+            call(per_source=0, source_N=ZEROS_N + 3, target_N=ZEROS_N),
+            6,
+            "source numbers",
+            id="source",
         ),
-        (
-            call(
-                per_source=0,
-                source_N=torch.zeros(6, dtype=torch.int64),
-                target_N=torch.full((6,), -1),
-            ),
-            "is damaged .target numbers",
+        pytest.param(
+            call(per_source=0, source_N=ZEROS_N, target_N=ZEROS_N - 1),
+            6,
+            "target numbers",
+            id="target",
         ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(
-    wrong: RoutedCall, message: str, tmp_path: Path
+    wrong: RoutedCall, count: int, problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_rank(rank_file(tmp_path, wrong))
+    path = rank_file(tmp_path, wrong)
+    with_num_routes(path, count)
+    with pytest.raises(ValueError, match=problem):
+        read_rank(path)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_is_never_misread_as_something_else(tmp_path: Path) -> None:
     path = rank_file(tmp_path, call())
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="is no recorded routing"):
+    with pytest.raises(ValueError, match="no recorded routing"):
         read_rank(path)
-    for place in range(
-        0, len(whole), 23
-    ):  # wherever the damage is, the answer is a value or a ValueError
+    for place in range(0, len(whole), 23):  # the answer is a value or a ValueError
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         with suppress(ValueError):
             read_rank(path)
-    np.savez(
-        path,
-        meta=np.array([{"a": 1}], dtype=object),
-        expert=np.zeros(1),
-        source=np.zeros(1),
-        target=np.zeros(1),
-    )
-    with pytest.raises(ValueError, match=r"is no recorded routing .Object arrays cannot be loaded"):
-        read_rank(path)
-    meta = np.frombuffer(b'{"format": 99}', np.uint8)
-    np.savez(path, meta=meta, expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1))
-    with pytest.raises(ValueError, match="is not of format 1: it was recorded by another version"):
-        read_rank(path)
-    np.savez(
-        path,
-        meta=np.frombuffer(b'{"format": 1}', np.uint8),
-        expert=np.zeros(1),
-        source=np.zeros(1),
-        target=np.zeros(1),
-    )
-    with pytest.raises(ValueError, match="is damaged"):
-        read_rank(path)
-    np.savez(path, expert=np.zeros(1))
-    with pytest.raises(ValueError, match="is no recorded routing"):
-        read_rank(path)
+
+
+@pytest.mark.parametrize(
+    ("meta", "problem"),
+    [
+        (None, "no recorded routing"),
+        (np.array([{"a": 1}], dtype=object), "no recorded routing"),
+        (np.frombuffer(b'{"format": 99}', np.uint8), "not of format 1"),
+        (np.frombuffer(b'{"format": 1}', np.uint8), "is damaged"),
+    ],
+)
+def test_other_files_are_refused(meta: Any, problem: str, tmp_path: Path) -> None:
+    arrays = {name: np.zeros(1) for name in ("expert", "source", "target")}
+    np.savez(tmp_path / "other.npz", **(arrays if meta is None else arrays | {"meta": meta}))
+    with pytest.raises(ValueError, match=problem):
+        read_rank(tmp_path / "other.npz")
 
 
 def test_steps_that_lack_a_rank_do_not_count(tmp_path: Path) -> None:

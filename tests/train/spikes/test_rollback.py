@@ -2,7 +2,6 @@
 with those samples left out; and a restart at any moment changes nothing.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from made_folder import MadeFolder, documents
-from small_model import TINY
+from parts import make_config
+from trained import lines
 from world import RankFailed
 from world import run_ranks as run_ranks_for
 
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.skipped_samples import SkippedSamples
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.train import loop
-from moebius.train.config.run_config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import SpikeConfig
 from moebius.train.optim import learning_rate_at
 from moebius.train.rank_data import open_loader
@@ -41,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFolder:
     return folder.seal("text", documents(0, 60), documents(2, 16)).complete()
 
 
-def make_config(made: MadeFolder, **spikes: Any) -> Config:
+def config_of(made: MadeFolder, *, keep_last: int = 4, **spikes: Any) -> Config:
     policy = {
         "action": "rollback",
         "window": 4,
@@ -50,19 +49,10 @@ def make_config(made: MadeFolder, **spikes: Any) -> Config:
         "rollback_within": 4,
         "rollback_steps": 1,
     }
-    return Config(
-        model=TINY,
+    return make_config(
         data=made.config(),
-        prepare=PrepareConfig(tokenizer="bytes"),
-        checkpoint=CheckpointConfig(every=2, keep_last=4),
-        train=TrainConfig(
-            steps=STEPS,
-            global_batch=BATCH,
-            micro_batch=2,
-            eval_rows=4,
-            device="cpu",
-            spikes=SpikeConfig.model_validate(policy | spikes),
-        ),
+        checkpoint={"every": 2, "keep_last": keep_last},
+        train={"steps": STEPS, "eval_rows": 4, "spikes": policy | spikes},
     )
 
 
@@ -122,11 +112,6 @@ def by_hand(config: Config, final: Path) -> bool:
         return all(torch.equal(tensors[name], hand[name]) for name in tensors)
 
 
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 def curve(run_dir: Path) -> dict[int, tuple[float, int]]:
     """Loss and digest by step; of a repeated step the last one."""
     return {line["step"]: (line["loss"], line["digest"]) for line in lines(run_dir, "train")}
@@ -145,9 +130,7 @@ def world(request: pytest.FixtureRequest) -> int:
 def rolled_back(made: MadeFolder, world: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has gone back once, and that nothing else has happened to."""
     run_dir = tmp_path_factory.mktemp(f"run{world}")
-    config = make_config(made).model_copy(
-        update={"checkpoint": CheckpointConfig(every=2, keep_last=6)}
-    )
+    config = config_of(made, keep_last=6)
     assert run_ranks(train, world, config, run_dir) == ["finished"] * world
     return run_dir
 
@@ -177,7 +160,7 @@ def test_the_weights_go_back_and_the_data_goes_on(rolled_back: Path) -> None:
 def test_it_is_the_run_that_one_would_start_by_hand(
     made: MadeFolder, rolled_back: Path, world: int
 ) -> None:
-    assert all(run_ranks(by_hand, world, make_config(made), rolled_back))
+    assert all(run_ranks(by_hand, world, config_of(made), rolled_back))
 
 
 @pytest.mark.slow
@@ -186,7 +169,7 @@ def test_a_restart_at_any_moment_changes_nothing(
     made: MadeFolder, rolled_back: Path, world: int, tmp_path: Path, die_before: int
 ) -> None:
     """Between the spikes; right after going back; and a few steps later."""
-    config = make_config(made)
+    config = config_of(made)
     with pytest.raises(RankFailed):
         run_ranks(train, world, config, tmp_path, die_before)
     run_ranks(train, world, config, tmp_path)
@@ -199,8 +182,8 @@ def test_another_number_of_ranks_leaves_out_the_same_samples(
     made: MadeFolder, rolled_back: Path, world: int, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailed):
-        run_ranks(train, world, make_config(made), tmp_path, 8)
-    run_ranks(train, 3 - world, make_config(made), tmp_path)
+        run_ranks(train, world, config_of(made), tmp_path, 8)
+    run_ranks(train, 3 - world, config_of(made), tmp_path)
     assert digests(tmp_path) == digests(rolled_back)
     assert len(read_rollbacks(tmp_path)) == 1
 
@@ -211,9 +194,9 @@ def test_a_checkpoint_remembers_what_was_left_out(
 ) -> None:
     """The file with the rollbacks is lost between a checkpoint and the next start."""
     with pytest.raises(RankFailed):
-        run_ranks(train, world, make_config(made), tmp_path, 12)
+        run_ranks(train, world, config_of(made), tmp_path, 12)
     (tmp_path / FILE).unlink()
-    run_ranks(train, world, make_config(made), tmp_path)
+    run_ranks(train, world, config_of(made), tmp_path)
     assert curve(tmp_path) == curve(rolled_back)
     assert len(read_rollbacks(tmp_path)) == 1
 
@@ -225,7 +208,7 @@ def test_skipping_alone_changes_what_spikes_change_and_nothing_else(
     for action, poison in (("off", range(0)), ("skip", range(0)), ("skip", POISON)):
         name = f"{action}{len(poison)}"
         (tmp_path / name).mkdir()
-        run_ranks(train, 1, make_config(made, action=action), tmp_path / name, 0, poison)
+        run_ranks(train, 1, config_of(made, action=action), tmp_path / name, 0, poison)
     assert curve(tmp_path / "off0") == curve(tmp_path / "skip0")
     skipped = lines(tmp_path / f"skip{len(POISON)}", "train")
     assert [line["skipped"] for line in skipped] == [0] * 5 + [1, 2, 2, 2, 2]
@@ -234,7 +217,7 @@ def test_skipping_alone_changes_what_spikes_change_and_nothing_else(
 
 @pytest.mark.slow
 def test_gradients_that_are_not_finite_count_as_spikes(made: MadeFolder, tmp_path: Path) -> None:
-    run_ranks(train, 1, make_config(made), tmp_path, 0, POISON, float("nan"))
+    run_ranks(train, 1, config_of(made), tmp_path, 0, POISON, float("nan"))
     assert [line["loss"] for line in lines(tmp_path, "spike")] == ["nan", "nan"]
     assert [line["to_step"] for line in lines(tmp_path, "rollback")] == [4]
 
@@ -242,7 +225,7 @@ def test_gradients_that_are_not_finite_count_as_spikes(made: MadeFolder, tmp_pat
 @pytest.mark.slow
 def test_a_run_that_may_not_go_back_again_ends(made: MadeFolder, tmp_path: Path) -> None:
     """Poison without an end is left out once, and then found again."""
-    config, poison = make_config(made), range(5 * BATCH, 1000 * BATCH)
+    config, poison = config_of(made), range(5 * BATCH, 1000 * BATCH)
     with pytest.raises(RankFailed, match=r"2 spikes within 4 steps"):
         run_ranks(train, 1, config, tmp_path, 0, poison, 1e3, "", 1)
     assert len(lines(tmp_path, "rollback")) == 1
@@ -251,7 +234,7 @@ def test_a_run_that_may_not_go_back_again_ends(made: MadeFolder, tmp_path: Path)
 @pytest.mark.slow
 def test_a_second_rollback_leaves_out_what_both_have_read(made: MadeFolder, tmp_path: Path) -> None:
     poison = range(5 * BATCH, 8 * BATCH + 1)  # and so the first step after the first rollback
-    run_ranks(train, 1, make_config(made, rollback_after=1), tmp_path, 0, poison)
+    run_ranks(train, 1, config_of(made, rollback_after=1), tmp_path, 0, poison)
     told = lines(tmp_path, "rollback")
     assert [(line["step"], line["to_step"]) for line in told] == [(6, 4), (5, 4), (5, 4), (5, 4)]
     assert SkippedSamples.of(
@@ -263,7 +246,7 @@ def test_a_second_rollback_leaves_out_what_both_have_read(made: MadeFolder, tmp_
 def test_without_an_earlier_checkpoint_the_run_stays_where_it_is(
     made: MadeFolder, tmp_path: Path
 ) -> None:
-    config = make_config(made, rollback_steps=2)
+    config = config_of(made, rollback_steps=2)
     run_ranks(train, 1, config, tmp_path, 0, range(2 * BATCH, 4 * BATCH))
     assert [line["step"] for line in lines(tmp_path, "spike")] == [3, 4]
     (told,) = lines(tmp_path, "rollback_impossible")
@@ -273,6 +256,6 @@ def test_without_an_earlier_checkpoint_the_run_stays_where_it_is(
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_gone_back_to(made: MadeFolder, tmp_path: Path) -> None:
-    run_ranks(train, 1, make_config(made), tmp_path, 0, POISON, 1e3, "step_00000004")
+    run_ranks(train, 1, config_of(made), tmp_path, 0, POISON, 1e3, "step_00000004")
     assert [line["to_step"] for line in lines(tmp_path, "rollback")] == [2]
     assert [line["step"] for line in lines(tmp_path, "checkpoint_set_aside")] == [4]
