@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moebius.train.metrics.background import CAPACITY, BackgroundSink, Record
+from moebius.train.metrics.log import CAPACITY, BackgroundSink, Record
 from moebius.train.sinks import RunFacts
 
 

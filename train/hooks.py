@@ -14,7 +14,7 @@ from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
 from .run import Run, StepResult, save
-from .spikes.rollback import roll_back
+from .spikes.reaction import roll_back
 
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 

@@ -35,7 +35,7 @@ from .optim import learning_rate_at
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import Run, StepResult, assemble, resume, trace_next_step
-from .spikes.skipped_updates import count_skipped, why_skipped
+from .spikes.reaction import count_skipped, why_skipped
 from .state import seed_micro_batch
 
 

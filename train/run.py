@@ -36,9 +36,10 @@ from .optim import make_optimizer
 from .record.heartbeat import Heartbeat, Phase
 from .record.route_trace import StepTrace
 from .record.run_folder import end_is_asked
-from .spikes.detector import Spike, SpikeDetector
-from .spikes.record import (
+from .spikes.history import (
     Rollback,
+    Spike,
+    SpikeDetector,
     as_values,
     from_values,
     read_rollbacks,

@@ -80,7 +80,7 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
 def _rows_of_step(run: Path, config: "Config", step: int) -> "list[DecodedRow]":
     from ...data_pipeline.read.peek import peek_samples
     from ...data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-    from ...train.spikes.record import read_rollbacks, skipped_by
+    from ...train.spikes.history import read_rollbacks, skipped_by
 
     if not 1 <= step <= config.train.steps:
         raise ValueError(f"--step {step}: the run has steps 1 to {config.train.steps}")

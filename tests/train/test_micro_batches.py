@@ -28,7 +28,7 @@ from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
 from moebius.train.run import Run
-from moebius.train.spikes.skipped_updates import count_skipped, why_skipped
+from moebius.train.spikes.reaction import count_skipped, why_skipped
 from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
@@ -222,7 +222,7 @@ def steps_without_targets(
     said: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("moebius.train.spikes.skipped_updates").addHandler(listener)
+    logging.getLogger("moebius.train.spikes.reaction").addHandler(listener)
     with assembled(config, run_dir) as run:
         updates, finite = [], []
         for mask in masks:

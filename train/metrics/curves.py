@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .background import Record
+from .log import Record
 from .step_metrics import LOAD_KINDS
 
 

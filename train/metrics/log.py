@@ -1,5 +1,10 @@
 """The log of a run's metrics: each line goes to metrics.jsonl at once, and to the other sinks from
-threads of their own.
+threads of their own. No step waits for a sink, and no step fails because of one.
+
+    write ─> bounded queue (when it is full, the oldest line is dropped and counted) ─> thread ─> sink
+
+The first failure of a sink is logged with advice. The sink is then reopened after 5 s, 10 s, and so
+on up to 5 minutes; once it works again, the log says how many lines it missed.
 """
 
 import errno
@@ -7,18 +12,192 @@ import json
 import logging
 import math
 import os
+import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ..record.redaction import redact, redact_values
-from .background import BackgroundSink, Record
 
 logger = logging.getLogger(__name__)
+
+CAPACITY = 1000
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+_BATCH = 200
+_ATTEMPTS = 3  # with the same lines; after that they are dropped, since they may be the cause
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the metrics, without secrets."""
+
+    kind: str  # "train", "eval", "checkpoint", …
+    step: int
+    time_s: float  # since the epoch
+    values: Mapping[str, Any]
+    number: int = 0  # among this process's lines of the same kind, from 0
+
+
+class Sink(Protocol):
+    """Writes metrics to one destination. One thread makes all calls; any error is retried."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes records in order."""
+        ...
+
+    def close(self, state: str) -> None:
+        """Flushes and closes; `state` is "finished", "stopped" or "failed"."""
+        ...
+
+
+class BackgroundSink:
+    """Passes lines to a sink from a thread; only `close` ever waits for the sink."""
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[int | None], Sink],
+        *,
+        first_step: int,
+        advice: str = "",
+        capacity: int = CAPACITY,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        """Starts the thread, which opens the sink.
+
+        Args:
+            name: of the sink, for messages.
+            open_sink: opens the sink, in the thread, and again after each failure. Its argument is
+                the first step that this process writes, so that later steps of an earlier process
+                can be hidden; None after a failure, when nothing is to be hidden.
+            first_step: the first step that this process writes.
+            advice: what to do when the sink fails.
+            capacity: how many lines may wait.
+            first_pause_s: the pause after a first failure; it doubles with each further one.
+        """
+        self.name = name
+        self._open_sink = open_sink
+        self._first_step: int | None = first_step
+        self._advice = advice
+        self._capacity = capacity
+        self._first_pause_s = self._pause_s = first_pause_s
+        self._queue: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._is_ending = threading.Event()
+        self._state = "failed"
+        self._sink: Sink | None = None
+        self._lost, self._lost_in_all = 0, 0  # lines: since the sink last worked, and ever
+        self._is_failing = False
+        self._was_slow = False  # and the log said so
+        self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Queues a line; drops the oldest one when the queue is full."""
+        with self._changed:
+            if len(self._queue) >= self._capacity:
+                self._queue.popleft()
+                self._count_lost(1)
+            self._queue.append(record)
+            self._changed.notify()
+
+    def begin_to_close(self, state: str) -> None:
+        """Tells the thread to write what is queued and to close the sink; does not wait."""
+        self._state = state
+        self._is_ending.set()
+        with self._changed:
+            self._changed.notify()
+
+    def close(self, state: str, *, limit_s: float) -> None:
+        """Closes the sink and waits for it, at most `limit_s` seconds."""
+        self.begin_to_close(state)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "metrics: %s did not close within %g s and was abandoned; it lacks up to %d lines "
+                "(metrics.jsonl has them all)",
+                self.name,
+                limit_s,
+                len(self._queue) + self._lost,
+            )
+
+    # In the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while records := self._take():
+            self._deliver(records)
+        if self._sink is not None:
+            self._close_sink(self._sink)
+        if self._lost_in_all:
+            logger.warning("metrics: %s lacks %d lines in all", self.name, self._lost_in_all)
+
+    def _take(self) -> list[Record]:
+        """Waits for lines and returns some of them; none once the sink is to close."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_ending.is_set())
+            return [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+
+    def _deliver(self, records: Sequence[Record]) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                if self._sink is None:
+                    self._sink = self._open_sink(self._first_step)
+                    self._first_step = None
+                self._sink.write(records)
+            except Exception as error:  # noqa: BLE001 - no library's error may end the training
+                self._note_failure(error)
+                if self._is_ending.is_set():
+                    break
+                self._is_ending.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            else:
+                self._note_success()
+                return
+        self._count_lost(len(records))
+
+    def _note_failure(self, error: Exception) -> None:
+        """Logs the first failure of a series, and drops the sink."""
+        if not self._is_failing:
+            logger.warning(
+                "metrics: %s cannot be written (%s)%s. Training continues, the sink is retried from "
+                "time to time, and metrics.jsonl has every line",
+                self.name,
+                redact(f"{type(error).__name__}: {error}"),
+                f": {self._advice}" if self._advice else "",
+            )
+        self._is_failing = True
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            self._close_sink(sink)
+
+    def _note_success(self) -> None:
+        self._pause_s = self._first_pause_s
+        if self._is_failing:
+            logger.warning("metrics: %s works again; it lacks %d lines", self.name, self._lost)
+        elif self._lost and not self._was_slow:
+            self._was_slow = True
+            logger.warning(
+                "metrics: %s is slower than the run and lacks %d lines; raise train.log_every",
+                self.name,
+                self._lost,
+            )
+        self._is_failing, self._lost = False, 0
+
+    def _close_sink(self, sink: Sink) -> None:
+        try:
+            sink.close("failed" if self._is_failing else self._state)
+        except Exception as error:  # noqa: BLE001 - as above
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            logger.log(level, "metrics: %s did not close: %s", self.name, redact(str(error)))
+
+    def _count_lost(self, lines: int) -> None:
+        self._lost += lines
+        self._lost_in_all += lines
+
 
 FILE = "metrics.jsonl"
 _CLOSE_S = 60.0  # how long a finished run waits for its sinks

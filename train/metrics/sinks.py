@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ..config.errors import ConfigError
 from ..config.run_config import Config
 from ..record.redaction import redact, redact_values
-from .background import BackgroundSink, Record, Sink
 from .curves import points_of
-from .log import MetricsLog
+from .log import BackgroundSink, MetricsLog, Record, Sink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

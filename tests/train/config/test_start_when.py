@@ -91,9 +91,7 @@ def test_training_meanwhile_is_training_afterwards(afterwards, tmp_path):
     thread = when_ranks_wait(tmp_path / "run", lambda: go_on(made))
     run_ranks(train_soon, 2, config_of(made), tmp_path / "run")
     thread.join()
-    assert waits_for_a_segment(tmp_path / "run")[0] in (2, 3), (
-        "it began on the first segment alone"
-    )
+    assert waits_for_a_segment(tmp_path / "run")[0] in (2, 3), "it began on the first segment alone"
     assert seen(tmp_path / "run") == seen(afterwards)
     assert lines(tmp_path / "run", "eval")[-1]["loss"] == lines(afterwards, "eval")[-1]["loss"]
     assert weights(tmp_path / "run", STEPS) == weights(afterwards, STEPS)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moebius.train.metrics.background import Record
 from moebius.train.metrics.curves import METRICS, points_of
+from moebius.train.metrics.log import Record
 from moebius.train.sinks import flat_values
 
 LINE = Record(

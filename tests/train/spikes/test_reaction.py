@@ -24,8 +24,8 @@ from moebius.train.config.train_config import SpikeConfig
 from moebius.train.optim import learning_rate_at
 from moebius.train.rank_data import open_loader
 from moebius.train.run import assemble
-from moebius.train.spikes import rollback
-from moebius.train.spikes.record import FILE, read_rollbacks
+from moebius.train.spikes import reaction
+from moebius.train.spikes.history import FILE, read_rollbacks
 from moebius.train.state import TrainingProgress, set_updates, state_tensors
 
 run_ranks = partial(run_ranks_for, timeout_s=240)  # a run syncs twenty files to the disk
@@ -87,7 +87,7 @@ def train(
         return replace(found, loss=found.loss * scale, cross_entropy=found.cross_entropy * scale)
 
     loop.step, loop.micro_batch_loss = step, loss
-    rollback.MOST_ROLLBACKS = most_rollbacks
+    reaction.MOST_ROLLBACKS = most_rollbacks
     return loop.train(config, run_dir)
 
 

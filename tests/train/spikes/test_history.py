@@ -11,7 +11,7 @@ from moebius.distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.config.train_config import SpikeConfig
 from moebius.train.config.validation import validated
-from moebius.train.spikes.detector import SpikeDetector
+from moebius.train.spikes.history import SpikeDetector
 
 
 def detector(**changes: Any) -> SpikeDetector:

@@ -1,19 +1,24 @@
-"""Going back past spikes: the weights of an earlier checkpoint, the data from here on.
+"""How a run reacts to a step that went wrong: it skips the update, or rolls back to a checkpoint.
+
+All ranks decide alike, since they are given the same numbers. A run that only skips ends.
+
+A rollback takes the weights of an earlier checkpoint and the data from here on:
 
     choose a checkpoint from before the spikes → load it → set aside the later ones → write down
-    what is left out → the loader goes on behind it
+    which samples are skipped → the loader continues after them
 
-The step, the learning rate and all that is counted are the checkpoint's; only the position in the
-data is not: the samples that were read since are left out, those before the spikes as well (PaLM,
-arXiv 2204.02311, section 5.1, did so by hand: about 100 steps back, 200 to 500 batches left out, for
-the same batches made no spike elsewhere). The run ends at the same step and reads so much more data.
+The step, the learning rate and all counts are the checkpoint's; only the position in the data is
+not. The samples read since then are skipped, those before the spikes as well (PaLM, arXiv
+2204.02311, section 5.1: about 100 steps back and 200 to 500 batches skipped, by hand; the same
+batches made no spike elsewhere). The run ends at the same step and reads that much more data.
 
-All ranks stay as they are and act together, so it costs what loading costs. Whenever the run ends in
-between, resuming repeats the decision or finds it done: later checkpoints are set aside newest
-first, and only then the rollback is written down (record.py), which makes it count.
+No process is restarted, so a rollback costs what loading costs. If the run ends in between,
+resuming repeats the decision or finds it done: later checkpoints are set aside newest first, and
+only then is the rollback written down (history.py), which makes it count.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +27,64 @@ from ..metrics.run_lines import log_set_aside
 from ..rank_data import reopen_data
 from ..record.heartbeat import Phase
 from ..run import Run, load_state, why_not_from
-from .detector import SpikeDetector
-from .record import Rollback, write_rollbacks
+from .history import Rollback, Spike, SpikeDetector, write_rollbacks
 
 logger = logging.getLogger(__name__)
+
+_MOST_SKIPS = 100  # in a row
+NOT_FINITE = "gradients that are not finite"
+NO_TARGET = "no target that counts in the loss"
+SPIKE = "a spike of the loss or the gradient norm"
+_ADVICE = {
+    NOT_FINITE: "lower optim.learning_rate or optim.clip_norm, or train in float32",
+    NO_TARGET: "check the data's loss mask (prompts without answers?)",
+    SPIKE: "check in metrics.jsonl whether train.spikes is too strict",
+}
+
+
+def why_skipped(
+    run: Run, grad_norm: float, counted_targets: int | None, loss: Sequence[float]
+) -> tuple[str | None, Spike | None]:
+    """Judges a step before its update.
+
+    Args:
+        run: the run, whose step has not been counted yet.
+        grad_norm: the norm of the whole gradient.
+        counted_targets: targets that count in the loss, over all ranks; None: every one does.
+        loss: the step's loss over all ranks; empty where `train.spikes` is off.
+
+    Returns:
+        Why the update must be skipped, None if it must not; and the spike, if it is one.
+    """
+    if counted_targets == 0 and math.isfinite(grad_norm):
+        return NO_TARGET, None
+    spike = None
+    if run.spikes is not None:
+        spike = run.spikes.judge(run.progress.step + 1, loss[0], grad_norm)
+    if not math.isfinite(grad_norm):
+        return NOT_FINITE, spike
+    return (SPIKE if spike else None), spike
+
+
+def count_skipped(run: Run, why: str | None) -> None:
+    """Counts the updates that were skipped in a row, and ends a run that only skips.
+
+    Args:
+        run: the run, whose step has been counted.
+        why: what `why_skipped` said of the step.
+
+    Raises:
+        ValueError: so many updates were skipped in a row that the run will not recover.
+    """
+    run.skipped_in_a_row = 0 if why is None else run.skipped_in_a_row + 1
+    if why == NO_TARGET and run.process.rank == 0:
+        logger.warning("step %d had %s, and its update was skipped", run.progress.step, why)
+    if why is not None and run.skipped_in_a_row == _MOST_SKIPS:
+        raise ValueError(
+            f"{_MOST_SKIPS} steps in a row up to step {run.progress.step} were skipped, the last "
+            f"for {why}: {_ADVICE[why]}, and continue from a checkpoint"
+        )
+
 
 MOST_ROLLBACKS = 10  # of a run; then another one ends it
 
