@@ -8,7 +8,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moebius.train.metrics.log import CAPACITY, BackgroundSink, Record
-from moebius.train.sinks import RunFacts
+from moebius.train.metrics.sinks import RunFacts
 
 
 class FakeSink:

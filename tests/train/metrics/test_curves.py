@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moebius.train.metrics.curves import METRICS, points_of
 from moebius.train.metrics.log import Record
-from moebius.train.sinks import flat_values
+from moebius.train.metrics.sinks import flat_values
 
 LINE = Record(
     "train",
