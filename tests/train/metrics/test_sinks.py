@@ -24,8 +24,8 @@ from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.metrics.log import Record
-from moebius.train.recipes.smoke import RECIPES
 from moebius.train.metrics.sinks import MLflow, TensorBoard, WandB, check_sinks, open_metrics
+from moebius.train.recipes.smoke import RECIPES
 
 # TensorBoard ------------------------------------------------------------------------------------
 
