@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from moebius import __version__
 
@@ -36,6 +35,8 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "command": _command(),
     }
+    import torch  # late: the processes of a pool import a benchmark too, and are timed
+
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
     return facts
