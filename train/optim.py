@@ -13,18 +13,34 @@ from torch.nn import Parameter
 class OptimConfig(BaseModel):
     """The settings of AdamW, warm-up and cosine; every default is that of the MoEUT paper."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     learning_rate: float = Field(default=2.5e-4, gt=0)
-    final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, where the cosine ends
+    """Peak of the schedule."""
+
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Fraction of the peak at which the cosine ends."""
+
     warmup_steps: NonNegativeInt = 0
-    # the cosine's half period, counted from the end of the warm-up
+    """Steps of linear warm-up."""
+
     decay_steps: PositiveInt = 100_000
+    """Half period of the cosine, counted from the end of the warm-up."""
+
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+
     beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+
     epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)  # on all parameters, norms and biases included
-    clip_norm: float = Field(default=0.25, gt=0)  # global norm over all parameters of all ranks
+    """Added to the root of AdamW's second moment."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decay of all parameters, norms and biases included."""
+
+    clip_norm: float = Field(default=0.25, gt=0)
+    """Largest global norm of the gradient, over all parameters of all ranks."""
 
 
 def learning_rate_at(config: OptimConfig, step: int) -> float:

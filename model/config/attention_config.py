@@ -23,27 +23,30 @@ from .sections import Section
 class RotaryConfig(BaseModel):
     """Configures rotary positions (RoFormer, arXiv 2104.09864), which rotate queries and keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["rotary"] = "rotary"
-    # rotated channels of a head; None: half of d_head, rounded down to even
     width: int | None = None
+    """Rotated channels of a head; none: half of `d_head`, rounded down to even."""
+
     base: float = 10000.0
+    """Base of the rotation's wavelengths."""
 
 
 class LearnedPositionsConfig(BaseModel):
     """Configures a learned vector for every position, added to the token's embedding."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["learned"] = "learned"
     max_positions: PositiveInt = 1024
+    """Positions that have an embedding of their own."""
 
 
 class NoPositionsConfig(BaseModel):
     """Leaves positions out: only the causal mask tells the order."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["none"] = "none"
 
@@ -61,11 +64,14 @@ AnyPositionsConfig = Annotated[
 class AttentionConfig(BaseModel):
     """Describes what all kinds of attention have: `num_heads` heads of `d_head` channels."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
     num_heads: PositiveInt = 4
+    """Heads of every attention layer."""
+
     d_head: PositiveInt = 32
+    """Channels of a head."""
 
     @property
     def expert_count(self) -> int:
@@ -139,15 +145,22 @@ class SwitchHeadConfig(_WithPositions):
     """Describes SwitchHead (arXiv 2312.07987): every head has experts on V and O."""
 
     kind: Literal["switchhead"] = "switchhead"
-    num_experts: PositiveInt = 4  # per head
+    num_experts: PositiveInt = 4
+    """Experts of each head's V and O projections."""
+
     top_k: PositiveInt = 2
-    balance: NonNegativeFloat = 0.001  # δ: weight of the entropy terms
-    # Chance that an expert of V or O may not be chosen, in training; 0 in every published run.
+    """Experts that a token uses per head and projection."""
+
+    balance: NonNegativeFloat = 0.001
+    """Weight δ of the entropy terms that balance the experts."""
+
     expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    # What one expert per head means: "output_gate" is the official MoEUT release's (dense V and O,
-    # one sigmoid per head on the attention result), "gated_experts" the paper's training code (the
-    # V and the O gate remain).
+    """Chance that an expert of V or O cannot be chosen, in training; 0 in every published run."""
+
     single_expert: Literal["output_gate", "gated_experts"] = "output_gate"
+    """What one expert per head means: "output_gate" has dense V and O and one sigmoid per head
+    (the official MoEUT release), "gated_experts" keeps the V and O gates (the paper's training
+    code)."""
 
     @property
     def has_experts(self) -> bool:
@@ -177,10 +190,19 @@ class MoMHAConfig(AttentionConfig):
 
     kind: Literal["momha"] = "momha"
     num_experts: PositiveInt = 4
+    """Experts, each a set of query and output heads."""
+
     top_k: PositiveInt = 2
-    sampled: NonNegativeInt = 0  # so many of the K are drawn by probability, in training
-    balance: NonNegativeFloat = 0.001  # weight of the mutual-information loss
-    max_distance: PositiveInt = 64  # distances from max_distance − 1 on count alike
+    """Experts that a token uses."""
+
+    sampled: NonNegativeInt = 0
+    """How many of the K are drawn by their probability, in training."""
+
+    balance: NonNegativeFloat = 0.001
+    """Weight of the mutual-information loss."""
+
+    max_distance: PositiveInt = 64
+    """Relative distances from `max_distance` − 1 on are treated alike."""
 
     @property
     def expert_count(self) -> int:

@@ -25,13 +25,17 @@ from .sections import Section
 class FeedForwardConfig(BaseModel):
     """Describes dense layers, which all kinds have: they stand beside those with experts too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
-    # of experts, shared experts and dense layers
     activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = "relu"
-    d_feed_forward: PositiveInt = 512  # of dense layers
-    dense_bias: bool = True  # of dense layers
+    """Activation of experts, shared experts and dense layers."""
+
+    d_feed_forward: PositiveInt = 512
+    """Hidden width of dense layers."""
+
+    dense_bias: bool = True
+    """Gives dense layers a bias."""
 
 
 class DenseFeedForwardConfig(FeedForwardConfig):
@@ -44,24 +48,38 @@ class ExpertsConfig(FeedForwardConfig):
     """Describes experts behind a router in the sparse layers; the group's others are dense."""
 
     kind: Literal["experts"] = "experts"
-    # Which layers of the group have experts: all, the last half, every second, or all after the
-    # first n.
     sparse_layers: Literal["all", "last_half", "every_second"] | NonNegativeInt = "all"
+    """Which layers of the group have experts: all, the last half, every second, or all after the
+    first n."""
+
     num_experts: PositiveInt = 16
+    """Experts of a layer."""
+
     d_expert: PositiveInt = 128
-    expert_bias: bool = False  # of experts and shared experts
+    """Hidden width of an expert."""
+
+    expert_bias: bool = False
+    """Gives experts and shared experts a bias."""
+
     router: AnyRouterConfig = SigmoidConfig()
-    # Allow a router that reads later positions: what such a model learns is then no language
-    # model's loss.
     allow_future_leak: bool = False
-    sub_tokens: PositiveInt = 1  # MH-MoE: heads that a row is split into before routing
-    # add a sub-token to its experts' output: the paper's formula, not its released code
+    """Allows a router that reads later positions; the loss is then not a language model's."""
+
+    sub_tokens: PositiveInt = 1
+    """Parts that a row is split into before routing (MH-MoE)."""
+
     sub_token_residual: bool = False
-    num_shared_experts: NonNegativeInt = 0  # always on, each of width d_expert, outside the router
-    # "plain": shared + routed (DeepSeek). "mean": (shared + K·routed)/(K + 1), as OLMo-core weighs
-    # them.
+    """Adds a sub-token to its experts' output: the paper's formula, not its released code."""
+
+    num_shared_experts: NonNegativeInt = 0
+    """Experts that every token uses, each of width `d_expert`, outside the router."""
+
     shared_sum: Literal["plain", "mean"] = "plain"
-    output_norm: bool = False  # a LayerNorm on the experts' outputs
+    """How shared and routed outputs add up: "plain" is their sum (DeepSeek), "mean" is (shared +
+    K·routed)/(K + 1), as in OLMo-core."""
+
+    output_norm: bool = False
+    """Puts a LayerNorm on the experts' outputs."""
 
     def is_sparse(self, member: int, layers_per_group: int) -> bool:
         """Returns whether one layer of the group has experts."""

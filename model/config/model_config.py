@@ -36,14 +36,17 @@ Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 class HaltingConfig(BaseModel):
     """Configures stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     loss: NonNegativeFloat = 0.01
-    # Over which depth steps the loss is added up: "last" is the expected depth itself (the SUT
-    # authors' code), "all" adds the running value of every step (the MoEUT authors' port).
+    """Weight of the loss on the expected depth."""
+
     loss_sum: Literal["last", "all"] = "last"
-    # a token is done once it has halted with this probability
+    """Over which depth steps the loss is summed: "last" is the expected depth itself (the SUT
+    authors' code), "all" adds the running value of every step (the MoEUT authors' port)."""
+
     threshold: float = Field(default=0.999, gt=0, le=1)
+    """A token is done once it has halted with this probability."""
 
 
 class InitialisationConfig(BaseModel):
@@ -53,25 +56,29 @@ class InitialisationConfig(BaseModel):
     router row equal norm; "sut": SUT's.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["paper", "release", "sut"] = "paper"
-    # Unit norm across the expert axis of V and O at the start: the paper's runs from 126M
-    # parameters on.
     expert_axis_norm: bool = False
+    """Gives the weights of V and O unit norm across the expert axis at the start, as in the
+    paper's runs from 126M parameters on."""
 
 
 class ScaledInitialisationConfig(BaseModel):
     """Starts from truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["scaled"] = "scaled"
     scale: PositiveFloat = 0.1
-    # The read-out starts like the embedding's other side, U(±1/√D), or as every other matrix does:
-    # what Mixture of Tokens' authors train (llm-random, arXiv 2310.15961).
+    """Factor of the standard deviation of every matrix."""
+
     head: Literal["uniform", "scaled"] = "uniform"
-    expert_axis_norm: bool = False  # as above
+    """How the read-out starts: "uniform" like the embedding's other side, U(±1/√D), or "scaled"
+    like every other matrix (llm-random, arXiv 2310.15961)."""
+
+    expert_axis_norm: bool = False
+    """Gives the weights of V and O unit norm across the expert axis at the start."""
 
 
 INITIALISATION = Section(
@@ -102,23 +109,39 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     The model applies `layers_per_group` distinct layers `num_layers / layers_per_group` times each.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     vocab_size: PositiveInt = 8000
+    """Token ids of the embedding and the read-out."""
+
     d_model: PositiveInt = 128
+    """Width of the residual stream."""
+
     num_layers: PositiveInt = 4
+    """Depth steps of a pass, repeats included."""
+
     layers_per_group: PositiveInt = 2
-    # whole group after whole group, or all repeats of one layer, then the next's
+    """Layers that have weights of their own; the group is repeated up to `num_layers`."""
+
     order: Literal["abab", "aabb"] = "abab"
-    # "peri": a norm only before what ends in a softmax or sigmoid. "pre": before every block.
-    # "post": after the addition.
+    """Order of the repeats: "abab" runs the whole group again and again, "aabb" repeats each layer
+    before the next."""
+
     norm: Literal["peri", "pre", "post"] = "peri"
+    """With "peri", a norm only before what ends in a softmax or sigmoid. "pre": before every block.
+    "post": after the addition."""
+
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()
     halting: HaltingConfig | None = None
-    # A LayerNorm before the read-out; a post-norm model has none in any case.
+    """Stick-breaking halting of a Universal Transformer; none: every token takes all depth steps."""
+
     final_norm: bool = True
-    head_bias: bool = True  # of the read-out
+    """Puts a LayerNorm before the read-out; a post-norm model never has one."""
+
+    head_bias: bool = True
+    """Gives the read-out a bias."""
+
     initialisation: AnyInitialisationConfig = InitialisationConfig()
 
     @classmethod

@@ -40,11 +40,17 @@ DropOrder = Literal["position_major", "token_major", "slot_major", "priority"]
 class CapacityConfig(TopKConfig, ChoiceConfig):
     """Describes what every router has in common that may refuse a row."""
 
-    capacity_factor: PositiveFloat | None = None  # in training; None: dropless
-    evaluation_capacity_factor: PositiveFloat | None = None  # None: dropless
+    capacity_factor: PositiveFloat | None = None
+    """Capacity of an expert in training, relative to an even load; none: dropless."""
+
+    evaluation_capacity_factor: PositiveFloat | None = None
+    """Capacity of an expert in evaluation; none: dropless."""
+
     drop_order: DropOrder = "position_major"
-    # C = ⌈f·K·n/E⌉ counts routes; torchscale counts rows first: C = ⌊f·K·⌈n/E⌉⌋.
+    """Which routes are refused first when an expert is full."""
+
     capacity_rounding: Literal["routes", "rows"] = "routes"
+    """With "routes", C = ⌈f·K·n/E⌉. "rows", as torchscale: C = ⌊f·K·⌈n/E⌉⌋."""
 
     @property
     def random_second(self) -> bool:

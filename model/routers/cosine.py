@@ -45,11 +45,19 @@ class CosineConfig(CapacityConfig):
 
     kind: Literal["cosine"] = "cosine"
     gate: Literal["softmax", "sigmoid"] = "softmax"
-    d_routing: PositiveInt | None = None  # d_e; None: half the number of experts
+    """How similarities become gate weights."""
+
+    d_routing: PositiveInt | None = None
+    """Width d_e of the sphere; none: half the number of experts."""
+
     behaviour: Literal["paper", "torchscale"] = "paper"
-    # of τ; None: 0.3 for softmax, 0.07 for sigmoid gates
+    """With "torchscale", does as the released code does, where it differs from the paper."""
+
     initial_temperature: PositiveFloat | None = None
-    balance_temperature: PositiveFloat | None = None  # τ₀, fixed; None: the same
+    """Start of the learned temperature τ; none: 0.3 for softmax gates, 0.07 for sigmoid gates."""
+
+    balance_temperature: PositiveFloat | None = None
+    """Fixed temperature τ₀ of the balancing loss; none: τ."""
 
     @property
     def random_second(self) -> bool:

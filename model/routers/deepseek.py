@@ -38,18 +38,37 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
 
     kind: Literal["deepseek"] = "deepseek"
     top_k: PositiveInt = 8
+    """Experts per token."""
+
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    """How logits become scores."""
+
     num_groups: PositiveInt = 1
+    """Groups that the experts are divided into."""
+
     kept_groups: PositiveInt = 1
-    # of the biased scores: sum of the best two, or the best
+    """Groups that a token may choose its experts from."""
+
     group_score: Literal["top2", "max"] = "top2"
+    """Score of a group: the sum of its best two biased scores, or its best one."""
+
     renormalise: bool = True
+    """Makes the K gate weights sum to 1."""
+
     route_scale: PositiveFloat = 1.0
-    bias_rate: NonNegativeFloat = 0.001  # γ; 0: the bias stays 0
-    # the bias moves in steps 0 … bias_until_step − 1 only
+    """Factor of the gate weights."""
+
+    bias_rate: NonNegativeFloat = 0.001
+    """How far γ the bias moves per step; 0: it stays 0."""
+
     bias_until_step: NonNegativeInt | None = None
+    """The bias moves only in the steps before this one; none: always."""
+
     balance: NonNegativeFloat = 1e-4
+    """Weight of the balancing loss."""
+
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
+    """Rows that the balancing loss is taken over."""
 
     @property
     def promises(self) -> Promises:

@@ -34,10 +34,15 @@ class ExpertChoiceConfig(RouterConfig):
     """Describes expert choice by position across sequences, or flat over a micro-batch."""
 
     kind: Literal["expert_choice"] = "expert_choice"
-    sequences_per_group: PositiveInt = 32  # M, in sequences; not used by scope "flat"
-    mean_experts: PositiveFloat = 1.0  # k: experts per token, on average
-    # "flat": among all tokens of a micro-batch, which reads the future
+    sequences_per_group: PositiveInt = 32
+    """Sequences M that compete for an expert at each position; scope "flat" ignores it."""
+
+    mean_experts: PositiveFloat = 1.0
+    """Experts per token, on average."""
+
     scope: Literal["position", "flat"] = "position"
+    """With "position", tokens at the same position of a group compete. "flat": all tokens of a
+    micro-batch do, which reads the future."""
 
     @property
     def promises(self) -> Promises:

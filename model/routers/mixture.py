@@ -45,19 +45,35 @@ class TokenMixingConfig(RouterConfig):
     """Describes Mixture of Tokens; all options beside the group size are off as published."""
 
     kind: Literal["mixture_of_tokens"] = "mixture_of_tokens"
-    sequences_per_group: PositiveInt = 32  # M; axis "sequence": so many neighbours of one sequence
-    temperature: PositiveFloat = 1.0  # τ, or what a learned one starts at
+    sequences_per_group: PositiveInt = 32
+    """Tokens M that are mixed: of so many sequences, or with axis "sequence" so many neighbours of
+    one."""
+
+    temperature: PositiveFloat = 1.0
+    """Temperature τ of the mixing weights, or the start of a learned one."""
+
     learnable_temperature: Literal["none", "scalar", "per_expert"] = "none"
-    # A learned factor t of the temperature starts at 1: τ·t, or τ·exp(t − 1), which stays positive.
+    """Learns a factor of the temperature: one for all experts, or one per expert."""
+
     temperature_form: Literal["direct", "positive"] = "direct"
-    separate_emit_temperature: bool = False  # emission learns a temperature of its own
-    # the latter: over a token's experts, as in Soft MoE
+    """How a learned factor t, which starts at 1, enters: τ·t, or τ·exp(t − 1), which stays
+    positive."""
+
+    separate_emit_temperature: bool = False
+    """Gives emission a learned temperature of its own."""
+
     emit: Literal["merge", "softmax_over_experts"] = "merge"
-    # "sequence": neighbours in one sequence, which reads the future
+    """Weights of emission: those of merging, or a softmax over a token's experts as in Soft MoE."""
+
     axis: Literal["position", "sequence"] = "position"
-    # only the largest weight counts, as 1: how far from a sparse layer is it?
+    """What is mixed: the same position of several sequences, or neighbours in one sequence, which
+    reads the future."""
+
     discrete_evaluation: bool = False
-    evaluation_sequences_per_group: int | None = Field(default=None, gt=0)  # None: as in training
+    """Evaluates with only the largest weight, as 1: how far from a sparse layer is it?"""
+
+    evaluation_sequences_per_group: int | None = Field(default=None, gt=0)
+    """Size of a group in evaluation; none: as in training."""
 
     @property
     def promises(self) -> Promises:

@@ -42,7 +42,7 @@ class Promises:
 class RouterConfig(BaseModel):
     """Describes one kind of router: the part of a model's configuration that it reads."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
 
@@ -180,6 +180,7 @@ class TopKConfig(RouterConfig):
     """Describes what every router has in common by which a row asks for K experts."""
 
     top_k: PositiveInt = 1
+    """Experts per token."""
 
     @property
     def experts_per_row(self) -> float:
@@ -195,20 +196,27 @@ class TopKConfig(RouterConfig):
 class ChoiceConfig(RouterConfig):
     """Describes what every router has in common that chooses experts for a row: its losses."""
 
-    # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at
-    # perfect balance, mean over layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all
-    # choices divided by K). "entropy": minus the entropy of the mean probability, at least −ln E,
-    # summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
     balance: NonNegativeFloat = 0.01
+    """Weight of the balancing loss."""
+
     balance_form: Literal["load", "entropy"] = "load"
-    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's
-    # micro-batches so far, and so with gradient accumulation not quite the same on another number
-    # of ranks. "sequence" is the document under train.balance_documents.
+    """With "load", E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1
+    at perfect balance, mean over layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum
+    over all choices divided by K). "entropy": minus the entropy of the mean probability, at
+    least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq.
+    8)."""
+
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
-    # What f counts: all K choices of a row, or its first one alone (GShard, Switch, torchscale).
+    """Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the
+    step's micro-batches so far, so gradient accumulation makes it differ slightly with the
+    number of ranks. "sequence" is the document under train.balance_documents."""
+
     balance_choices: Literal["all", "first"] = "all"
-    # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)
+    """What f counts: all K choices of a row, or only its first (GShard, Switch, torchscale)."""
+
     z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv
+    2202.08906, eq. 5)."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,16 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
 
     kind: Literal["sigmoid"] = "sigmoid"
     top_k: PositiveInt = 4
+    """Experts per token."""
+
     balance_form: Literal["load", "entropy"] = "entropy"
+    """Form of the balancing loss; the paper's is "entropy"."""
+
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    expert_dropout: float = Field(
-        default=0.0, ge=0, lt=1
-    )  # chance that an expert may not be chosen, in training
+    """Rows that the balancing loss is taken over."""
+
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Chance that an expert cannot be chosen, in training."""
 
     @property
     def promises(self) -> Promises:

@@ -36,8 +36,8 @@ class SlotMixingConfig(RouterConfig):
     """
 
     kind: Literal["soft_moe"] = "soft_moe"
-    # P; must be given, for the weights have a row per slot
     slots_per_expert: PositiveInt | None = None
+    """Slots P of each expert; required, since the weights have a row per slot."""
 
     @property
     def promises(self) -> Promises:

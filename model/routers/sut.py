@@ -42,10 +42,16 @@ class SutConfig(TopKConfig):
 
     kind: Literal["sut"] = "sut"
     top_k: PositiveInt = 2
-    # so many of the K are drawn by their probability, in training; the others are the best
+    """Experts per token."""
+
     sampled: NonNegativeInt = 0
+    """How many of the K are drawn by their probability, in training; the others are the best."""
+
     mi_loss: NonNegativeFloat = 0.001
-    mi_sign: Literal["corrected", "as_published"] = "corrected"  # of MoMHA's loss too
+    """Weight of the mutual-information loss."""
+
+    mi_sign: Literal["corrected", "as_published"] = "corrected"
+    """Sign of the mutual-information loss, MoMHA's too: corrected, or as published."""
 
     @property
     def promises(self) -> Promises:

@@ -31,13 +31,15 @@ class TokenChoiceConfig(CapacityConfig):
     """Describes softmax gates with or without renormalisation, with or without a capacity."""
 
     kind: Literal["token_choice"] = "token_choice"
-    renormalise: bool = False  # the K gate weights sum to 1: a softmax over the chosen logits
-    # "random": the second expert is asked with probability min(1, 2·its renormalised weight), in
-    # training; in evaluation always.
+    renormalise: bool = False
+    """Makes the K gate weights sum to 1: a softmax over the chosen logits."""
+
     second_expert: Literal["always", "random"] = "always"
-    jitter: float = Field(
-        default=0.0, ge=0, lt=1
-    )  # the router's input times U(1 − jitter, 1 + jitter), in training
+    """With "random", the second expert is used with probability min(1, 2·its renormalised weight), in
+    training; in evaluation always."""
+
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Multiplies the router's input by U(1 − jitter, 1 + jitter), in training."""
 
     @property
     def random_second(self) -> bool:

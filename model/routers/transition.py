@@ -42,9 +42,14 @@ class TransitionConfig(CapacityConfig):
     """Describes Mixture of Tokens, then Switch, whose losses, capacity and `top_k` it has."""
 
     kind: Literal["transition"] = "transition"
-    sequences_per_group: PositiveInt = 32  # M, while mixing
-    switch_step: PositiveInt = 150_000  # optimizer steps that mix
+    sequences_per_group: PositiveInt = 32
+    """Sequences M of a group, while mixing."""
+
+    switch_step: PositiveInt = 150_000
+    """Optimizer steps that mix; the next ones choose."""
+
     calibrate: bool = False
+    """Subtracts every expert's mean logit of the last mixing step when tokens choose."""
 
     @property
     def promises(self) -> Promises:

@@ -25,8 +25,8 @@ class SpikeConfig(BaseModel):
     model_config = _SECTION
 
     action: Literal["off", "skip", "rollback"] = "off"
-    """"skip" skips the update of a spike. "rollback" also returns to an earlier checkpoint after
-    several spikes, and skips the samples since then."""
+    """What is done about spikes: "skip" skips the update; "rollback" also returns to an earlier
+    checkpoint after several spikes, and skips the samples since then."""
 
     window: int = Field(default=128, ge=4)
     """The number of good steps that a step is compared with; half of them are needed to judge."""
@@ -90,8 +90,8 @@ class TrainConfig(BaseModel):
     """Sequences per forward pass of one rank."""
 
     precision: Precision = "float32"
-    """"bfloat16": of the matrix products; decisions, norms and weights stay float32.
-    "bfloat16_only": of everything that is stored, routers and AdamW's moments included."""
+    """Precision of the run. With "bfloat16", matrix products use it, and decisions, norms and weights
+    stay float32. With "bfloat16_only", all that is stored uses it, AdamW's moments included."""
 
     recompute: Recompute = "none"
     """Which activations the backward pass recomputes instead of keeping them."""
