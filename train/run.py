@@ -109,12 +109,12 @@ class Run:
 
     @property
     def skipped_samples(self) -> SkippedSamples:
-        """Returns the samples that no step takes, since the run has gone back from them."""
+        """Returns the samples that no step takes, because of rollbacks."""
         return skipped_by(self.rollbacks)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
-        """What sums the gradients over the ranks; another one after every move of experts."""
+        """Sums the gradients over the ranks; every move of experts replaces it."""
         return self.expert_placement.reducer
 
 
@@ -179,11 +179,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
 def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
     """Compares with the other ranks what is to be run; returns the layout and the backend."""
     compare_s = min(_COMPARE_S, process.timeout_s)
-    process.agree(
-        "run",
-        flat_facts("config", config.model_dump(mode="json")) | code_facts(),
-        timeout_s=compare_s,
-    )
+    facts = flat_facts("config", config.model_dump(mode="json")) | code_facts()
+    process.agree("run", facts, timeout_s=compare_s)
     config.check_world(process.world_size)
     backend = choose_kernels(config, process)
     layout = plan_layout(config.mesh, process.world_size)
@@ -192,9 +189,7 @@ def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
 
 
 def choose_kernels(config: Config, process: Process) -> str:
-    """Returns the backend of the experts' products, which is the same on every rank.
-
-    It also sets how float32 is multiplied on CPUs.
+    """Returns the backend of the experts' products; also sets how CPUs multiply float32.
 
     Raises:
         ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is

@@ -1,1 +1,3 @@
-"""Holds train/config."""
+"""Describes a run: the sections of its configuration, their validation, and how recipes and files
+resolve to one.
+"""

@@ -1,1 +1,1 @@
-"""Holds train/metrics."""
+"""Measures steps, and writes the numbers to metrics.jsonl and other sinks."""

@@ -1,1 +1,1 @@
-"""Holds train/record."""
+"""Records what a run does: its folder, heartbeats, process logs and routes."""
