@@ -1,5 +1,4 @@
-"""What a model costs: its parameters, its FLOPs per token by formula and as torch counts them, and
-equal cost for Multi-Head MoE.
+"""What a model costs: its parameters, and its FLOPs per token by formula and as torch counts them.
 
 A multiply-accumulate is two FLOPs; only matrix products count, as in torch's FlopCounterMode, with
 which `forward_flops` agrees to the last one. Attention counts all S × S scores, masked or not,
@@ -18,7 +17,6 @@ experts, K of them chosen.
 """
 
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from typing import cast
 
 import torch
@@ -191,80 +189,3 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops
 
 def _mlp(activation: str, d_row: int, width: int) -> int:
     return 2 * d_row * (columns_of(width, activation) + width)
-
-
-@dataclass(frozen=True)
-class ExpertLayer:
-    """Reduces a layer of experts to what Multi-Head MoE's comparisons need (arXiv 2411.16205).
-
-    Routers and biases are left out, as the papers do.
-    """
-
-    d_model: int
-    num_experts: int
-    top_k: int
-    d_expert: int
-    activation: str = "swiglu"
-    sub_tokens: int = 1
-
-    @property
-    def flops(self) -> int:
-        """Returns one token's forward FLOPs: its sub-tokens' experts, head and merge."""
-        return 2 * (self.top_k * _matrices(self) * self.d_model * self.d_expert + self._maps)
-
-    @property
-    def parameters(self) -> int:
-        """Counts the parameters of all experts, head and merge."""
-        return (
-            self.num_experts * _matrices(self) * self.d_model // self.sub_tokens * self.d_expert
-            + self._maps
-        )
-
-    @property
-    def _maps(self) -> int:
-        return 2 * self.d_model**2 if self.sub_tokens > 1 else 0
-
-
-def _matrices(layer: ExpertLayer) -> int:
-    """Counts the D × F matrices of one expert: a gated activation has two of them before it."""
-    return 1 + columns_of(1, layer.activation)
-
-
-def parity_width(base: ExpertLayer, *, top_k: int) -> Fraction:
-    """Returns the expert width at which a Multi-Head MoE costs as many FLOPs as `base`.
-
-    It is (k₀/k)·f − d/k, and for gated activations (k₀/k)·f − 2d/(3k).
-
-    2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter
-    (arXiv 2411.16205).
-    """
-    return Fraction(base.top_k * base.d_expert, top_k) - Fraction(
-        2 * base.d_model, _matrices(base) * top_k
-    )
-
-
-def parity_experts(base: ExpertLayer, *, sub_tokens: int, d_expert: int) -> Fraction:
-    """Returns how many experts of that width have as many parameters as `base`.
-
-    Their rows are of width d/h, and head and merge are included.
-
-    The papers round: 41⅓ to 40 for two heads, 93 to 96 for three.
-    """
-    maps = 2 * base.d_model**2
-    return Fraction(
-        (base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * d_expert
-    )
-
-
-def matched_width(base: ExpertLayer, *, sub_tokens: int) -> Fraction:
-    """Returns the expert width at which as many experts have as many parameters as `base`.
-
-    This is the first paper's comparison (arXiv 2404.15045).
-
-    An expert for rows of d/h is then about h times as wide, and every sub-token costs as much as a
-    whole token: about h times the FLOPs of `base`.
-    """
-    maps = 2 * base.d_model**2
-    return Fraction(
-        (base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * base.num_experts
-    )
