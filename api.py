@@ -272,7 +272,7 @@ def score_tasks(
     """
     run_dir, step = _run_of(Path(path), step)
     report = measure_tasks(
-        run_dir, tasks, data if data == "hub" else Path(data), step=step, limit=limit
+        run_dir, tasks, "hub" if data == "hub" else Path(data), step=step, limit=limit
     )
     assert report is not None, "one process"
     return report
