@@ -10,8 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from .calls import Backend
-from .cpu import micro_kernels
-from .libraries import megablocks
+from .cpu import brgemm
 from .triton import available as triton_library
 
 logger = logging.getLogger(__name__)
@@ -87,13 +86,14 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
     if backend == "brgemm":
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
-        return micro_kernels.reason_against(dtype)
+        return brgemm.reason_against(dtype)
     if backend == "triton":
         return triton_library.reason_against(device_type, dtype)
     if backend == "grouped_mm":
         return _reason_against_grouped_mm(device_type, dtype)
     if backend == "megablocks":
-        return megablocks.reason_against(device_type, dtype)
+        library = import_module(".libraries.megablocks", __package__)
+        return library.reason_against(device_type, dtype)
     return None  # plain torch operations: every device and dtype
 
 
@@ -133,4 +133,4 @@ def build_backend(backend: str) -> None:
         ValueError: it cannot be compiled, or its products are not exact here.
     """
     if backend == "brgemm":
-        micro_kernels.prepare()
+        brgemm.prepare()

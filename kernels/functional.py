@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from . import ops, reference
-from .activations import ACTIVATIONS, columns_of
 from .backend import resolve_backend
 from .calls import RouteList, check_counts
 from .gradients import shared_weights
+from .reference import ACTIVATIONS, columns_of
 
 
 def routed_mlp(

@@ -12,14 +12,14 @@ Plain torch operations, for every device and dtype. Flow of a call:
 Saved for the backward: x, the index and the hidden rows (N × F); of an activation other than relu
 the rows before it, (N × F) or gated (N × 2F), from which the backward makes the hidden rows anew.
 No N × D tensor outlives the call: on CPUs such rows lie in a workspace that all calls share
-(workspace.py), for the first touch of fresh memory costs ten times the copy. The weights' gradients
+(cpu/library.py), for the first touch of fresh memory costs ten times the copy. The weights' gradients
 are added where the caller says, so a weight that serves many depth steps has one buffer.
 
 Row counts are quantised: a chunk's tail runs on into the next expert's rows, which that expert then
 overwrites; in sums over a chunk's rows both sides are zero there. Two reasons. oneDNN compiles a
 kernel for every new row count (about 0.6 ms), and dropless routing makes new counts at every step,
 so bfloat16 is padded to multiples of 64, and so is float32 where it goes through oneDNN
-(onednn.py). MKL's float32 product gives another rounding to a thread's last 1 to 3 rows, so float32
+(cpu/onednn.py). MKL's float32 product gives another rounding to a thread's last 1 to 3 rows, so float32
 is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
 parallelism on CPUs bitwise equal to one rank.
 
@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .activations import hidden_and_pullback, hidden_in_place
 from .calls import (
     ROW_SLACK,
     Backend,
@@ -49,9 +48,10 @@ from .calls import (
     RowGradients,
     SortedRoutes,
 )
+from .cpu.library import workspace
 from .cpu.onednn import float32_is_onednn
-from .cpu.workspace import workspace
 from .permute import sum_to_sources, sum_to_targets
+from .reference import hidden_and_pullback, hidden_in_place
 
 _ALIGNMENT_BYTES = 16
 _CHUNK = 512  # rows: what is gathered stays in the second-level cache

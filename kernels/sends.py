@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .addresses import (
+from .calls import (
     INTEGERS,
     ROUTES,
     ROWS,

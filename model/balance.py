@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.fused.scores import softmax_sums
+from ..kernels.fused.router import softmax_sums
 from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..kernels.activations import columns_of
+from ..kernels.reference import columns_of
 from .config.attention_config import MoMHAConfig, SwitchHeadConfig
 from .config.feed_forward_config import ExpertsConfig
 from .config.model_config import ModelConfig

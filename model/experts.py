@@ -6,8 +6,8 @@ They never ask which rank they are on.
 import torch
 from torch import Tensor, nn
 
-from ..kernels.activations import columns_of
 from ..kernels.functional import routed_linear, routed_mlp
+from ..kernels.reference import columns_of
 from .initialise import Initializer, parameter
 from .routing import Routes
 

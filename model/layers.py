@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..kernels.activations import activate, columns_of
 from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
+from ..kernels.reference import activate, columns_of
 from .initialise import Initializer, ones, parameter, zeros
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kernels.activations import columns_of
+from ..kernels.reference import columns_of
 from ..model.config.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
 from ..model.config.feed_forward_config import ExpertsConfig
 from ..model.config.model_config import ModelConfig

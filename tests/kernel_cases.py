@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebius.kernels.activations import columns_of
 from moebius.kernels.functional import routed_mlp
+from moebius.kernels.reference import columns_of
 from moebius.model.routing import (
     Routes,
     head_to_token_routes,

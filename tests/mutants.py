@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "a recomputed step routes anew", "model/execution/recompute.py",
-        "index = save_decision(lambda: top_k(scores.detach(), count))", "index = top_k(scores.detach(), count)",
+        "index = save_decision(lambda: greatest(scores.detach(), count))", "index = greatest(scores.detach(), count)",
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
     ),
     Mutant(

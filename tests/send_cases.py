@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moebius.kernels.addresses import Addresses, PackedSends, RowPairs, SendCounts
+from moebius.kernels.calls import Addresses, PackedSends, RowPairs, SendCounts
 from moebius.kernels.sends import UnpackedSends
 
 # Tokens, source rows and target rows of a token, routes of a token, experts, ranks.

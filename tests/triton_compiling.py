@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moebius.kernels.activations import columns_of
 from moebius.kernels.calls import Deferred, Into, LinearCall, MLPCall
 from moebius.kernels.fused.norm import WIDEST
 from moebius.kernels.fused.router import MOST_EXPERTS
+from moebius.kernels.reference import columns_of
 from moebius.kernels.triton import backend, router, router_gradients, weight_gradients
 from moebius.kernels.triton import norm as norms
 from moebius.kernels.triton import tiles as triton_tiles

@@ -30,7 +30,6 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.report import RESULTS, environment, save
-from moebius.kernels.activations import columns_of
 from moebius.kernels.calls import (
     Deferred,
     LinearCall,
@@ -38,6 +37,7 @@ from moebius.kernels.calls import (
     SortedRoutes,
 )
 from moebius.kernels.permute import sort_routes
+from moebius.kernels.reference import columns_of
 from moebius.kernels.triton import tiles as triton_tiles
 from moebius.kernels.triton.backend import TritonKernels
 from moebius.kernels.triton.tiles import TILES, Tile

@@ -54,7 +54,7 @@ from benchmarks.kernels.layers import (
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, save
 from moebius.distributed.process.host_memory import keep_freed_memory
-from moebius.kernels.cpu import workspace
+from moebius.kernels.cpu import library
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 
 TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
@@ -235,7 +235,7 @@ def first_pass(contender: Contender, entry: Entry, bank: Bank, choices: Sequence
     # A GPU's kernels are compiled in the first of two passes.
     for _ in range(2 if bank.x_TD.is_cuda else 1):
         clear(leaves)
-        vars(workspace._held).clear()  # a backend's workspaces are its own peak
+        vars(library._held).clear()  # a backend's workspaces are its own peak
         with exact_mode(contender.mode):
             entry.peak_bytes = peak_bytes(both_passes, bank.x_TD.device)
     if contender.role in ("peer", "ours") and entry.saved_bytes is not None:

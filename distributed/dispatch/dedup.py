@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS, TARGETS
+from ...kernels.calls import ROUTES, ROWS, TARGETS
 from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched
 from ...model.routing import Routes

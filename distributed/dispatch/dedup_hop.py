@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS, TARGETS, Addresses, PackedSends, RowPairs
+from ...kernels.calls import ROUTES, ROWS, TARGETS, Addresses, PackedSends, RowPairs
 from ...kernels.sends import count_sends, gather_pairs, pack_sends, sum_pairs, unpack_sends
 from ...model.routing import Routes
 from .exchange import AsyncCollective, Communicator, Counters

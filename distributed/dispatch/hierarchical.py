@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...kernels.addresses import ROUTES, ROWS
+from ...kernels.calls import ROUTES, ROWS
 from ...kernels.sends import count_sends
 from ...model.execution.recompute import save_combine, save_decision
 from ...model.moe import Dispatched

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels.addresses import TARGETS
-from ...kernels.calls import check_counts
+from ...kernels.calls import TARGETS, check_counts
 from ...kernels.permute import gather_rows, sum_rows
 from ...model.execution.recompute import save_combine, save_dispatch, skip_combine
 from ...model.moe import Dispatched

@@ -47,7 +47,7 @@ from experimental.peer_memory.peers import (
 )
 from experimental.peer_memory.symmetric_memory import PeerMemory, SymmetricMemory
 from moebius.distributed.symmetric.interface import OutboxError, ReceivedRows
-from moebius.kernels.addresses import ROUTES, ROWS, TARGETS, Addresses, PackedSends, SendCounts
+from moebius.kernels.calls import ROUTES, ROWS, TARGETS, Addresses, PackedSends, SendCounts
 from moebius.kernels.sends import count_sends, pack_sends
 from moebius.kernels.triton.available import reason_against
 from moebius.model.routing import Routes

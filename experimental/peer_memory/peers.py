@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moebius.kernels.addresses import INTEGERS, ROUTES, ROWS, TARGETS
+from moebius.kernels.calls import INTEGERS, ROUTES, ROWS, TARGETS
 
 # Words of a header, int64. What two ranks must agree about is compared by the reader.
 NUMBER, ROW_BYTES, WEIGHT_BYTES, NUM_ROWS, NUM_TARGETS, NUM_ROUTES, TABLE = range(7)

@@ -12,7 +12,7 @@ from torch import Tensor, empty, float64, int64
 from torch import bool as boolean
 
 from experimental.peer_memory.peers import NUM_ROUTES, NUM_ROWS, TABLE, Peers, Room
-from moebius.kernels.addresses import INTEGERS, ROUTES
+from moebius.kernels.calls import INTEGERS, ROUTES
 from moebius.kernels.triton.guard import launch, tl, triton
 
 _BLOCK = 256  # routes of a program

@@ -13,9 +13,12 @@ both give the same bits, and so does another kind of processor.
 
 import ctypes
 import functools
+import math
 import os
 import platform
+import threading
 import warnings
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -134,3 +137,26 @@ def _flags_of_cpu() -> frozenset[str]:
         return frozenset()
     flags = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
     return frozenset(next(flags, ()))
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+_held = threading.local()  # ranks may be threads
+
+
+def workspace(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Returns uninitialised memory of that shape, in the dtype and on the device of `like`.
+
+    The next call with that name gets the same memory, for the first touch of a fresh page costs ten
+    times what writing to a known one does, and a call's rows are tens of megabytes. A GPU's
+    allocator reuses what it was given back, so there it is an ordinary allocation.
+    """
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    held: dict[str, Tensor] = _held.__dict__
+    size = math.prod(shape) * like.element_size()
+    block = held.get(name)
+    if block is None or block.numel() < size:
+        held.pop(name, None)
+        block = held[name] = torch.empty(size, dtype=torch.uint8)
+    return block[:size].view(like.dtype).view(*shape)

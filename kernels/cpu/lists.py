@@ -10,7 +10,7 @@ operations do the same elsewhere (permute.py, sends.py).
 import torch
 from torch import Tensor
 
-from ..addresses import Addresses, PackedSends, RowPairs, SendCounts
+from ..calls import Addresses, PackedSends, RowPairs, SendCounts
 from .library import call, handles
 
 _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}

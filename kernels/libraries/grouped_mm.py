@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..calls import ROW_SLACK, SortedRoutes
-from ..cpu.workspace import workspace
+from ..cpu.library import workspace
 from ..permute import sum_to_sources, sum_to_targets
 from .grouped_products import GroupedProducts, Operators
 

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..activations import hidden_and_pullback, hidden_in_place
 from ..calls import Backend, Into, LinearCall, MLPCall, RowGradients, SortedRoutes
+from ..reference import hidden_and_pullback, hidden_in_place
 
 
 class Operators(Protocol):

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ..toolchain import lacking
+from ..cpu.build import lacking
 
 _AMD = ("gfx942", "gfx950")  # with tiles of their own (tiles.py)
 INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'

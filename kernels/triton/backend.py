@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import GATES
 from ..calls import (
     ROW_SLACK,
     Deferred,
@@ -30,6 +29,7 @@ from ..calls import (
     RowGradients,
     SortedRoutes,
 )
+from ..reference import GATES
 from .grouped_gemm import (
     gathered_activation,
     gathered_gate,

@@ -19,7 +19,7 @@ routes, b blocks of rows, R routes that came.
 
 from torch import Tensor, empty, full, int32, int64
 
-from ..addresses import INTEGERS, Addresses, BlockCounts, PackedSends, RowPairs, SendCounts
+from ..calls import INTEGERS, Addresses, BlockCounts, PackedSends, RowPairs, SendCounts
 from .guard import launch, tl, triton
 from .routing import rank_in_block
 

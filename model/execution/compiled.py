@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.toolchain import lacking
+from ...kernels.cpu.build import lacking
 from ..attention.attention import DenseAttention, SwitchHead
 from ..attention.momha import MoMHA
 from ..halting import Halting

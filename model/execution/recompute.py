@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels.fused.scores import finds_first, top_k
+from ...kernels.fused.router import finds_first, greatest
 
 Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if _saved.get() is None and not finds_first(scores):
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
-    index = save_decision(lambda: top_k(scores.detach(), count))
+    index = save_decision(lambda: greatest(scores.detach(), count))
     return gather_unique(scores, index), index
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from moebius.kernels import backend, permute
 from moebius.kernels.backend import KernelConfig, resolve_backend
-from moebius.kernels.cpu.workspace import workspace
+from moebius.kernels.cpu.library import workspace
 from moebius.kernels.triton import available as triton
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension", "setuptools")

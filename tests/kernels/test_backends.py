@@ -34,13 +34,13 @@ from pairwise import parametrize_pairs
 from torch import Tensor
 
 from moebius.kernels import segments
-from moebius.kernels.activations import ACTIVATIONS, GATES
 from moebius.kernels.backend import reason_against
 from moebius.kernels.calls import ROW_SLACK
 from moebius.kernels.cpu import brgemm
-from moebius.kernels.cpu.workspace import workspace
+from moebius.kernels.cpu.library import workspace
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.libraries import grouped_mm
+from moebius.kernels.reference import ACTIVATIONS, GATES
 from moebius.model.routing import Routes, token_routes
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.kernels import ops
-from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.functional import routed_linear, routed_mlp, sorted_fields
+from moebius.kernels.reference import ACTIVATIONS
 from moebius.model.routing import Routes
 
 CASE = Case(9, 6, 4, 3, 2)

@@ -15,9 +15,9 @@ from kernel_cases import BIASES, Case, Operation, Perceptrons, values_and_gradie
 from pairwise import parametrize_pairs
 from torch import Tensor
 
-from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.backend import reason_against
 from moebius.kernels.functional import routed_linear
+from moebius.kernels.reference import ACTIVATIONS
 from moebius.model.routing import token_routes
 
 TOKENS, EXPERTS = 90, 5

@@ -10,7 +10,7 @@ from torch import Tensor
 from experimental.peer_memory import peers
 from experimental.peer_memory.peers import Layout, Peers, ReceivedRoutes, Room
 from moebius.kernels import sends
-from moebius.kernels.addresses import Addresses, PackedSends, SendCounts
+from moebius.kernels.calls import Addresses, PackedSends, SendCounts
 
 ONE_CHUNK = [name for name in CASES if CASES[name][6] == 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -13,7 +13,7 @@ import torch
 
 from moebius.kernels import backend
 from moebius.kernels.backend import resolve_backend
-from moebius.kernels.cpu import brgemm, library, micro_kernels
+from moebius.kernels.cpu import brgemm, library
 from moebius.kernels.cpu.build import CppLibrary
 from moebius.kernels.functional import routed_mlp
 from moebius.model.routing import token_routes
@@ -23,7 +23,7 @@ EVERY_FLAG = library.AVX512 | {library.BFLOAT16}
 ROOT = Path(__file__).resolve().parents[3]
 
 can_run = pytest.mark.skipif(
-    micro_kernels.reason_against(F32) is not None, reason=f"{micro_kernels.reason_against(F32)}"
+    brgemm.reason_against(F32) is not None, reason=f"{brgemm.reason_against(F32)}"
 )
 
 
@@ -34,7 +34,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(library, "_flags_of_cpu", lambda: EVERY_FLAG)
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(micro_kernels, "addresses", lambda: [1, 2, 3])
+    monkeypatch.setattr(brgemm, "addresses", lambda: [1, 2, 3])
     for remembered in ("reason_against", "_fastest"):
         monkeypatch.setattr(backend, remembered, getattr(backend, remembered).__wrapped__)
     return tmp_path
@@ -71,7 +71,7 @@ def test_a_cpu_or_dtype_that_cannot_is_told(
     ("owner", "name", "value", "told"),
     [
         (library.platform, "machine", lambda: "aarch64", "x86-64 alone, and this CPU is aarch64"),
-        (micro_kernels, "addresses", lambda: None, "has no at::native::cpublas::brgemm"),
+        (brgemm, "addresses", lambda: None, "has no at::native::cpublas::brgemm"),
         (torch.backends.mkldnn, "is_available", lambda: False, "built without oneDNN"),
         (os, "environ", os.environ | {"CXX": "no-such"}, r"no C\+\+ compiler 'no-such': .* CXX"),
     ],
@@ -89,8 +89,8 @@ def test_another_torch_or_machine_is_told(
 
 
 def test_a_torch_without_the_names_has_no_micro_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_kernels, "_NAMES", ("no_such_function",))
-    assert micro_kernels.addresses() is None
+    monkeypatch.setattr(brgemm, "_NAMES", ("no_such_function",))
+    assert brgemm.addresses() is None
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -112,10 +112,10 @@ def test_what_is_compiled_already_needs_no_compiler(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert micro_kernels.reason_against(F32) is not None
+    assert brgemm.reason_against(F32) is not None
     library.library().file.parent.mkdir(parents=True)
     library.library().file.touch()
-    assert micro_kernels.reason_against(F32) is None
+    assert brgemm.reason_against(F32) is None
 
 
 def test_a_compiler_that_does_not_work_is_said_and_torch_does_it(
@@ -132,14 +132,14 @@ def test_a_compiler_that_does_not_work_is_said_and_torch_does_it(
 
 @can_run
 def test_float32_is_exact_and_an_error_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    micro_kernels.prepare()
-    assert 0 < micro_kernels.relative_error() < 1e-6
-    monkeypatch.setattr(micro_kernels, "relative_error", lambda: 2e-3)
+    brgemm.prepare()
+    assert 0 < brgemm.relative_error() < 1e-6
+    monkeypatch.setattr(brgemm, "relative_error", lambda: 2e-3)
     with pytest.raises(ValueError, match=r"relative error of 2\.0e-03 .* kernels.backend=segments"):
-        micro_kernels.prepare.__wrapped__()
+        brgemm.prepare.__wrapped__()
 
 
-@pytest.mark.skipif(micro_kernels.reason_against(BF16) is not None, reason="no bfloat16 here")
+@pytest.mark.skipif(brgemm.reason_against(BF16) is not None, reason="no bfloat16 here")
 def test_a_product_that_torch_refuses_is_an_error_and_no_end_of_the_process() -> None:
     x, w_up, w_down = (torch.ones(s, dtype=BF16) for s in ((3, 8), (1, 8, 8), (1, 8, 8)))
     routes = token_routes(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), num_experts=1)
@@ -181,7 +181,7 @@ def test_threads_share_the_rows_and_change_no_bit(
     """With more shares than experts, with experts that begin and end within one, and with one that
     has so many rows that threads share its weights' gradients.
     """
-    if (reason := micro_kernels.reason_against(dtype)) is not None:
+    if (reason := brgemm.reason_against(dtype)) is not None:
         pytest.skip(reason)
     counts = [0, 1, 300, 0, 0, 65, 3, 0, 1200, 64, 0]
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from moebius.kernels.cpu import library
-from moebius.kernels.fused.scores import (
+from moebius.kernels.fused.router import (
     WIDEST,
     finds_first,
+    greatest,
     softmax_sums,
     softmax_sums_reference,
-    top_k,
 )
 from moebius.model.execution.recompute import save_topk
 
@@ -57,9 +57,9 @@ def test_it_finds_what_torch_finds(
     expected = scores.topk(count, dim=-1).indices
     for threads in (1, 2):
         on_threads(threads)
-        assert torch.equal(top_k(scores, count), expected)
+        assert torch.equal(greatest(scores, count), expected)
     strided = torch.stack((scores, -scores), -1)[..., 0]
-    assert torch.equal(top_k(strided, count), expected)
+    assert torch.equal(greatest(strided, count), expected)
 
 
 def test_of_equal_scores_the_first_comes_first() -> None:
@@ -67,21 +67,21 @@ def test_of_equal_scores_the_first_comes_first() -> None:
     scores = torch.randint(-2, 3, (300, 50), generator=generator).float()
     scores[:100] *= 0.0  # 0 and −0, which are equal
     expected = scores.argsort(dim=-1, descending=True, stable=True)[:, :9]
-    assert torch.equal(top_k(scores, 9), expected)
+    assert torch.equal(greatest(scores, 9), expected)
 
 
 def test_scores_at_the_ends_and_none() -> None:
     rows = [[-inf, 0.0, nan, inf, -nan, -small], [-inf, -inf, -3e38, -inf, small, -small]]
     scores = torch.tensor(rows)
-    assert top_k(scores, 6).tolist() == [[2, 4, 3, 1, 5, 0], [4, 5, 2, 0, 1, 3]]
-    values = scores.gather(1, top_k(scores, 6))
+    assert greatest(scores, 6).tolist() == [[2, 4, 3, 1, 5, 0], [4, 5, 2, 0, 1, 3]]
+    values = scores.gather(1, greatest(scores, 6))
     torch.testing.assert_close(values, scores.topk(6).values, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_a_count_that_does_not_fit_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"the {count} greatest of 5 scores: choose 1 to all"):
-        top_k(torch.zeros(2, 5), count)
+        greatest(torch.zeros(2, 5), count)
 
 
 def test_routers_have_the_same_bits_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

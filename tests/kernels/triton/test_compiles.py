@@ -34,7 +34,7 @@ from triton_compiling import (  # noqa: E402
     resources,
 )
 
-from moebius.kernels.addresses import Addresses  # noqa: E402
+from moebius.kernels.calls import Addresses  # noqa: E402
 from moebius.kernels.triton import rotary as rotations  # noqa: E402
 from moebius.kernels.triton import router, router_gradients, sends  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402

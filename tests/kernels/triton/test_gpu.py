@@ -31,13 +31,13 @@ from kernel_cases import (
 from router_cases import GATES, ROUTERS, gates_of
 
 from moebius.kernels import sends
-from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.backend import reason_against
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.fused.norm import WIDEST, Copied, NormedRows, add_norm, add_norm_reference
 from moebius.kernels.fused.router import Gate, route_top_k
 from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.permute import sort_by_expert
+from moebius.kernels.reference import ACTIVATIONS
 from moebius.kernels.triton.router import BOUND
 from moebius.kernels.triton.routing import sort_routes
 from moebius.model.execution.precision import forward_in

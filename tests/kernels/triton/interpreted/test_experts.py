@@ -26,9 +26,9 @@ from kernel_cases import (
 from pairwise import parametrize_pairs, slow_but
 from torch import Tensor
 
-from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import accumulate_weight_gradients
+from moebius.kernels.reference import ACTIVATIONS
 from moebius.kernels.triton import weight_gradients
 
 # Two of them smaller: the interpreter takes its time.
