@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_texts
+from small_runs import write_texts
 
 import moebius
 from moebius_science.claims import __main__ as claims

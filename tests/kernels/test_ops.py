@@ -157,7 +157,8 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
 def test_counts_that_do_not_fit_are_refused() -> None:
     routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
     w_up, w_down = torch.zeros(2, 4, 2), torch.zeros(2, 2, 4)
-    for call in (routed_mlp, routed_linear):
+    calls: tuple[Any, ...] = (routed_mlp, routed_linear)
+    for call in calls:
         weights = [w_up, w_down] if call is routed_mlp else [w_up]
         with pytest.raises(ValueError, match="per_expert=2 is not that of 3 routes over 2 experts"):
             call(torch.zeros(3, 4), *weights, replace(routes, per_expert=2))

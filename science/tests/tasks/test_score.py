@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from small_runs import TINY
 
 import moebius
 from moebius_science.tasks import p_hop

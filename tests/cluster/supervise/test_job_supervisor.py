@@ -278,7 +278,7 @@ def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
         return failed()
 
     spare = PretendedNode(tmp_path, [makes_steps(3, then=finishes)])
-    first = PretendedNode(tmp_path, [makes_steps(2, then=leaves_a_rank)], spare)
+    first: Any = PretendedNode(tmp_path, [makes_steps(2, then=leaves_a_rank)], spare)
     excluded: list[str] = []
     provided = first.provide_nodes
     first.provide_nodes = lambda *given: provided(*given) if excluded else [first]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import DatasetManifest
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
-from moebius.data_pipeline.read.loader import Loader
+from moebius.data_pipeline.read.loader import Batch, Loader
 from moebius.data_pipeline.read.token_store import TokenStore
 
 END = 256
@@ -54,8 +55,9 @@ def _expected(records: list[dict[str, str]]) -> dict[tuple[int, ...], list[bool]
     return found
 
 
-def _batches(folder: Path, count: int, **options):
-    read = DataConfig(directory=str(folder), **{"seq_len": 15} | options)
+def _batches(folder: Path, count: int, **options: Any) -> list[Batch]:
+    options = {"seq_len": 15} | options
+    read = DataConfig(directory=str(folder), **options)
     with Loader(read, micro_batch=1, global_batch=1) as loader:
         return [next(loader) for _ in range(count)]
 

@@ -87,7 +87,7 @@ def after(config, tmp_path_factory) -> list[Step]:
 
 
 @contextmanager
-def _prepared_meanwhile(config: DataConfig, folder: Path, pool: TaskPool) -> Iterator[None]:
+def _prepared_meanwhile(config: PrepareConfig, folder: Path, pool: TaskPool) -> Iterator[None]:
     """Prepares in a thread; returns once there is something to read."""
     failed: list[BaseException] = []
 
@@ -171,7 +171,7 @@ def test_training_while_workers_are_killed_is_training_after(config, after, tmp_
         def kill_workers() -> None:
             for _ in range(2):  # fewer than the tries that one unit has
                 time.sleep(0.2 + rng.random())
-                alive = [worker.process for _, worker in list(pool._out.values())]
+                alive = [worker.process for worker in list(pool._busy.values())]
                 if alive and not done.is_set():
                     process = rng.choice(alive)
                     if process.pid is not None and process.is_alive():

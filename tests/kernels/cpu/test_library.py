@@ -5,7 +5,6 @@ and that torch gives the same bits where there is no compiler.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ can_run = pytest.mark.skipif(
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine that has the CPU and nothing compiled yet; what it answers is not remembered."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

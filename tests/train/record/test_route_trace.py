@@ -333,7 +333,7 @@ def test_a_damaged_file_is_never_misread_as_something_else(tmp_path: Path) -> No
     ],
 )
 def test_other_files_are_refused(meta: Any, problem: str, tmp_path: Path) -> None:
-    arrays = {name: np.zeros(1) for name in ("expert", "source", "target")}
+    arrays: dict[str, Any] = {name: np.zeros(1) for name in ("expert", "source", "target")}
     np.savez(tmp_path / "other.npz", **(arrays if meta is None else arrays | {"meta": meta}))
     with pytest.raises(ValueError, match=problem):
         read_rank(tmp_path / "other.npz")
