@@ -113,7 +113,7 @@ def test_the_layer_benchmark_runs_from_settings_to_figures(
 TINY_STEP = """
 import json
 from benchmarks import step
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
 DENSE = ["model.attention.kind=dense", "model.feed_forward.kind=dense", "model.feed_forward.d_feed_forward=64", "model.norm=pre"]

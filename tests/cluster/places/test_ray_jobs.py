@@ -23,7 +23,7 @@ ENTRY = """
 import sys
 from pathlib import Path
 from moebius.cluster.submit import submit
-from moebius.train.config.run_config import resolve
+from moebius.train.config.resolve import resolve
 from moebius.train.recipes.smoke import RECIPES
 words = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1", "train.device=cpu",
          "prepare.tokenizer=bytes", "prepare.vocab_size=257", "model.vocab_size=257", "train.steps=5",
