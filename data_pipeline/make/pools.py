@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection
+from multiprocessing.pool import ExceptionWithTraceback
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from ..errors import DataError, InputError, PrepareError
@@ -272,7 +273,7 @@ def _work(pipe: Any, life: Any) -> None:
         try:
             outcome = run_task(function, item)
         except Exception as error:  # noqa: BLE001 (judged by whoever waits)
-            outcome = error
+            outcome = ExceptionWithTraceback(error, error.__traceback__)  # pickle drops it
         pipe.send(_Result(outcome))
 
 

@@ -175,6 +175,7 @@ _PROGRAM = """
 import sys
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig
 
 def tell(progress):
     print(progress.stage, flush=True)
