@@ -55,7 +55,7 @@ class RayPool:
 
     @property
     def capacity(self) -> int:
-        """Implements `TaskPool.capacity`."""
+        """Returns how many tasks may be out at a time, by default as many as suit the CPUs."""
         if self._capacity is not None:
             return self._capacity
         import ray
@@ -68,13 +68,13 @@ class RayPool:
             self._task.remote(import_tasks, None)
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Implements `TaskPool.submit`."""
+        """Submits a task to the Ray cluster and returns its number."""
         self._submitted += 1
         self._out[self._task.remote(function, item)] = self._submitted
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
-        """Implements `TaskPool.wait`."""
+        """Waits until some task has ended; returns its number and its result or exception."""
         import ray
 
         done, _ = ray.wait(list(self._out), num_returns=1)

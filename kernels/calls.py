@@ -106,12 +106,12 @@ class SortedRoutes:
 
     @property
     def num_routes(self) -> int:
-        """Returns N."""
+        """Returns N, the number of routes."""
         return self.weight_N.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """Returns E."""
+        """Returns E, the number of experts."""
         return self.starts_E1.shape[0] - 1
 
     def source_rows(self) -> Tensor:
@@ -174,7 +174,7 @@ class MLPCall(SortedRoutes):
 
     @property
     def width_out(self) -> int:
-        """Returns O."""
+        """Returns O, the width of an output row."""
         return self.w_down_EFO.shape[2]
 
     @property
@@ -198,7 +198,7 @@ class LinearCall(SortedRoutes):
 
     @property
     def width_out(self) -> int:
-        """Returns O."""
+        """Returns O, the width of an output row."""
         return self.w_EDO.shape[2]
 
     @property

@@ -79,7 +79,7 @@ def _inverse(order_N: Tensor | None) -> Tensor | None:
 
 
 def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
-    """Returns values[order]."""
+    """Returns values[order], (N,), or the values unchanged if `order_N` is None."""
     return values_N if order_N is None else values_N.index_select(0, order_N)
 
 

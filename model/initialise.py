@@ -84,12 +84,12 @@ def constant(value: float) -> Initializer:
 
 
 def normal(std: float) -> Initializer:
-    """Draws from N(0, std)."""
+    """Draws all elements from N(0, std), where `std` is the standard deviation."""
     return lambda shape, generator: torch.empty(shape).normal_(0, std, generator=generator)
 
 
 def uniform(bound: float) -> Initializer:
-    """Draws from U(−bound, bound)."""
+    """Draws all elements from the uniform distribution U(−bound, bound)."""
     return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 

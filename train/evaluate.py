@@ -26,7 +26,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity, exp(loss)."""
+        """Returns the perplexity, exp(loss); a loss above 700 counts as 700."""
         return math.exp(min(self.loss, 700.0))
 
 

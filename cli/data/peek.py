@@ -18,7 +18,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 def add_peek(actions: Commands) -> None:
-    """Declares `moebius data peek`."""
+    """Adds the `moebius data peek` subcommand and its arguments to the parser."""
     parser = add_command(
         actions,
         "peek",

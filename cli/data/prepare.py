@@ -26,7 +26,7 @@ _OVERRIDE = re.compile(r"prepare(\.\w+)+=")
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius prepare`."""
+    """Adds the `moebius prepare` subcommand and its arguments to the parser."""
     parser = add_command(
         commands,
         "prepare",

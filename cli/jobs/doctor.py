@@ -17,7 +17,7 @@ _HERE = "127.0.0.1"
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares `moebius doctor`."""
+    """Adds the `moebius doctor` subcommand and its arguments to the parser."""
     parser = add_command(
         commands,
         "doctor",

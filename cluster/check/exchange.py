@@ -26,7 +26,7 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def main() -> None:
-    """Measures as one rank."""
+    """Runs the exchange self-test as one rank; rank 0 writes the results to a JSON file."""
     import torch
     import torch.distributed as dist
 

@@ -70,19 +70,19 @@ class Probe:
         return Reached(time.perf_counter() - started)
 
     def publish(self, path: str, text: str) -> Written:
-        """Calls `folder.publish` here."""
+        """Writes a file atomically from this node, as `folder.publish` does."""
         return folder.publish(path, text)
 
     def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
-        """Calls `folder.await_text` here."""
+        """Waits on this node until a file holds `text`, for `limit_s` seconds at most."""
         return folder.await_text(path, text, limit_s, before=before)
 
     def claim(self, path: str) -> bool:
-        """Calls `folder.claim` here."""
+        """Creates a file from this node, and returns False if it already exists."""
         return folder.claim(path)
 
     def clean(self, path: str, token: str) -> None:
-        """Calls `folder.clean` here."""
+        """Removes from this node the files that the check with this token left behind."""
         folder.clean(path, token)
 
     def free_port(self) -> int:

@@ -58,7 +58,7 @@ class Watchdog:
         self._silent_s = 0.0
 
     def end(self) -> None:
-        """Ends the watchdog."""
+        """Stops the watchdog thread without calling `act`."""
         self._ended.set()
 
     def _watch(self) -> None:

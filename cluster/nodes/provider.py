@@ -123,5 +123,5 @@ class ThisMachine:
         )
 
     def release(self) -> None:
-        """Ends what runs here."""
+        """Ends the agent, its ranks and the template process on this machine."""
         self._node.end()

@@ -172,7 +172,7 @@ class StoreGate:
         self._loop.serve(bound, self._admit)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stops listening and closes every connection; a second call does nothing."""
         self._loop.stop()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,7 +204,7 @@ class StoreRelay:
         self._loop.serve(bound, self._forward)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stops listening and closes every connection; a second call does nothing."""
         self._loop.stop()
 
     def await_gate(self, *, timeout_s: float) -> None:

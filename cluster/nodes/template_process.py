@@ -332,5 +332,5 @@ def send_order(channel: socket.socket, order: Order, secret: int) -> None:
 
 
 def tell(channel: socket.socket, **message: object) -> None:
-    """Sends anything else."""
+    """Sends any message other than an order, as one JSON object of the keyword arguments."""
     channel.send(json.dumps(message).encode())

@@ -67,7 +67,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Reads what `to_json` wrote."""
+        """Rebuilds a plan from the JSON text that `to_json` returns."""
         values = json.loads(text)
         return cls(**values | {"gpus": tuple(tuple(devices) for devices in values["gpus"])})
 

@@ -81,7 +81,7 @@ class _Piece:
             yield line
 
     def skip(self) -> None:
-        """Goes to the end."""
+        """Moves the read position to the current end of the file."""
         self.offset = self.path.stat().st_size
 
     def skip_until(self, since: float) -> None:

@@ -39,7 +39,7 @@ class Verdict:
 
 @dataclass
 class Budgets:
-    """Counts a job's failures."""
+    """Counts a job's failures per account and judges whether it may restart."""
 
     launch: Launch
     used: Counter[str] = field(default_factory=Counter)

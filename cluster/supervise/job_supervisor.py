@@ -196,7 +196,7 @@ class JobSupervisor:
         self.node_provider.release()
 
     def end_data(self) -> None:
-        """Ends what prepares data."""
+        """Stops the background data preparation, if the job has one."""
         if self.data is not None:
             self.data.end()
 

@@ -138,7 +138,7 @@ class ControlStoreWatch:
         threading.Thread(target=self._watch, name="control-store", daemon=True).start()
 
     def end(self) -> None:
-        """Ends the watch."""
+        """Stops the thread that watches the control store."""
         self._ended.set()
 
     def _watch(self) -> None:

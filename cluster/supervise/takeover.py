@@ -42,7 +42,7 @@ class Predecessor:
 
     @property
     def existed(self) -> bool:
-        """Whether there was one."""
+        """Returns whether an earlier supervisor had moved the job beyond SUBMITTED."""
         return bool(self.entries) and self.entries[-1].state is not State.SUBMITTED
 
     @property

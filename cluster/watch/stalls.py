@@ -136,7 +136,7 @@ _PART_OF_STEP = 0.1
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank."""
+    """Describes a rank whose own part of a step takes much longer than the others'."""
 
     rank: int
     own_s: float  # per step

@@ -68,7 +68,7 @@ class Committer:
         quarantined: Sequence[QuarantinedSplit],
         units: Sequence[Unit],
     ) -> None:
-        """Ends the chain."""
+        """Appends the completion record that ends the manifest chain, after the last unit."""
         assert not any(self._left.values()), "a unit was not committed"
         self._writer.append(
             Completion(

@@ -118,13 +118,13 @@ class SerialPool:
         """Implements `TaskPool.expect`: there is nothing to start."""
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Implements `TaskPool.submit`."""
+        """Queues a task for `wait` to run, and returns its number."""
         self._submitted += 1
         self._waiting.append((self._submitted, function, item))
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
-        """Implements `TaskPool.wait`."""
+        """Runs the oldest queued task; returns its number and its result or exception."""
         number, function, item = self._waiting.popleft()
         try:
             return number, run_task(function, item)
@@ -155,12 +155,12 @@ class LocalPool:
         self._life, self._life_of_workers = cast("tuple[Any, Any]", multiprocessing.Pipe())
 
     def expect(self, num_tasks: int) -> None:
-        """Implements `TaskPool.expect`."""
+        """Starts workers for that many tasks, but no more than `capacity` in all."""
         while len(self._idle) + len(self._busy) < min(num_tasks, self.capacity):
             self._idle.append(_Worker(self._life_of_workers))
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Implements `TaskPool.submit`."""
+        """Hands a task to an idle or a new worker process, and returns its number."""
         worker = self._idle.pop() if self._idle else _Worker(self._life_of_workers)
         try:
             worker.send(function, item)
@@ -173,7 +173,7 @@ class LocalPool:
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
-        """Implements `TaskPool.wait`."""
+        """Waits until some task has ended; returns its number and its result or exception."""
         while True:
             ready = connection.wait([worker.pipe for worker in self._busy.values()])
             # of several the one that was handed out first

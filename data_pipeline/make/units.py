@@ -228,7 +228,7 @@ class Meter:
         self.unit_done(unit, 0, is_own=False)
 
     def segment_sealed(self, source: str) -> None:
-        """Counts a segment."""
+        """Adds one to the source's number of sealed segments."""
         self._counts[source].segments += 1
 
     def progress(self, stage: str, *, news: str = "") -> PrepareProgress:

@@ -256,7 +256,7 @@ class OrderedSamples:
                 raise DataError(self._used_up(missing, samples))
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files of the prepared data; reading opens them again."""
         self.prepared.close()
 
     def _source_rows(self, name: str) -> SourceRows:

@@ -59,7 +59,7 @@ class Hello(_Message):
 
 
 class Want(_Message):
-    """Asks for a chunk."""
+    """Asks the server for one chunk of a source, and lists chunks no longer in use."""
 
     kind: Literal["want"] = "want"
     source: str = Field(pattern=SOURCE_NAME)

@@ -34,7 +34,7 @@ class RemoteFile(io.RawIOBase):
         return data
 
     def readinto(self, buffer: Any, /) -> int:
-        """Implements `io.RawIOBase.readinto`."""
+        """Fills a buffer from the read position and returns the number of bytes read."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -50,15 +50,15 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def readable(self) -> bool:
-        """Returns True."""
+        """Returns True, because the file can always be read."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
+        """Returns True; `seek` only moves the position of the next read."""
         return True
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the server and marks the file as closed."""
         self._drop()
         super().close()
 

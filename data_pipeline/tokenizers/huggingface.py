@@ -88,18 +88,18 @@ class HuggingFaceTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Implements `Tokenizer.sha256`."""
+        """Returns the hex SHA-256 of the tokenizer's files."""
         return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Implements `Tokenizer.encode_batch`."""
+        """Encodes each text to an array of ids, with no end of document added."""
         pieces = [self._pieces(text) for text in texts]
         flat = [piece for of_text in pieces for piece in of_text]
         encoded = iter(self._encode(flat))
         return [_joined([next(encoded) for _ in of_text]) for of_text in pieces]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Implements `Tokenizer.decode`."""
+        """Decodes ids to text and leaves out special tokens."""
         plain = np.asarray(ids, dtype=np.int64).tolist()
         return self._library.decode(plain, skip_special_tokens=True)
 

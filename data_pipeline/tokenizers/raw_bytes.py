@@ -28,15 +28,15 @@ class BytesTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Implements `Tokenizer.sha256`."""
+        """Returns the hex SHA-256 of the tokenizer's files."""
         return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Implements `Tokenizer.encode_batch`."""
+        """Encodes each text to its UTF-8 bytes, as an array of uint16 ids."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Implements `Tokenizer.decode`."""
+        """Decodes ids as UTF-8 bytes; ids above 255 are skipped, invalid bytes become U+FFFD."""
         array = np.asarray(ids, dtype=np.int64)
         data = array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
         return data.decode("utf-8", errors="replace")

@@ -50,11 +50,11 @@ class SentencePieceTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Implements `Tokenizer.sha256`."""
+        """Returns the hex SHA-256 of the tokenizer's files."""
         return hash_of_files(self.files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Implements `Tokenizer.encode_batch`."""
+        """Encodes each text to an array of ids, with no end of document added."""
         dtype = token_dtype(self.vocab_size)
         for text in texts:
             text.encode()  # half a surrogate pair would reach the library as something else
@@ -62,7 +62,7 @@ class SentencePieceTokenizer:
         return [np.array(ids, dtype=dtype) for ids in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Implements `Tokenizer.decode`."""
+        """Decodes ids to text and leaves out the end of document."""
         plain = np.asarray(ids, dtype=np.int64)
         return self._processor.decode(plain[plain != self.end_of_document_id].tolist())
 

@@ -124,7 +124,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One committed checkpoint."""
+    """Identifies a committed checkpoint by its step and its directory."""
 
     step: int
     path: Path

@@ -77,7 +77,7 @@ class _CountedRows:
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows."""
+        """Waits for the dispatched rows and returns them, (U, D)."""
         return self.sending.rows.wait()
 
     @property

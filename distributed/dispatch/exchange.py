@@ -60,7 +60,7 @@ class Collective(Protocol):
     """A collective of rows along dim 0 whose backward is another one."""
 
     def start(self, rows: Tensor) -> Pending:
-        """Starts it."""
+        """Starts the collective on `rows` and returns a handle to wait for its result."""
         ...
 
     @property

@@ -277,7 +277,7 @@ class _Dispatched:
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows."""
+        """Waits for the dispatched rows and returns them, (U, D)."""
         return self.exchange.x_UD
 
     @property

@@ -164,11 +164,11 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
                 nn.init.normal_(parameter, std=0.02)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Returns the tokens' embedding."""
+        """Returns the module that embeds the input tokens."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the tokens' embedding."""
+        """Replaces the module that embeds the input tokens."""
         self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
@@ -176,7 +176,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the head."""
+        """Replaces the head, which computes the logits."""
         self.head = new_embeddings
 
     def forward(

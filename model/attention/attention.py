@@ -193,7 +193,7 @@ class DenseAttention(RotaryAttention):
         unhalted: Unhalted | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """Attends, and routes nothing."""
+        """Computes dense attention, and returns no routings."""
         assert rotary is not None
         assert unhalted is None, "only MoMHA knows of tokens that have halted"
         same_input = value_input_BSD is n_BSD

@@ -78,7 +78,7 @@ class MoMHA(Attention):
         )
 
     def routers(self) -> dict[str, Router]:
-        """Returns the one router."""
+        """Returns the router that chooses the experts of Q and O, as "attention"."""
         return {"attention": self.router}
 
     def forward(

@@ -46,7 +46,7 @@ class Sink(Protocol):
     """Writes metrics to one destination. One thread makes all calls; any error is retried."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes records in order."""
+        """Writes the records to the destination in the order given."""
         ...
 
     def close(self, state: str) -> None:

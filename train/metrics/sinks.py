@@ -89,7 +89,7 @@ class TensorBoard:
                 self._writer.add_text("events", event, record.step, record.time_s)
 
     def close(self, state: str) -> None:
-        """Closes the file."""
+        """Closes the event file; a finished run's hyperparameters are recorded first."""
         if state == "finished":
             self._add_hparams(has_finished=True)
         self._writer.close()

@@ -107,7 +107,7 @@ class StepClock:
         self._num_steps = 0
 
     def count_step(self) -> None:
-        """Counts one more step."""
+        """Adds one to the number of steps that `read` averages over."""
         self._num_steps += 1
 
     def read(self, *, waited_s: float) -> tuple[float, float]:
