@@ -338,6 +338,7 @@ def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes
     """Renders one line per rank, and which experts it holds."""
     sizes = ("weights", "gradients", "moments", "copies", "kept", "total")
     table = _table("rank", "place", "dense", "experts", *sizes)
+    table.padding = (0, 1, 0, 0)  # ten columns fit into 80 characters
     for found in shapes:
         place = "/".join(str(getattr(found.place, axis)) for axis in _PLACES)
         held = (found.dense_parameters, found.expert_parameters)
