@@ -10,7 +10,7 @@ layout.
 
 A thread reads ahead. Where the folder is still growing it waits for the segment that a step needs, all
 of it, so that all ranks wait at the same step, and `wait_reason` says what for. Chunks are decoded
-by the rank itself, or once for all ranks of its node by a data server (serving/).
+by the rank itself, or once for all ranks of its node by a data server (serve/).
 """
 
 import logging

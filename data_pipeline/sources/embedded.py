@@ -1,4 +1,14 @@
-"""The English prose that every Python carries, as input (`data_pipeline/sources/embedded.py`)."""
+"""The input that needs no download: the English prose that every Python carries.
+
+Sources: the language reference in `pydoc_data.topics`, and of the standard library's own source
+files the docstrings and the longer comments. Files are parsed with `ast`, never imported. Code
+examples, grammars, tables and fragments are left out, wrapped lines are joined, repeated paragraphs
+are dropped. The result depends only on the Python version: test suites and other parts that
+distributions leave out are not read.
+
+Cost: about 3 s of one core, once per process, nearly all of it `ast.parse`. CPython 3.11 yields 2.0
+MB in 942 documents, a quarter of it from comments.
+"""
 
 import ast
 import os

@@ -65,7 +65,7 @@ def segments(folder: Path, source: str) -> list[list[int]]:
     ]
 
 
-def test_an_segment_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
+def test_a_segment_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
     committer, folder, told = make(a=5, b=2)
     committer.commit("a", [entry("a", 0, 600)])
     assert not is_prepared(folder), "nothing can be read yet"
@@ -91,7 +91,7 @@ def test_a_source_that_ends_with_nothing_has_no_empty_segment(make):
     assert told == ["a"]
 
 
-def test_an_segment_has_so_many_shards_at_most(make, monkeypatch):
+def test_a_segment_has_so_many_shards_at_most(make, monkeypatch):
     monkeypatch.setattr(commit, "MAX_SEGMENT_SHARDS", 3)
     committer, folder, _ = make(a=7)
     for number in range(7):
