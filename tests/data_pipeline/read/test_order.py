@@ -30,7 +30,7 @@ CHUNKS = st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any)
 
 @settings(max_examples=150, deadline=None)
 @given(sizes=CHUNKS, per_window=st.integers(1, 9), key=st.integers(0, 2**64 - 1))
-def test_an_segment_gives_every_row_once(sizes, per_window, key):
+def test_a_segment_gives_every_row_once(sizes, per_window, key):
     order = SegmentOrder(chunk_table(sizes, per_window), key)
     rows = order.rows_at(np.arange(sum(sizes)))
     assert np.array_equal(np.sort(rows), np.arange(sum(sizes)))

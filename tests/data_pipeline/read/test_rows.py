@@ -164,7 +164,7 @@ def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     assert len(set(reads)) == batches
 
 
-def test_where_an_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
+def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
     """A later segment may have the smaller number, where an epoch begins."""
     prepared = Prepared(folder.folder, seq_len=S, chunk_batches=4)
     tables = [prepared.chunks("plain", segment) for segment in (0, 1)]

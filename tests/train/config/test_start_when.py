@@ -145,7 +145,7 @@ def test_it_is_a_section_of_the_configuration():
         resolve("smoke", ["train.start_when={}"], RECIPES)
 
 
-def test_ranks_begin_with_an_segment_of_every_source_and_what_was_asked_for(tmp_path):
+def test_ranks_begin_with_a_segment_of_every_source_and_what_was_asked_for(tmp_path):
     made = MadeFolder(tmp_path, ("a", "b"))
     asked = [
         StartWhen(segments=1),
