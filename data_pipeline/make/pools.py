@@ -215,7 +215,8 @@ class _Worker:
         # not fork: this process may have threads, and locks that they hold
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, life), daemon=True)
+        # no daemon: it could have no processes of its own, which a user's function may want
+        self.process = context.Process(target=_work, args=(theirs, life), daemon=False)
         self._has_begun = False
         self.process.start()
         theirs.close()

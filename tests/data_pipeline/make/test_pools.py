@@ -134,6 +134,19 @@ def test_leaving_a_pool_ends_a_task_that_is_at_work():
     _await_end(process)
 
 
+def _with_a_process_of_its_own(exit_code: int) -> int | None:
+    process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(exit_code,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_a_task_may_start_processes():
+    with LocalPool(1) as pool:
+        number = pool.submit(_with_a_process_of_its_own, 3)
+        assert pool.wait() == (number, 3)
+
+
 def test_a_pool_of_nobody_is_refused():
     with pytest.raises(DataError, match="a pool of 0 workers: at least 1"):
         LocalPool(0)
