@@ -14,7 +14,7 @@ from .metrics.run_lines import log_saved
 from .metrics.step_metrics import exchange_metrics, expert_metrics
 from .record.heartbeat import Phase
 from .run import Run, StepResult, save
-from .spikes.reaction import roll_back
+from .spikes.reaction import roll_back_if_due
 
 _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its last checkpoint
 
@@ -94,8 +94,8 @@ def log_checkpoints(run: Run, _result: StepResult) -> None:
 
 def roll_back_after_spikes(run: Run, result: StepResult) -> None:
     """Returns the run to an earlier checkpoint after too many spikes."""
-    if run.spikes is not None and run.spikes.rollback_is_due and not result.is_last:
-        roll_back(run)
+    if not result.is_last:
+        roll_back_if_due(run)
 
 
 HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (

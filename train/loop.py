@@ -35,7 +35,7 @@ from .optim import learning_rate_at
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
 from .run import Run, StepResult, assemble, resume, trace_next_step
-from .spikes.reaction import count_skipped, why_skipped
+from .spikes.reaction import count_skipped, roll_back_if_due, why_skipped
 from .state import seed_micro_batch
 
 
@@ -82,6 +82,8 @@ def train_steps(run: Run) -> str:
     if run.progress.step == 0:
         evaluate_run(run)
     run.restart_clock()
+    if run.progress.step < config.train.steps:
+        roll_back_if_due(run)  # if the run ended after the spikes were saved
     stopped = False
     while run.progress.step < config.train.steps and not stopped:
         batch = next_batch(run)

@@ -89,6 +89,12 @@ def count_skipped(run: Run, why: str | None) -> None:
 MOST_ROLLBACKS = 10  # of a run; then another one ends it
 
 
+def roll_back_if_due(run: Run) -> None:
+    """Rolls back after too many spikes, also after those that a checkpoint remembers; collective."""
+    if run.spikes is not None and run.spikes.rollback_is_due:
+        roll_back(run)
+
+
 def roll_back(run: Run) -> None:
     """Returns the run to a checkpoint from before its last spikes; a collective call.
 

@@ -23,7 +23,7 @@ from moebius.train.config.run_config import Config
 from moebius.train.config.train_config import SpikeConfig
 from moebius.train.optim import learning_rate_at
 from moebius.train.rank_data import open_loader
-from moebius.train.run import assemble
+from moebius.train.run import Run, assemble
 from moebius.train.spikes import reaction
 from moebius.train.spikes.history import FILE, read_rollbacks
 from moebius.train.state import TrainingProgress, set_updates, state_tensors
@@ -175,6 +175,31 @@ def test_a_restart_at_any_moment_changes_nothing(
     run_ranks(train, world, config, tmp_path)
     assert curve(tmp_path) == curve(rolled_back)
     assert len(read_rollbacks(tmp_path)) == 1
+
+
+def train_until_saved(config: Config, run_dir: Path, poison: range) -> None:
+    """Trains until the run would roll back; it dies when its checkpoints are written."""
+
+    def die(run: Run) -> None:
+        run.checkpoints.wait()
+        raise KeyboardInterrupt("the machine is gone")
+
+    reaction.roll_back = die
+    train(config, run_dir, poison=poison)
+
+
+def test_a_restart_between_save_and_rollback_rolls_back_before_another_step(
+    made: MadeFolder, tmp_path: Path
+) -> None:
+    config, poison = config_of(made, rollback_after=1, rollback_within=1), range(40, 48)  # step 6
+    expected, died = tmp_path / "expected", tmp_path / "died"
+    run_ranks(train, 1, config, expected, 0, poison)
+    with pytest.raises(RankFailed):
+        run_ranks(train_until_saved, 1, config, died, poison)
+    assert (died / "checkpoints" / "step_00000006").is_dir()
+    run_ranks(train, 1, config, died, 0, poison)
+    assert curve(died) == curve(expected)
+    assert read_rollbacks(died) == read_rollbacks(expected) != ()
 
 
 @pytest.mark.slow
