@@ -53,8 +53,8 @@ def train(config: Config, run_dir: Path) -> str:
         torch.set_num_threads(config.train.threads)
     heartbeat, clock = open_heartbeat(), PhaseClock()
     with (
-        ExitStack() as logs,
         start_process(config.train.device, timeout_s=config.train.timeout_s) as process,
+        ExitStack() as logs,
     ):
         clock.mark("join")
         run = assemble(config, run_dir, process)
