@@ -62,55 +62,60 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def print_folders(found: "Sequence[FoundFolder]") -> None:
-    """Prints a table of the sources in prepared folders, and what of their input was dropped."""
+    """Prints each prepared folder's state, its sources, and what was dropped from their input."""
     from rich.console import Console
 
     console = Console()
-    console.print(_table(found))
     for folder in found:
+        console.print(_heading(folder))
+        if folder.manifest is not None:
+            console.print(_table(folder.manifest))
         for line in _losses(folder):
             console.print(line)
 
 
-def _table(found: "Sequence[FoundFolder]") -> "Table":
-    """Returns a line for every source of every folder.
+def _heading(folder: "FoundFolder") -> "Text":
+    """Returns a folder's path, its state and its tokenizer.
 
     Names that come from data are shown as `Text`: rich would take their brackets for markup.
     """
+    from rich.text import Text
+
+    manifest = folder.manifest
+    if manifest is None:
+        return Text.assemble((str(folder.path), "bold"), ": ", (folder.problem, "red"))
+    tokenizer = manifest.header.tokenizer
+    return Text.assemble(
+        (str(folder.path), "bold"),
+        ": ",
+        _state(manifest),
+        f", tokenizer {tokenizer.kind} with {tokenizer.vocab_size:,} ids",
+    )
+
+
+def _state(manifest: "DatasetManifest") -> tuple[str, str]:
+    """Returns how complete a folder is, and the style to show that in."""
+    if manifest.completion is None:
+        return "growing", "yellow"
+    if quarantined := len(manifest.completion.quarantined):
+        return f"complete without {quarantined} input splits", "yellow"
+    return "complete", "green"
+
+
+def _table(manifest: "DatasetManifest") -> "Table":
+    """Returns a line for every source of a folder."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("folder", "source", "licence", "tokenizer", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("segments", "train tokens", "documents", "held out", "bytes/token", "MiB"):
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("source", overflow="fold")
+    for name in ("train tokens", "documents", "held out", "segments", "bytes/token", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for folder in found:
-        manifest = folder.manifest
-        if manifest is None:
-            table.add_row(Text(str(folder.path)), "", "", "", Text(folder.problem, style="red"))
-            continue
-        tokenizer = manifest.header.tokenizer
-        for source in manifest.sources:
-            table.add_row(
-                Text(str(folder.path)),
-                Text(source.name),
-                Text(source.licence or "not stated"),
-                Text(f"{tokenizer.kind} {tokenizer.vocab_size:,}"),
-                _state(manifest),
-                *_numbers(manifest, source.name),
-            )
+    table.add_column("licence", overflow="fold")
+    for source in manifest.sources:
+        licence = Text(source.licence or "–")
+        table.add_row(Text(source.name), *_numbers(manifest, source.name), licence)
     return table
-
-
-def _state(manifest: "DatasetManifest") -> "Text":
-    from rich.text import Text
-
-    if manifest.completion is None:
-        return Text("growing", style="yellow")
-    if quarantined := len(manifest.completion.quarantined):
-        return Text(f"complete without {quarantined} input splits", style="yellow")
-    return Text("complete", style="green")
 
 
 def _numbers(manifest: "DatasetManifest", source: str) -> tuple[str, ...]:
@@ -122,10 +127,10 @@ def _numbers(manifest: "DatasetManifest", source: str) -> tuple[str, ...]:
     documents = sum(shard.num_documents for shard in train)
     held_out = sum(shard.num_documents for shard in shards) - documents
     return (
-        f"{len(segments):,}",
         f"{sum(shard.num_tokens for shard in train):,}",
         f"{documents:,}",
         f"{held_out:,}",
+        f"{len(segments):,}",
         f"{text_bytes / max(1, tokens):.3f}",
         f"{sum(shard.num_bytes for shard in shards) / 2**20:,.1f}",
     )
