@@ -102,8 +102,11 @@ def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
     for entry in entry_points(group="moebius.commands", name=name):
         return entry.load()
     if name in ELSEWHERE:
+        package = ELSEWHERE[name]
+        folder = package.removeprefix("moebius-")
         raise ValueError(
-            f"moebius {name} is a command of {ELSEWHERE[name]}: pip install {ELSEWHERE[name]}"
+            f"moebius {name} is a command of the package {package}, which is not installed: run "
+            f"pip install ./{folder} in a checkout of moebius"
         )
     return None
 
