@@ -27,7 +27,9 @@ def _remote(
 ) -> Callable[Concatenate["RemoteNode", P], R]:
     """Returns the method that calls a method of `Node` on the other machine."""
 
-    def call(node: "RemoteNode", *arguments: P.args, **_: P.kwargs) -> R:
+    def call(node: "RemoteNode", *arguments: P.args, **named: P.kwargs) -> R:
+        if named:
+            raise TypeError(f"{method.__name__} takes arguments by position alone, not {[*named]}")
         return node._call(method.__name__, *arguments)
 
     return call

@@ -54,6 +54,13 @@ def test_ranks_get_nothing_of_ray_and_everything_of_ours(tmp_path):
     assert not {"OMP_NUM_THREADS", "RAY_AUTH_TOKEN_PATH"} & set(environment)
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [(0, ""), (None, "0,1"), (2, "0,1")])
+def test_a_job_without_gpus_sees_none(tmp_path, gpus, visible):
+    launch = fake_launch(tmp_path, gpus_per_node=gpus)
+    environment = node_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, launch)
+    assert environment["CUDA_VISIBLE_DEVICES"] == visible
+
+
 def test_node_runs_its_ranks_keeps_their_logs_and_reports(tmp_path):
     node = Node()
     node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=3", ranks_per_node=2)))
