@@ -8,6 +8,7 @@ of an undisturbed one.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,9 +182,13 @@ def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     assert cause is not None
     assert cause.rank == 1
     assert "in phase step of step 14" in cause.summary
-    assert cause.where is not None, "the innermost line of ours, which a test's file is not"
     assert "the others wait in all_reduce no. " in cause.summary
-    assert "in hangs_here" in (tmp_path / "logs" / "g001" / "stall" / "rank1.txt").read_text()
+    stacks = (tmp_path / "logs" / "g001" / "stall" / "rank1.txt").read_text()
+    assert "in hangs_here" in stacks
+    # The innermost line of ours, which a test's file is only in a folder that is called moebius.
+    assert cause.where is not None
+    file, number, function = re.split(":| in ", cause.where)
+    assert f'/{file}", line {number} in {function}' in stacks
     assert losses(tmp_path) == expected
 
 
