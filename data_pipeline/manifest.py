@@ -342,8 +342,9 @@ def manifest_name(number: int) -> str:
 
 
 def is_prepared(directory: str | Path) -> bool:
-    """Returns whether a folder holds prepared data, be it still growing."""
-    return (Path(directory) / manifest_name(0)).exists()
+    """Returns whether a folder holds prepared data, be it still growing, or without its header."""
+    first = Path(directory) / manifest_name(0)
+    return first.exists() or _later_than(first, 0) is not None
 
 
 # ---- writing

@@ -67,14 +67,21 @@ def test_a_damaged_folder_is_told_by_the_exit_code(
     assert shard.name in answer.text
 
 
+@pytest.mark.parametrize("name", ["manifest-000000.json", "manifest-000001.json"])
 def test_a_missing_manifest_is_told_by_the_exit_code(
-    shards: Path, tmp_path: Path, moebius: Callable
+    name: str,
+    shards: Path,
+    tmp_path: Path,
+    moebius: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     copy = shutil.copytree(shards, tmp_path / "copy")
-    (copy / "manifest-000001.json").unlink()
-    answer = moebius("data", "verify", copy)
-    assert answer.code == 2
-    assert "manifest-000001.json is missing" in answer.text
+    (copy / name).unlink()
+    for command, code in (("verify", 2), ("peek", 2), ("ls", 0)):
+        answer = moebius("data", command, copy)
+        assert answer.code == code
+        assert f"{name} is missing" in answer.text
 
 
 @pytest.mark.parametrize(
