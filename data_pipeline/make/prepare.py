@@ -23,6 +23,7 @@ Cost: text is read at 100 MB/s/core, and a second time by a process that has not
 tokenising takes nearly all the time.
 """
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -126,7 +127,9 @@ def prepare(
                     forget(folder)  # what a pool in this process has kept
                 manifest = read_manifest(folder)
             clear(folder)
-    elif (folder / UNFINISHED).exists() or any(temporary_files(folder)):
+    elif os.access(folder, os.W_OK) and (
+        (folder / UNFINISHED).exists() or any(temporary_files(folder))
+    ):
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
     return manifest

@@ -97,10 +97,16 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Queues a line; drops the oldest one when the queue is full."""
+        """Queues a line; drops the oldest one when the queue is full.
+
+        A rollback is never dropped: a sink that missed it would show the abandoned steps.
+        """
         with self._changed:
             if len(self._queue) >= self._capacity:
-                self._queue.popleft()
+                kinds = [waiting.kind for waiting in self._queue]
+                del self._queue[
+                    next((at for at, kind in enumerate(kinds) if kind != "rollback"), 0)
+                ]
                 self._count_lost(1)
             self._queue.append(record)
             self._changed.notify()

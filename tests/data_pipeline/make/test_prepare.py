@@ -658,3 +658,20 @@ def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch
     both = config.model_copy(update={"input": ("embedded", str(tmp_path / "text.txt"))})
     with pytest.raises(RuntimeError, match="asked"):
         prepare(both, tmp_path / "both", pool=Refusing())
+
+
+def test_a_complete_folder_that_cannot_be_written_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("years of work\n" * 40)
+    config = PrepareConfig(input=(str(text),), tokenizer="bytes", vocab_size=257)
+    made = prepare(config, tmp_path / "d")
+    debris = tmp_path / "d" / "text.train-00000.tok.arrow.tmp-1-ab"
+    debris.write_text("of a killed worker")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert prepare(config, tmp_path / "d") == made
+    assert debris.exists()
+    monkeypatch.undo()
+    assert prepare(config, tmp_path / "d") == made
+    assert not debris.exists()
