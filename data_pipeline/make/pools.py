@@ -33,7 +33,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection
-from multiprocessing.pool import ExceptionWithTraceback
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from ..errors import DataError, InputError, PrepareError
@@ -274,7 +273,8 @@ def _work(pipe: Any, life: Any) -> None:
         try:
             outcome = run_task(function, item)
         except Exception as error:  # noqa: BLE001 (judged by whoever waits)
-            outcome = ExceptionWithTraceback(error, error.__traceback__)  # pickle drops it
+            error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+            outcome = error  # without its traceback, which pickle drops: hence the note
         pipe.send(_Result(outcome))
 
 
