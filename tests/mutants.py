@@ -423,7 +423,9 @@ def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: boo
         *(["-x"] if stop_early else []),
         *tests,
     ]
-    environment = os.environ | {"PYTHONPATH": str(copy.parent), "OMP_NUM_THREADS": "1"}
+    folders = [copy.parent, *copy.glob("*/tests")]  # the satellites' tests import helpers of theirs
+    paths = os.pathsep.join(map(str, folders))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,
         cwd=copy,
