@@ -9,5 +9,5 @@ rich; it imports nothing of moebius.
 from .contract import Layer, Shard
 from .run import assert_conforms, check
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Layer", "Shard", "assert_conforms", "check"]

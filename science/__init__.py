@@ -1,3 +1,3 @@
 """Asks trained models of moebius what they have learned: pictures, comparisons, tasks, claims."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -112,10 +112,10 @@ def install_command(site: Path) -> dict[str, str]:
     """Makes the command known as an installed wheel does, and returns the environment for it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     [(name, target)] = settings["project"]["entry-points"]["moebius.commands"].items()
-    about = site / "moebius_dashboard-0.1.0.dist-info"
+    about = site / "moebius_dashboard-0.2.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.1.0\n"
+        "Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.2.0\n"
     )
     (about / "entry_points.txt").write_text(f"[moebius.commands]\n{name} = {target}\n")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ["PYTHONPATH"]])}
