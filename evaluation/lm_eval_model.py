@@ -4,7 +4,7 @@
 
 The harness has no place where a package could announce a model, so its own command `lm_eval` knows
 this one only once this module is imported; the command above imports it and hands everything on. A
-task file may import it too (docs/evaluation.md).
+task file may import it too (docs/evaluate.md).
 
 Rows are scored as in our own tasks (scoring.py): what has no context stands after an end of
 document, long rows lose their left end, options share their context's pass. One process; `moebius

@@ -1,5 +1,5 @@
 """A dispatcher of one's own: one row per route, sorted by rank and by nothing else.
-docs/extending.md explains it part by part.
+docs/extend.md explains it part by part.
 
     python -m torch.distributed.run --nproc-per-node 2 examples/add_a_dispatcher.py
 

@@ -1,5 +1,5 @@
 """A router of one's own: as many experts as a token needs, instead of K (arXiv 2403.07652).
-docs/extending.md explains it.
+docs/extend.md explains it.
 
     python examples/add_a_router.py
 

@@ -2,7 +2,7 @@
 
 Experts are stored one by one in torch.nn.Linear's [out, in], as mixtures of experts are published:
 a converter or server picks whole experts by name and knows nothing of our banks [E, in, out]. The
-price is a few thousand keys and a transposition. docs/checkpoints.md has the map of the keys.
+price is a few thousand keys and a transposition. docs/formats.md has the map of the keys.
 
 `dtype` applies to weights that enter matrix products; routers, norms, biases, embeddings and
 buffers stay as they are, as in training, so the export of a bfloat16 run gives the run's own bits.

@@ -1,4 +1,4 @@
-"""The examples of a router and a dispatcher hold what they promise; docs/extending.md quotes them."""
+"""The examples of a router and a dispatcher hold what they promise; docs/extend.md quotes them."""
 
 import importlib.util
 import re

@@ -30,7 +30,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str = "one JSON object per line") -> None:
-    parser.add_argument("--json", action="store_true", help=f"{what} (keys: docs/jobs.md)")
+    parser.add_argument("--json", action="store_true", help=f"{what} (keys: docs/watch.md)")
 
 
 # status -------------------------------------------------------------------------------------------

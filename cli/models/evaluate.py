@@ -80,7 +80,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tasks",
         metavar="NAME,…",
-        help="score these: paper (the six of MoEUT's paper), all, or names (docs/evaluation.md)",
+        help="score these: paper (the six of MoEUT's paper), all, or names (docs/evaluate.md)",
     )
     group.add_argument(
         "--data", metavar="DIR", help="folder of NAME.jsonl[.zst]; hub: the published sets"

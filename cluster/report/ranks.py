@@ -56,7 +56,7 @@ class RunMonitor:
         self._processes: dict[int, psutil.Process] = {}
 
     def look(self) -> dict[str, Any]:
-        """Returns one look as plain values of JSON (docs/jobs.md names the keys).
+        """Returns one look as plain values of JSON (docs/watch.md names the keys).
 
         Raises:
             JobError: there is no job in this folder.

@@ -1,7 +1,7 @@
 """A run's story, from its run folder alone: one line for people, one JSON object for scripts.
 
 "SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last
-checkpoint step 9,500". The keys of the JSON object are documented in docs/jobs.md; they may become
+checkpoint step 9,500". The keys of the JSON object are documented in docs/watch.md; they may become
 more, and none changes its meaning.
 
 Cost: the journal is read once more (a handful of lines per recovery), the end of metrics.jsonl, and
@@ -108,7 +108,7 @@ class RunReport:
         return f"{count} recover{'ies' if count > 1 else 'y'}: {', '.join(told)}"
 
     def record(self) -> dict[str, Any]:
-        """Returns the report as plain values of JSON (docs/jobs.md names the keys)."""
+        """Returns the report as plain values of JSON (docs/watch.md names the keys)."""
         status = self.status
         return {
             "run": str(status.run_dir),

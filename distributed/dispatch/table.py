@@ -1,4 +1,4 @@
-"""The table of dispatchers. A new one is one file and one line here (docs/extending.md shows it).
+"""The table of dispatchers. A new one is one file and one line here (docs/extend.md shows it).
 
 The mesh's configuration, the command line, the planner, the cost model and the simulator ask this
 table and know no dispatcher by name. It imports nothing heavy, so that they may ask before torch is

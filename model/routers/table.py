@@ -1,4 +1,4 @@
-"""The table of routers. A new one is one file and one line here (docs/extending.md shows it)."""
+"""The table of routers. A new one is one file and one line here (docs/extend.md shows it)."""
 
 from typing import Annotated
 

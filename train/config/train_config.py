@@ -20,7 +20,7 @@ _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True
 
 
 class SpikeConfig(BaseModel):
-    """Configures which steps count as spikes, and what a run does about them (docs/training.md)."""
+    """Configures which steps count as spikes, and what a run does about them (docs/train.md)."""
 
     model_config = _SECTION
 

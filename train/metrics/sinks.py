@@ -4,7 +4,7 @@ Server addresses and keys come from the environment alone: WANDB_API_KEY, MLFLOW
 
 A service that can only append must not get a step twice. After a restart the repeated steps have
 the same numbers, so `SentLines` remembers in the run folder what was sent and skips it. After a
-rollback (docs/training.md) the numbers differ; there the service shows the abandoned steps until
+rollback (docs/train.md) the numbers differ; there the service shows the abandoned steps until
 the run has passed them. TensorBoard hides steps instead.
 """
 

@@ -97,7 +97,7 @@ def test_ranks_here_are_shown_with_what_they_use(run_dir):
     assert here["cpu_percent"] >= 0
     assert here["memory_bytes"] > 1 << 20
     assert here["log_age_s"] >= 0
-    page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
     table = page.partition("<!-- top -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     [node] = record["nodes"]

@@ -69,7 +69,7 @@ def test_a_night_in_one_line(tmp_path):
 def test_the_keys_of_the_json_object_are_those_that_are_documented(tmp_path):
     write_night(tmp_path, begun=1000.0)
     record = json.loads(json.dumps(read_report(tmp_path).record(), allow_nan=False))
-    page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
     table = page.partition("<!-- status -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == list(record)
