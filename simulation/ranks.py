@@ -6,8 +6,7 @@ from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout
 from ..model.config.model_config import ModelConfig
 from ..train.config.run_config import Config
 from .dispatch import Cluster
-from .shapes import ShapeRequest
-from .threads import MOST_PRETENDED, MOST_THREADS
+from .threads import MOST_THREADS
 
 DEFAULT_EP = 8
 DEFAULT_RANKS_PER_NODE = 8
@@ -49,8 +48,8 @@ def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None =
     layout, per_node = layout_of(config, asked)
     if layout.world_size > MOST_THREADS:
         raise ValueError(
-            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; "
-            f"--shapes-only looks at single ranks of up to {MOST_PRETENDED:,}"
+            f"{layout.world_size:,} ranks: at most {MOST_THREADS} can be simulated; `moebius plan` "
+            "predicts larger worlds"
         )
     return Cluster(layout, dispatcher or config.mesh.dispatcher, ranks_per_node=per_node)
 
@@ -92,39 +91,3 @@ def experts_of(model: ModelConfig) -> dict[str, int]:
     if not counts:
         raise ValueError("the model has no experts: there is nothing to route")
     return counts
-
-
-def shape_request(
-    config: Config, asked: RequestedRanks, dispatcher: str | None = None
-) -> tuple[ShapeRequest, str | None]:
-    """Returns what `--shapes-only` builds, and why training would refuse that world, if it would.
-
-    Raises:
-        ValueError: the sizes do not fit each other or the model's experts.
-    """
-    if config.mesh.replicas:
-        raise ValueError(
-            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of "
-            "experts; leave mesh.replicas out"
-        )
-    layout, per_node = layout_of(config, asked)
-    changes = {"ep": layout.ep, "dp_replicate": None}
-    if dispatcher is not None:
-        changes["dispatcher"] = dispatcher
-    mesh = config.mesh.model_copy(update=changes)
-    refusal = None
-    try:
-        config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
-    except ValueError as error:
-        refusal = str(error)
-    request = ShapeRequest(
-        model=config.model,
-        layout=layout,
-        dispatcher=mesh.dispatcher,
-        sharding=mesh.sharding,
-        precision=config.train.precision,
-        seq_len=config.data.seq_len,
-        micro_batch=config.train.micro_batch,
-        ranks_per_node=per_node,
-    )
-    return request, refusal

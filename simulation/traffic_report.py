@@ -15,13 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..distributed.dispatch.table import is_exact
-from ..distributed.layout import Layout, spell_ranks
+from ..distributed.layout import Layout
 from .dispatch import SimulatedCall, Simulation, across_nodes, between
-from .shapes import RankShapes, ShapeRequest
 
 _MOST_MOMENTS = 9  # columns of steps, or of depth steps
 _MOST_VIOLATIONS = 5
-_PLACES = ("dp_replicate", "dp_shard", "efsdp", "ep")
 _LEGEND = (
     "rows, MB: forward pass, there and back; the backward pass sends as much again",
     "share: of what a dispatcher with a row for every route would send",
@@ -102,9 +100,6 @@ def factors_over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[str, di
             moments.setdefault(getattr(call.id, axis), []).append(call.hottest_rank)
         factors[kind] = {at: float(np.mean(moments[at])) for at in sorted(moments)}
     return axis, factors
-
-
-# Tables -------------------------------------------------------------------------------------------
 
 
 def render_simulation(report: SimulationReport) -> Group:
@@ -221,9 +216,6 @@ def millions(number: float) -> str:
     return f"{number / 1e6:,.3g}" if number < 1e9 else f"{number / 1e6:,.0f}"
 
 
-# JSON ---------------------------------------------------------------------------------------------
-
-
 def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
     """Returns the whole report as plain values for JSON.
 
@@ -269,9 +261,6 @@ def _plain_call(call: SimulatedCall) -> dict[str, Any]:
     }
 
 
-# The picture --------------------------------------------------------------------------------------
-
-
 def draw_simulation(report: SimulationReport, path: Path) -> None:
     """Draws bytes from rank to rank, and the hottest rank's load over steps or depth steps.
 
@@ -314,60 +303,3 @@ def _draw_factors(panel: Any, calls: Sequence[SimulatedCall]) -> None:
     panel.set_xlabel("depth step" if axis == "depth" else axis)
     panel.set_title("hottest rank's load over the mean")
     panel.legend(frameon=False)
-
-
-# Shapes only --------------------------------------------------------------------------------------
-
-
-def shapes_as_json(request: ShapeRequest, shapes: Sequence[RankShapes]) -> dict[str, Any]:
-    """Returns every rank's shapes as plain values for JSON."""
-    ranks = []
-    for found in shapes:
-        banks = [asdict(bank) | {"experts": list(bank.experts)} for bank in found.banks]
-        sizes = {**found.bytes, "total": found.total_bytes}
-        ranks.append(asdict(found) | {"banks": banks, "bytes": sizes})
-    return {
-        "layout": str(request.layout),
-        "sharding": request.sharding,
-        "precision": request.precision,
-        "ranks": ranks,
-    }
-
-
-def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
-    """Renders one line per rank, and which experts it holds."""
-    sizes = ("weights", "gradients", "moments", "copies", "kept", "total")
-    table = _table("rank", "place", "dense", "experts", *sizes)
-    table.padding = (0, 1, 0, 0)  # ten columns fit into 80 characters
-    for found in shapes:
-        place = "/".join(str(getattr(found.place, axis)) for axis in _PLACES)
-        held = (found.dense_parameters, found.expert_parameters)
-        bytes_held = ({**found.bytes, "total": found.total_bytes}.get(name, 0) for name in sizes)
-        table.add_row(f"{found.rank:,}", place, *map(millions, (*held, *bytes_held)))
-    legend = (
-        f"place: {'/'.join(_PLACES)}; dense, experts: millions of parameters; then MB",
-        f"kept: for the backward pass of {request.micro_batch} × {request.seq_len} tokens, balanced "
-        "load, no recomputation",
-    )
-    heading = f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"
-    checked = "✓ groups as in the tables, every expert once per ep group, shapes of a forward pass"
-    return Group(
-        Text(heading, style="bold"),
-        Text(checked, style="green"),
-        Text(""),
-        table,
-        Text(""),
-        *(Text(f"  rank {found.rank:,}: {_banks_in_words(found)}") for found in shapes),
-        Text(""),
-        *(Text(line, style="dim") for line in legend),
-    )
-
-
-def _banks_in_words(found: RankShapes) -> str:
-    """Describes the rank's banks, those of the same size once."""
-    words = dict.fromkeys(
-        f"{bank.layer.rpartition('.')[2].replace('sparse', 'feed_forward')} experts "
-        f"{spell_ranks(list(bank.experts))} of {bank.whole[0]}, {'×'.join(map(str, bank.shape))}"
-        for bank in found.banks
-    )
-    return "; ".join(words)

@@ -47,11 +47,6 @@ def add_commands(commands: Commands) -> None:
         "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
     )
     parser.add_argument(
-        "--shapes-only",
-        action="store_true",
-        help="no values: first, middle and last of up to 10,240 ranks",
-    )
-    parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads"
     )
     parser.add_argument(
@@ -88,13 +83,12 @@ def _simulate(options: argparse.Namespace) -> int:
     import traceback
 
     from ...simulation.dispatch import unexpected_cause
-    from ...simulation.shapes import ShapeMismatch
     from ...simulation.threads import RankFailed
 
     _refuse_contradictions(options)
     try:
-        return _simulate_shapes(options) if options.shapes_only else _simulate_values(options)
-    except (RankFailed, ShapeMismatch) as error:  # it ended before there was a report
+        return _simulate_values(options)
+    except RankFailed as error:  # it ended before there was a report
         if (cause := unexpected_cause(error)) is not None:
             traceback.print_exception(cause)
         print_message("error", " ".join(str(error).split()))
@@ -107,17 +101,11 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         raise ValueError(
             "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
         )
-    if options.shapes_only and options.trace is not None:
-        raise ValueError("--shapes-only builds a model: name it, and leave out --trace")
-    if options.shapes_only and len(options.dispatcher) > 1:
-        raise ValueError("--shapes-only builds a model with one dispatcher: name one")
-    ignored = ["tokens_per_rank"] if options.shapes_only or options.trace else []
-    if options.shapes_only:
-        ignored += ["steps", "png"]
-    for name in ignored:
-        if (value := getattr(options, name)) is not None:
-            beside = "--shapes-only" if options.shapes_only else "--trace"
-            raise ValueError(f"--{name.replace('_', '-')} {value}: means nothing with {beside}")
+    if options.trace is not None and options.tokens_per_rank is not None:
+        raise ValueError(
+            f"--tokens-per-rank {options.tokens_per_rank}: means nothing with --trace, which has "
+            "its own tokens"
+        )
 
 
 def _simulate_values(options: argparse.Namespace) -> int:
@@ -144,27 +132,6 @@ def _simulate_values(options: argparse.Namespace) -> int:
     else:
         Console().print(render_simulation(report))
     return 1 if report.violations else 0
-
-
-def _simulate_shapes(options: argparse.Namespace) -> int:
-    """Builds single ranks without values, which needs no memory for weights; returns the code."""
-    from rich.console import Console
-
-    from ...simulation.ranks import shape_request
-    from ...simulation.shapes import first_middle_last, shapes_of
-    from ...simulation.traffic_report import render_shapes, shapes_as_json
-
-    request, refusal = shape_request(_config(options), _asked_ranks(options), options.dispatcher[0])
-    with Console(stderr=True).status("building"):
-        shapes = shapes_of(request, first_middle_last(request.layout.world_size))
-    if options.json:
-        print(json.dumps({**shapes_as_json(request, shapes), "refused": refusal}, indent=2))
-    else:
-        Console().print(render_shapes(options.name, request, shapes))
-    if refusal is None:
-        return 0
-    print_message("training would refuse it", refusal, style="yellow")
-    return 1
 
 
 def _asked_ranks(options: argparse.Namespace) -> "RequestedRanks":

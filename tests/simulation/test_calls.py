@@ -1,4 +1,4 @@
-"""`moebius simulate` from the command line: fresh, trained and recorded models, shapes, refusals."""
+"""`moebius simulate` from the command line: fresh, trained and recorded models, refusals."""
 
 import json
 import re
@@ -22,7 +22,6 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
-from moebius.simulation import shapes as simulated_shapes
 from moebius.simulation.calls import (
     expert_maps_of,
     initial_experts,
@@ -345,40 +344,6 @@ def test_a_mistake_of_ours_comes_with_its_traceback(
     assert re.match(rf"error: simulated rank \d of 2: {error.__name__}: .?rows do not fit", last)
 
 
-# Shapes -------------------------------------------------------------------------------------------
-
-
-def test_a_rank_without_what_its_tables_say_is_one_line(
-    moebius: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulated_shapes, "expert_blocks", lambda *_: [range(3)])
-    answer = moebius("simulate", *SMALL, "--shapes-only", "--ep", "2")
-    [printed] = answer.err.strip().splitlines()
-    assert answer.code == 1
-    assert re.match(
-        r"error: group\.0\..*the ranks of an ep group hold the experts \[0, 1, 2\]$", printed
-    )
-
-
-@pytest.mark.slow
-def test_shapes_of_a_large_world(moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    words = ("smoke", "train.global_batch=40960", "--shapes-only", "--ep", "8", "--world-size")
-    printed = moebius("simulate", *words, "10240").out
-    assert "world 10240 = dp_replicate 1280" in printed
-    assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in printed
-    assert "…" not in printed
-    found = json.loads(moebius("simulate", *words, "1024", "--json").out)
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 512, 1023]
-    assert found["refused"] is None
-
-
-def test_shapes_that_training_would_refuse(moebius: Command) -> None:
-    answer = moebius("simulate", "smoke", "--shapes-only", "--ep", "8", "--world-size", "1024")
-    assert answer.code == 1
-    assert "refuse it: train.global_batch=16 is not a multiple of 1024 ranks" in answer.text
-
-
 # Requests -----------------------------------------------------------------------------------------
 
 
@@ -409,21 +374,16 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(
         ("smoke --ep 32", "mesh.ep 32 is more than the experts"),
         ("smoke --ep 0", "--ep 0: at least 1"),
         ("smoke --ep 8 --world-size 12", "the mesh does not fit the world"),
-        ("smoke --ep 8 --world-size 1024", "there may be 256 at most; --shapes-only"),
+        ("smoke --ep 8 --world-size 1024", "at most 256 can be simulated"),
         ("smoke --ep 8 --ranks-per-node 3", "--ranks-per-node 3 does not divide the 8 ranks"),
         ("smoke --ep 4 --dispatcher local", "the experts are on several ranks"),
         ("smoke --steps 0", "--steps 0: at least 1"),
-        ("smoke --shapes-only mesh.rebalance_every=5 mesh.replicas=1", "mesh.replicas=1"),
-        ("smoke --shapes-only --png x.png", "--png x.png: means nothing with --shapes-only"),
-        ("smoke --shapes-only --dispatcher dedup alltoall", "a model with one dispatcher"),
         ("--trace x --tokens-per-rank 8", "--tokens-per-rank 8: means nothing with --trace"),
         ("smoke --tokens-per-rank 0", "--tokens-per-rank 0: at least 1"),
         (f"smoke --tokens-per-rank {'9' * 20}", "at most 16,777,216"),
         ("dense --ep 2", "the model has no experts: there is nothing to route"),
         ("mixture_of_tokens --tokens-per-rank 4", "the router wants groups of"),
         ("--trace nowhere", "is not a run folder"),
-        ("--shapes-only --trace x", "--shapes-only builds a model"),
-        ("smoke --shapes-only --ep 8 --world-size 20480", "20480 pretended ranks"),
     ],
 )
 def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius: Command) -> None:
@@ -436,8 +396,7 @@ def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius
 
 def test_a_run_is_simulated_as_it_is(run_dir: Path, tmp_path: Path, moebius: Command) -> None:
     change = "model.feed_forward.num_experts=4"
-    for words in ((change,), ("--shapes-only", change)):
-        assert f"leave out {change}" in moebius("simulate", run_dir, *words).text
+    assert f"leave out {change}" in moebius("simulate", run_dir, change).text
     (tmp_path / "config.json").write_bytes((run_dir / "config.json").read_bytes())
     answer = moebius("simulate", "--trace", tmp_path)
     assert "has no recorded routing; train with train.record_routing=N" in answer.text
