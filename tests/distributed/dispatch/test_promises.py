@@ -15,6 +15,7 @@ from dispatch_scenes import (
     EXPERTS,
     SCENES,
     WIDTH,
+    Scene,
     bank,
     choose,
     forward_backward,
@@ -135,6 +136,11 @@ def test_a_dispatcher_remembers_nothing_of_the_pass_before() -> None:
         assert {key: value for key, value in found.items() if value > 1e-6} == {}
 
 
+# Rank 1 sends its token to rank 3: ranks 0 and 2 send and receive nothing, as no rank does if the
+# token's three experts are spread over three ranks.
+TWO_SAY_NOTHING = Scene((0, 1, 0, 0), choice="last rank")
+
+
 def collectives() -> dict[tuple, int]:
     """How many collectives the group has begun on this rank after a pass forward and backward."""
     found = {}
@@ -145,9 +151,13 @@ def collectives() -> dict[tuple, int]:
         for variant, dispatcher in dispatchers(process, by_collectives).items():
             layer = SparseLayer(bank(torch.float32, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = dispatcher
-            for name in ("one token in all", "no token at all", "a rank without tokens"):
-                forward_backward(layer, *parts(SCENES[name], torch.float32)[process.rank])
-                found[variant, name] = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+            for scene in (
+                TWO_SAY_NOTHING,
+                SCENES["no token at all"],
+                SCENES["a rank without tokens"],
+            ):
+                forward_backward(layer, *parts(scene, torch.float32)[process.rank])
+                found[variant, scene] = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 
