@@ -72,9 +72,9 @@ def test_rows_of_odd_widths_begin_at_multiples_of_16_bytes(
     """MKL rounds otherwise where they do not, but not on every CPU: here the bits may be the same."""
     product, rows_read = torch.mm, []
 
-    def recorded(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-        rows_read.extend((left, out))
-        return product(left, right, out=out)
+    def recorded(left: Tensor, right: Tensor, **named: Tensor) -> Tensor:
+        rows_read.extend((left, *named.values()))
+        return product(left, right, **named)
 
     monkeypatch.setattr(torch, "mm", recorded)
     for place, (d_in, d_hidden) in enumerate(itertools.product(WIDTHS, WIDTHS)):

@@ -15,12 +15,10 @@ from dispatch_scenes import (
     Bank,
     Scene,
     bank,
-    choose,
     forward_backward,
     merge_for,
     parts,
     results_of,
-    run_pass,
 )
 from torch import Tensor
 from world import run_ranks
@@ -34,10 +32,7 @@ from moebius.distributed.process.process import start_process
 from moebius.model.moe import LocalDispatcher, SparseLayer
 from moebius.model.routing import (
     Routes,
-    head_to_token_routes,
     slot_routes,
-    token_routes,
-    token_to_head_routes,
 )
 
 
@@ -297,96 +292,6 @@ def wrong_count() -> str:
 
 def test_a_count_that_is_not_theirs_is_refused_before_anything_is_sent() -> None:
     assert run_ranks(wrong_count, 2) == ["refused", "refused"]
-
-
-def identity_round_trips() -> dict[str, tuple[Tensor, Tensor]]:
-    """combine(dispatch(x)) with experts that answer their row, and the sum of weights that it must
-    be.
-    """
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = one_group(process.world_size, process)
-        return {kind: identity_round_trip(kind, process.rank, mesh) for kind in ROUTES}
-
-
-def identity_round_trip(kind: str, rank: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    tokens, heads, top_k = 7 + rank, 2, 2
-    choice = torch.rand(tokens, heads, EXPERTS // heads, generator=generator).argsort(-1)[
-        ..., :top_k
-    ]
-    experts = choice + torch.arange(heads)[:, None] * (EXPERTS // heads)
-    weights = torch.rand(tokens, heads, top_k, generator=generator)
-    routes = ROUTES[kind](experts, weights)
-    rows = int(routes.source_N.max()) + 1
-    x = torch.randn(rows, 5, generator=generator)
-    dispatcher = make_dispatcher("alltoall", mesh.ep_group)
-    y = run_pass(dispatcher, x, routes, lambda rows, its: rows * its.weight_N[:, None])
-    expected = torch.zeros(routes.num_targets, 5)
-    for n in range(len(routes.source_N)):
-        expected[routes.target_N[n]] += routes.weight_N[n] * x[routes.source_N[n]]
-    return y, expected
-
-
-ROUTES = {
-    "token": lambda e, w: token_routes(e.flatten(1), w.flatten(1), num_experts=EXPERTS),
-    "token to head": lambda e, w: token_to_head_routes(e, w, num_experts=EXPERTS),
-    "head to token": lambda e, w: head_to_token_routes(e, w, num_experts=EXPERTS),
-    "irregular": lambda e, w: without_rule(head_to_token_routes(e, w, num_experts=EXPERTS)),
-}
-
-
-def without_rule(routes: Routes) -> Routes:
-    shuffled = torch.randperm(len(routes.source_N), generator=torch.Generator().manual_seed(3))
-    return Routes(
-        routes.source_N[shuffled],
-        routes.expert_N[shuffled],
-        routes.weight_N[shuffled],
-        routes.target_N[shuffled],
-        routes.num_experts,
-        routes.num_targets,
-        0,
-        0,
-    )
-
-
-def test_every_row_comes_home_weighted_and_added_up() -> None:
-    for found in run_ranks(identity_round_trips, 2):
-        assert len(found) == len(ROUTES)
-        for y, expected in found.values():
-            torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
-
-
-def row_conservation() -> list[tuple[int, int, int]]:
-    """(source rank, route, expert) of every row that arrived here."""
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = one_group(process.world_size, process)
-        experts = choose(
-            SCENES["uneven"], 10 + process.rank, 4, torch.Generator().manual_seed(process.rank)
-        )
-        marks = torch.stack(
-            (torch.full((len(experts),), float(process.rank)), torch.arange(len(experts)).double()),
-            1,
-        )
-        dispatched = make_dispatcher("alltoall", mesh.ep_group).dispatch(
-            marks, token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
-        )
-        x_UD, routes = dispatched.x_UD, dispatched.routes
-        share = EXPERTS // process.world_size
-        local = (routes.expert_N + process.rank * share).tolist()
-        return [(int(a), int(b), e) for (a, b), e in zip(x_UD.tolist(), local, strict=True)]
-
-
-def test_every_route_arrives_once_and_at_the_right_expert() -> None:
-    arrived = sorted(row for rank in run_ranks(row_conservation, 4) for row in rank)
-    expected = sorted(
-        (rank, token, expert)
-        for rank in range(4)
-        for token, chosen in enumerate(
-            choose(SCENES["uneven"], 10 + rank, 4, torch.Generator().manual_seed(rank)).tolist()
-        )
-        for expert in chosen
-    )
-    assert arrived == expected
 
 
 def local_on_two_ranks() -> str:
