@@ -193,34 +193,21 @@ class _AddNorm(torch.autograd.Function):
     "bool normed, bool low_normed, bool low_total) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _add_norm(
-    x: Tensor,
-    y: Tensor | None,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    eps: float,
-    *wants: Any,
-) -> tuple[Tensor, ...]:
+def _add_norm(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Returns the sum (empty without y), its norm, copies of the norm and of the sum, and each
     row's mean and inverse deviation, (T,) float32.
     """
+    weight_D, bias_D, eps, *wants = rest
     *outputs, mean, inverse = _new_outputs(x, y, *wants)
-    given = (None if out.dim() == 1 else _rows(out) for out in outputs)
-    _kernels().add_norm(
-        _rows(x), None if y is None else _rows(y), weight_D, bias_D, eps, (*given,), (mean, inverse)
-    )
+    wanted = tuple(map(_wanted_rows, outputs))
+    statistics = mean, inverse
+    _kernels().add_norm(_rows(x), _rows(y), weight_D, bias_D, eps, wanted, statistics)
     return *outputs, mean, inverse
 
 
 @_add_norm.register_fake
-def _(
-    x: Tensor,
-    y: Tensor | None,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    eps: float,
-    *wants: Any,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    _weight_D, _bias_D, _eps, *wants = rest
     return _new_outputs(x, y, *wants)
 
 
@@ -239,8 +226,8 @@ def _add_norm_backward(total: Tensor, weight_D: Tensor | None, *rest: Any) -> tu
         _rows(total),
         weight_D,
         (mean, inverse),
-        tuple(None if grad is None else _rows(grad) for grad in gradients),
-        (_rows(d_x), _rows(d_y) if d_y.dim() > 1 else None),
+        tuple(map(_rows, gradients)),
+        (_rows(d_x), _wanted_rows(d_y)),
         (None if weight_D is None else d_weight, d_bias if has_bias else None),
         second_is_normed=second_is_normed,
     )
@@ -281,9 +268,14 @@ def _new_gradients(
     )
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor | None) -> Tensor | None:
     """Lays all leading dimensions into one."""
-    return x.view(-1, x.shape[-1])
+    return None if x is None else x.view(-1, x.shape[-1])
+
+
+def _wanted_rows(x: Tensor) -> Tensor | None:
+    """Lays out the rows of an operator's result; None for the empty vector of an unwanted one."""
+    return _rows(x) if x.dim() > 1 else None
 
 
 def _kernels() -> Any:

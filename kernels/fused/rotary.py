@@ -111,9 +111,7 @@ def _rotate_pair(
 
 
 @_rotate_pair.register_fake
-def _(
-    q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
-) -> tuple[Tensor, Tensor]:
+def _(q_BHSC: Tensor, k_BHSC: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _new_like(q_BHSC), _new_like(k_BHSC)
 
 

@@ -37,7 +37,7 @@ from .grouped_gemm import (
     gathered_input_gradient,
     rows_product,
 )
-from .guard import check_tensor, launch, triton
+from .guard import launch, triton
 from .routing import SortedRows, plan_of, sum_rows
 from .tiles import Tile, choose
 from .weight_gradients import (
@@ -190,7 +190,6 @@ class _Products:
     """Launches the products over the rows of one call, which share sorted rows and tile tables."""
 
     def __init__(self, call: SortedRoutes, rows: Tensor) -> None:
-        check_tensor(rows)
         self._routes, self._dtype, self._plan = call, rows.dtype, plan_of(call)
 
     @property

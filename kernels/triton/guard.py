@@ -1,11 +1,10 @@
-"""Imports Triton for this package, with its pip line; says what its kernels refuse, starts them."""
+"""Imports Triton for this package, or names its pip line; launches its kernels."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-from .available import INSTALL_LINE, interpreted, reason_against
+from .available import INSTALL_LINE, interpreted
 
 # Triton's own types say `constexpr` of what its functions take and give as plain numbers.
 if TYPE_CHECKING:
@@ -26,19 +25,9 @@ else:
             f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}'
         ) from error
 
-__all__ = ["INTERPRETED", "check_tensor", "launch", "tl", "triton"]
+__all__ = ["INTERPRETED", "launch", "tl", "triton"]
 
 INTERPRETED = interpreted()
-
-
-def check_tensor(x: Tensor) -> None:
-    """Checks a tensor's dtype and device.
-
-    Raises:
-        ValueError: these kernels do not have them.
-    """
-    if reason := reason_against(x.device.type, x.dtype):
-        raise ValueError(f'kernels.backend="triton" cannot run here: {reason}')
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:

@@ -27,7 +27,7 @@ Legend: T rows, D their width, E experts, H heads, A experts of a head, K expert
 import torch
 from torch import Tensor
 
-from .guard import INTERPRETED, check_tensor, launch, tl, triton
+from .guard import INTERPRETED, launch, tl, triton
 from .tiles import Tile, round_up, router_tile, target
 
 BOUND = 2.0**-14  # of a logit, times Σ|x·w|
@@ -247,7 +247,6 @@ def route_top_k(
     gate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what `kernels.router.route_top_k` says, of contiguous float32 rows and weights."""
-    check_tensor(x_TD)
     num_rows = x_TD.shape[0]
     num_experts = weight_ED.shape[0]
     per_head = num_experts // heads

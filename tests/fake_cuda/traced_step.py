@@ -38,7 +38,7 @@ from moebius.distributed.mesh import Mesh
 from moebius.distributed.process.process import Process
 from moebius.kernels import backend, permute, sends
 from moebius.kernels.fused import router
-from moebius.kernels.triton import guard, tiles
+from moebius.kernels.triton import tiles
 from moebius.train import evaluate
 from moebius.train import run as train_run
 from moebius.train.config.run_config import Config
@@ -111,7 +111,7 @@ def _no_reason(*_: object, **__: object) -> None:
 def pretended_gpu() -> Iterator[None]:
     """Lets the library believe in an H100 whose driver, streams and memory do nothing."""
     places = [(backend.triton_library, "reason_against")]
-    places += [(each, "reason_against") for each in (permute, router, sends, guard)]
+    places += [(each, "reason_against") for each in (permute, router, sends)]
     patches = [mock.patch.object(module, name, _no_reason) for module, name in places]
     patches += [
         mock.patch.object(torch.cuda, name, value)

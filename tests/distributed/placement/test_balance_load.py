@@ -34,6 +34,11 @@ def problems(draw):
     return loads, num_ranks, draw(st.integers(0, 4))
 
 
+def slots_with(replicas, before):
+    """Slots of every rank with so many more, but no more than there are experts."""
+    return tuple(min(count + replicas, before.num_experts) for count in before.slots_P)
+
+
 @settings(max_examples=300, deadline=None)
 @given(problems())
 def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
@@ -41,7 +46,7 @@ def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
     before = contiguous_map(len(loads), num_ranks)
     after = rebalanced(before, loads, replicas=replicas)
     assert load_imbalance(after, loads) <= load_imbalance(before, loads)
-    slots_P = tuple(min(count + replicas, len(loads)) for count in before.slots_P)
+    slots_P = slots_with(replicas, before)
     for expert_map in (after, packed(loads, slots_P)):
         assert expert_map.slots_P in (before.slots_P, slots_P)
         assert expert_map.num_experts == len(loads)
@@ -60,13 +65,7 @@ def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
 @given(problems())
 def test_every_rank_sees_one_slot_per_expert_and_its_own_copy_first(problem):
     loads, num_ranks, replicas = problem
-    expert_map = packed(
-        loads,
-        [
-            min(len_ + replicas, len(loads))
-            for len_ in contiguous_map(len(loads), num_ranks).slots_P
-        ],
-    )
+    expert_map = packed(loads, slots_with(replicas, contiguous_map(len(loads), num_ranks)))
     seen = [expert_map.seen_from(rank) for rank in range(num_ranks)]
     for expert, slots in enumerate(expert_map.slots_E):
         serving = [(view.slot_E or ())[expert] for view in seen]
@@ -86,13 +85,7 @@ def test_every_rank_sees_one_slot_per_expert_and_its_own_copy_first(problem):
 @given(problems())
 def test_the_pieces_of_the_ranks_are_the_bank(problem):
     loads, num_ranks, replicas = problem
-    expert_map = packed(
-        loads,
-        [
-            min(len_ + replicas, len(loads))
-            for len_ in contiguous_map(len(loads), num_ranks).slots_P
-        ],
-    )
+    expert_map = packed(loads, slots_with(replicas, contiguous_map(len(loads), num_ranks)))
     first, all_of = [], 0
     for rank in range(num_ranks):
         for piece in expert_map.ranges_of(rank):
