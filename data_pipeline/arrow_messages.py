@@ -9,7 +9,7 @@ needed are read here (format/Message.fbs and Flatbuffers' "internals" of the two
 
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -50,31 +50,6 @@ def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.Rec
     except (struct.error, IndexError, TypeError, OSError, EOFError) as error:
         raise ValueError(f"it is no record batch ({error})") from error
     return batch
-
-
-def decode_buffers(
-    message: bytes, sizes: Mapping[int, int], into: Mapping[int, np.ndarray] | None = None
-) -> dict[int, bytes | memoryview]:
-    """Decodes single buffers of a record batch message, and nothing else of it.
-
-    Args:
-        message: the encapsulated message, from its continuation marker to the end of its body.
-        sizes: the number of each buffer that is wanted, and the bytes that it must have.
-        into: arrays of just so many bytes, by the numbers of buffers that are decoded into them
-            instead of being returned; what they hold after an error is not defined.
-
-    Raises:
-        ValueError: it is no such message, or a buffer has another size.
-    """
-    encoded = EncodedBuffers(message)
-    given = into or {}
-    for number, array in given.items():
-        encoded.decode_into(number, array)
-    return {
-        number: encoded.decode(number, size)
-        for number, size in sizes.items()
-        if number not in given
-    }
 
 
 class EncodedBuffers:

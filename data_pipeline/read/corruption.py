@@ -201,7 +201,7 @@ class BatchFetcher:
         """
         self.doing = f"reading record batch {batch} of segment {store.segment} of source {store.source.name!r}"
         try:
-            return _read(store, batch, in_full, into)
+            return store.read(batch, into, in_full=in_full)
         except ShardError as error:
             if self.when_corrupt == "fail":
                 raise
@@ -235,7 +235,7 @@ class BatchFetcher:
     ) -> list[Callable[[], TokenBatch]]:
         def again(number: int) -> TokenBatch:
             time.sleep(_PAUSE_S * 2**number)
-            return _read(store, batch, in_full, into)
+            return store.read(batch, into, in_full=in_full)
 
         def from_copy(folder: Path) -> TokenBatch:
             copy = TokenStore(
@@ -247,7 +247,7 @@ class BatchFetcher:
                 check_sizes=False,
             )
             try:
-                return _read(copy, batch, in_full, into)
+                return copy.read(batch, into, in_full=in_full)
             finally:
                 copy.close()
 
@@ -264,10 +264,6 @@ def _first_that_works(ways: Sequence[Callable[[], TokenBatch]]) -> TokenBatch | 
         except ShardError as error:
             logger.warning("%s", error)
     return None
-
-
-def _read(store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None) -> TokenBatch:
-    return store.read(batch, into) if in_full else store.read_alone(batch, into)
 
 
 def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:

@@ -33,7 +33,7 @@ from .chunks import (
 )
 from .corruption import BatchFetcher
 from .gather import JoinedChunks, Rows, empty_rows
-from .order import ChunkTable, RowRefs, SourceRows, num_rows
+from .order import ChunkTable, num_rows
 from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
 from .token_store import TokenStore
 
@@ -104,13 +104,6 @@ class Prepared:
             return num_rows(self.segment(source, segment).num_tokens(self.split), self.seq_len)
         return self._plan_rows(source, segment)
 
-    def source_rows(self, source: str, *, max_epochs: int = 0) -> SourceRows:
-        """Returns the rows of a source's sealed segments."""
-        counts = tuple(
-            self.num_rows(source, segment) for segment in range(len(self.manifest.segments(source)))
-        )
-        return SourceRows(counts, self.manifest.complete, max_epochs)
-
     def chunks(self, source: str, segment: int) -> ChunkTable:
         """Returns how the rows of a segment lie in chunks."""
         return self.layout(source, segment).plan.chunks
@@ -122,11 +115,6 @@ class Prepared:
             ShardError: they cannot be read, and that is not to be passed over.
         """
         return self.layout(source, segment).read(chunk)
-
-    def content_hash(self, source: str, num_segments: int) -> str:
-        """Returns a hash of the content of the first segments of a source: of all their shards."""
-        hashes = [self.content_of(source, segment) for segment in range(num_segments)]
-        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
     def content_of(self, source: str, segment: int) -> str:
         """Returns a hash of the content of one segment: of what its shards and indices hold."""
@@ -219,10 +207,6 @@ class RowReader:
             found.put(here, part)
         return found or self._empty(len(rows))
 
-    def read_refs(self, refs: RowRefs) -> Rows:
-        """Reads the rows of an order."""
-        return self.read(refs.sources, refs.segments, refs.rows)
-
     def _empty(self, count: int) -> Rows:
         wanted = self._prepared.wanted
         return empty_rows(
@@ -293,20 +277,6 @@ def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, in
     pairs, firsts = np.unique(np.stack([first, second]), axis=1, return_index=True)
     for one, other in pairs.T[np.argsort(firsts)].tolist():
         yield one, other, np.flatnonzero((first == one) & (second == other))
-
-
-def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the chunks that rows of a segment lie in, and of each the places of its rows.
-
-    They come in order of appearance: what belongs to the window before is not read again.
-    """
-    chunks = table.chunks_of(rows)
-    found, firsts, counts = np.unique(chunks, return_index=True, return_counts=True)
-    places = np.argsort(chunks, kind="stable")
-    ends = np.cumsum(counts)
-    for number in np.argsort(firsts).tolist():
-        end = int(ends[number])
-        yield int(found[number]), places[end - int(counts[number]) : end]
 
 
 class SplitReader:

@@ -22,7 +22,7 @@ from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows
 from .packing import PLAN_VERSION
-from .rows import ChunkReader, Prepared, RowReader, check_names, chunks_of, group_pairs, too_short
+from .rows import ChunkReader, Prepared, RowReader, check_names, group_pairs, too_short
 
 _DIGEST_BITS = 31
 _ORDER_SAMPLES = 4096  # ordered at a time: numpy takes hardly longer for as many than for one
@@ -175,7 +175,8 @@ class OrderedSamples:
         refs = self.refs_at(start, count)
         for source, segment, here in group_pairs(refs.sources, refs.segments):
             name = self.mixture.names[source]
-            for chunk, _ in chunks_of(self.prepared.chunks(name, segment), refs.rows[here]):
+            chunks = self.prepared.chunks(name, segment).chunks_of(refs.rows[here])
+            for chunk in dict.fromkeys(chunks.tolist()):
                 yield name, segment, chunk
 
     def read(self, first: int, refs: RowRefs, skipped: SkipList) -> tuple[RowRefs, Rows]:
@@ -185,7 +186,7 @@ class OrderedSamples:
             What was read, and its rows.
         """
         refs = self.with_recorded(refs, skipped)
-        rows = self._reader.read_refs(refs)
+        rows = self._reader.read(refs.sources, refs.segments, refs.rows)
         for place in np.flatnonzero(rows.damaged).tolist():
             refs, row = self._replaced(refs, place, rows)
             skipped.add_row(
@@ -375,8 +376,9 @@ class OrderedSamples:
             there = min(number, len(manifest.segments(name)))
             if all_of_them:
                 there = len(manifest.segments(name))
-            content = self.prepared.content_hash(name, there)
-            segments[name] = {"number": there, "all": all_of_them, "sha256": content}
+            contents = "\n".join(self.prepared.content_of(name, one) for one in range(there))
+            sha256 = hashlib.sha256(contents.encode()).hexdigest()
+            segments[name] = {"number": there, "all": all_of_them, "sha256": sha256}
         return {
             "order_version": ORDER_VERSION,
             "seed": data.seed,

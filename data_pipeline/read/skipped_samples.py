@@ -5,7 +5,7 @@ A run that returned to an earlier checkpoint because of a spike skips what it ha
 function of the skipped ranges, whatever the number of ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -45,30 +45,15 @@ class SkippedSamples:
             step: counted from 1.
             count: samples of each step.
         """
-        before = step - 1
-        for piece in self._pieces():
-            steps = before + 1 if piece.stop is None else (piece.stop - piece.start) // count
-            if before < steps:
-                first = piece.start + before * count
-                return range(first, first + count)
-            before -= steps
-        raise AssertionError("the last piece has no end")
-
-    def _pieces(self) -> "Iterator[_Piece]":
-        """Yields what lies between the ranges, in order."""
         start = 0
         for stretch in self.ranges:
-            yield _Piece(start, stretch.start)
+            steps_before = (stretch.start - start) // count
+            if step <= steps_before:
+                break
+            step -= steps_before
             start = stretch.stop
-        yield _Piece(start, None)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Holds consecutive samples of which none is skipped."""
-
-    start: int
-    stop: int | None  # None: there is no end
+        first = start + (step - 1) * count
+        return range(first, first + count)
 
 
 NOTHING = SkippedSamples()

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import cast
@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from ..arrow_messages import decode_batch, decode_buffers
+from ..arrow_messages import EncodedBuffers, decode_batch
 from ..errors import ShardError
 from ..manifest import DatasetManifest, ShardEntry, Split, read_manifest, shard_name
 from ..shards import (
@@ -146,37 +146,33 @@ class TokenStore:
         """Returns the number of tokens, ends of documents included."""
         return int(self.batch_starts[-1])
 
-    @cached_property
-    def _inputs(self) -> tuple[str, ...]:
-        return tuple(entry.input for entry in self.entries)
-
-    def read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
+    def read(
+        self, batch: int, into: np.ndarray | None = None, *, in_full: bool = True
+    ) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
 
         Args:
             batch: its number.
-            into: takes the tokens; None: memory is taken for them.
+            into: takes the tokens; None: they are read-only.
+            in_full: whether ends and mask are wanted; else no ends and no mask are given.
 
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        wanted = {"tokens", "ends", "mask"} if self.source.has_loss_mask else {"tokens", "ends"}
+        wanted = {"tokens"}
+        if in_full:
+            wanted |= {"ends", "mask"} if self.source.has_loss_mask else {"ends"}
         found = self._read_buffers(batch, wanted, into)
-        return TokenBatch(found["tokens"], found["ends"], found.get("mask"))
+        ends = found["ends"] if in_full else np.zeros(0, dtype=np.int64)
+        return TokenBatch(found["tokens"], ends, found.get("mask"))
 
     def read_tokens(self, batch: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Returns all tokens of one record batch, ends of documents included.
-
-        uint16 or uint32, 1-D; read-only where no array was given to take them.
+        """Returns all tokens of one record batch: uint16 or uint32, ends of documents included.
 
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        return self._read_buffers(batch, {"tokens"}, into)["tokens"]
-
-    def read_alone(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
-        """Returns the tokens of one record batch as `read` does, without ends and loss mask."""
-        return TokenBatch(self.read_tokens(batch, into), np.zeros(0, dtype=np.int64), None)
+        return self.read(batch, into, in_full=False).tokens
 
     def document_ends(self, batch: int) -> np.ndarray:
         """Returns where each document of a record batch ends, int64: after its last token."""
@@ -215,18 +211,20 @@ class TokenStore:
             "ends": (num_documents + 1) * _OFFSET_BYTES,
             "mask": -(-num_tokens // 8),
         }
-        numbers = {name: self._buffers[name] for name in wanted}
         try:
-            given = None if into is None else {numbers["tokens"]: into}
-            buffers = decode_buffers(
-                message, {numbers[name]: sizes[name] for name in wanted}, given
-            )
-            raw = {name: buffers[number] for name, number in numbers.items() if number in buffers}
+            encoded = EncodedBuffers(message)
+            if into is not None:
+                encoded.decode_into(self._buffers["tokens"], into)
+            raw = {
+                name: encoded.decode(self._buffers[name], sizes[name])
+                for name in wanted
+                if name != "tokens" or into is None
+            }
             tokens = into
             if tokens is None:
                 tokens = np.frombuffer(raw["tokens"], dtype=self.token_dtype)
+            _check_tokens(tokens, self.manifest.vocab_size)
             found = {"tokens": tokens}
-            _check_tokens(found["tokens"], self.manifest.vocab_size)
             if "ends" in raw:
                 found["ends"] = _document_ends(raw["ends"], num_tokens)
             if "mask" in raw:

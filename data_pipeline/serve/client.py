@@ -22,8 +22,6 @@ from ..read.rows import ChunkReader
 from .job import config_sha256
 from .protocol import (
     MAX_RELEASED,
-    Account,
-    AskAccount,
     Failed,
     Hello,
     Here,
@@ -104,18 +102,6 @@ class ServedChunks:
             send(self._connection, Progress(sample=sample, released=self._take_released()))
         except OSError as error:
             self._lose(error)
-
-    def account(self) -> Account:
-        """Returns what the server holds and has done.
-
-        Raises:
-            OSError: it is gone.
-            ProtocolError: it says something else.
-        """
-        reply, _ = self._ask(AskAccount())
-        if not isinstance(reply, Account):
-            raise ProtocolError(f"asked for its account, it answers {reply.kind!r}")
-        return reply
 
     def close(self) -> None:
         """Hangs up; a thread that waits for the server gets an error. May be called again."""

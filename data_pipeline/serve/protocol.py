@@ -1,7 +1,7 @@
 """What a rank and the data server tell each other over a Unix socket: JSON of checked sizes.
 
     rank → server   hello (who, which data), want (a chunk), progress (how far, what was let go)
-    server → rank   here (a chunk, with its file), waiting (why), no_room, failed, refused, account
+    server → rank   here (a chunk, with its file), waiting (why), no_room, failed, refused
 
 A message is its length (4 bytes) and a JSON text, which pydantic checks field by field; tokens never
 go through the socket. The one file descriptor of a `here` travels beside its first byte. Anything
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..data_config import SOURCE_NAME
 
-VERSION = 3
+VERSION = 4
 MAX_REQUEST_BYTES = 16 * 2**10
 MAX_REPLY_BYTES = 2**20
 MAX_RELEASED = 500
@@ -74,12 +74,6 @@ class Progress(_Message):
     kind: Literal["progress"] = "progress"
     sample: _Large
     released: _Released = ()
-
-
-class AskAccount(_Message):
-    """Asks for the server's account of bytes."""
-
-    kind: Literal["account"] = "account"
 
 
 class Part(_Message):
@@ -138,22 +132,8 @@ class Refused(_Message):
     reason: str = Field(max_length=_MAX_TEXT)
 
 
-class Account(_Message):
-    """Says what the server holds and has done."""
-
-    kind: Literal["account"] = "account"
-    max_bytes: _Large
-    used_bytes: _Large  # of all chunks that it keeps, or that a rank still maps
-    most_bytes: _Large  # that were ever used
-    chunks: _Large  # that are kept or mapped
-    decoded: _Large  # chunks, since the start
-    served: _Large
-    no_room: _Large
-    processor_s: float = Field(ge=0)
-
-
-Request = Annotated[Hello | Want | Progress | AskAccount, Field(discriminator="kind")]
-Reply = Annotated[Here | Waiting | NoRoom | Failed | Refused | Account, Field(discriminator="kind")]
+Request = Annotated[Hello | Want | Progress, Field(discriminator="kind")]
+Reply = Annotated[Here | Waiting | NoRoom | Failed | Refused, Field(discriminator="kind")]
 _REQUESTS: TypeAdapter[Request] = TypeAdapter(Request)
 _REPLIES: TypeAdapter[Reply] = TypeAdapter(Reply)
 

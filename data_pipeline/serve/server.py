@@ -32,8 +32,6 @@ from .cache import ChunkCache, ChunkKey, Entry
 from .job import ServerJob
 from .protocol import (
     VERSION,
-    Account,
-    AskAccount,
     Failed,
     Hello,
     LostBatch,
@@ -41,6 +39,7 @@ from .protocol import (
     Progress,
     ProtocolError,
     Refused,
+    Request,
     Waiting,
     Want,
     cut,
@@ -69,6 +68,17 @@ class _Demand:
         self.outcome: Entry | NoRoom | Failed | None = None
 
 
+@dataclass(frozen=True)
+class Account:
+    """Counts what a server holds and has done."""
+
+    most_bytes: int  # of all chunks that were kept or mapped at a time
+    chunks: int  # that are kept or mapped
+    decoded: int  # chunks, since the start
+    served: int
+    no_room: int
+
+
 class DataServer:
     """Serves the ranks of one node through connections to a listening socket.
 
@@ -85,7 +95,8 @@ class DataServer:
         self._samples = OrderedSamples(job.data, self._fetch)
         self._ahead = ReadAhead(self._samples, job)
         self._changed = threading.Condition()  # guards all that follows
-        self._cache = ChunkCache(job.data.server_bytes)
+        self.max_bytes = job.data.server_bytes
+        self._cache = ChunkCache(self.max_bytes)
         self._demands: OrderedDict[ChunkKey, _Demand] = OrderedDict()
         ranks = range(job.first_rank, job.first_rank + job.ranks_here)
         self._positions = dict.fromkeys(ranks, job.start_sample)
@@ -100,14 +111,11 @@ class DataServer:
         """Returns what the server holds and has done."""
         with self._changed:
             return Account(
-                max_bytes=self._cache.max_bytes,
-                used_bytes=self._cache.used_bytes,
                 most_bytes=self._cache.most_bytes,
                 chunks=len(self._cache),
                 decoded=self._decoded,
                 served=self._served,
                 no_room=self._no_room,
-                processor_s=time.process_time(),
             )
 
     def serve(self, parent: "Parent | None" = None) -> None:
@@ -224,14 +232,9 @@ class DataServer:
             return f"rank {hello.rank} is not awaited"
         return ""
 
-    def _handle(
-        self, request: Hello | Want | Progress | AskAccount, client: int, rank: int
-    ) -> None:
+    def _handle(self, request: Request, client: int, rank: int) -> None:
         if isinstance(request, Hello):
             raise ProtocolError("it says who it is twice")
-        if isinstance(request, AskAccount):
-            send(self._clients[client], self.account)
-            return
         with self._changed:
             for number in request.released:
                 self._cache.release(number, client)
@@ -421,14 +424,16 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(1)
     server.serve(Parent(int(parent_pid), sys.stdin.fileno()))
-    logger.info("data server: %s", _summary(server.account))
+    account = server.account
+    logger.info(
+        "data server: %d chunks decoded, handed out %d times, %d times no room; "
+        "at most %.1f of %.1f MiB in use; %.1f s of processor time",
+        account.decoded,
+        account.served,
+        account.no_room,
+        account.most_bytes / 2**20,
+        server.max_bytes / 2**20,
+        time.process_time(),
+    )
     sys.stderr.flush()
     os._exit(0)  # threads that are stuck in a read are left behind
-
-
-def _summary(account: Account) -> str:
-    return (
-        f"{account.decoded} chunks decoded, handed out {account.served} times, {account.no_room} "
-        f"times no room; at most {account.most_bytes / 2**20:.1f} of "
-        f"{account.max_bytes / 2**20:.1f} MiB in use; {account.processor_s:.1f} s of processor time"
-    )

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from moebius.data_pipeline.arrow_messages import decode_batch, decode_buffers
+from moebius.data_pipeline.arrow_messages import EncodedBuffers, decode_batch
 
 SCHEMA = pa.schema([("tokens", pa.list_(pa.uint16())), ("source", pa.string())])
 
@@ -128,7 +128,7 @@ def test_a_buffer_is_decoded_into_an_array(codec):
     batch = batch_of(3000)
     message = message_of(batch, codec)
     into = np.zeros(3000, dtype=np.uint16)
-    assert decode_buffers(message, {3: into.nbytes}, {3: into}) == {}
+    EncodedBuffers(message).decode_into(3, into)
     assert np.array_equal(into, batch.column("tokens").values.to_numpy())
 
 
@@ -142,7 +142,7 @@ def test_no_damaged_buffer_is_written_beyond_its_array():
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         memory = np.full(3000 + 64, 7, dtype=np.uint16)
         try:
-            decode_buffers(bytes(damaged), {3: 6000}, {3: memory[:3000]})
+            EncodedBuffers(bytes(damaged)).decode_into(3, memory[:3000])
         except ValueError:
             refused += 1
         assert (memory[3000:] == 7).all()

@@ -463,11 +463,11 @@ def test_closing_ends_the_thread_whether_it_waits_or_not(small):
 
 
 def test_waiting_is_measured(small, monkeypatch):
-    read = TokenStore.read_tokens
+    read = TokenStore.read
     monkeypatch.setattr(
         TokenStore,
-        "read_tokens",
-        lambda store, *of: time.sleep(0.02) or read(store, *of),
+        "read",
+        lambda store, *of, **how: time.sleep(0.02) or read(store, *of, **how),
     )
     with opened(small) as loader:
         next(loader)
@@ -478,9 +478,9 @@ def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog)
     """Nothing dies; whoever asks is told what is being read."""
     monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
     blocked = threading.Event()
-    read = TokenStore.read_tokens
+    read = TokenStore.read
     monkeypatch.setattr(
-        TokenStore, "read_tokens", lambda store, *of: blocked.wait(30) and read(store, *of)
+        TokenStore, "read", lambda store, *of, **how: blocked.wait(30) and read(store, *of, **how)
     )
     told = []
     with opened(small, on_wait=lambda *what: told.append(what)) as loader:
@@ -498,7 +498,7 @@ def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog)
 def test_a_thread_that_is_stuck_is_left_behind(small, monkeypatch, caplog):
     monkeypatch.setattr(loader_module, "_CLOSE_S", 0.1)
     stuck = threading.Event()
-    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, *of: stuck.wait(30))
+    monkeypatch.setattr(TokenStore, "read", lambda store, *of, **how: stuck.wait(30))
     loader = opened(small)
     assert not loader.wait_until_ready(0.05)
     loader.close()
@@ -531,7 +531,7 @@ def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
         raise AssertionError("decoded before the CRC was compared")
 
     monkeypatch.setattr(token_store, "crc32", lambda message: 0)
-    monkeypatch.setattr(token_store, "decode_buffers", decoded)
+    monkeypatch.setattr(token_store, "EncodedBuffers", decoded)
     with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
         next(loader)
 
@@ -656,6 +656,7 @@ def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message
         )
 
 
+@pytest.mark.timeout(20)
 def test_a_loader_names_a_missing_manifest_instead_of_waiting(tmp_path):
     made = MadeFolder(tmp_path / "made").seal("text", documents(0, 3))
     with opened(made.config(), poll_s=0.01) as loader:

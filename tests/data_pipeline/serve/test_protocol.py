@@ -56,7 +56,7 @@ HOSTILE = {
     "no JSON": framed(b"\x80\x04\x95garbage"),
     "not an object": framed(b"[1, 2]"),
     "another kind": framed(b'{"kind": "eval"}'),
-    "more than belongs there": framed(b'{"kind": "account", "more": 1}'),
+    "more than belongs there": framed(b'{"kind": "progress", "sample": 8, "more": 1}'),
     "a path for a source": framed(
         b'{"kind": "want", "source": "../x", "segment": 0, "chunk": 0, "released": []}'
     ),
@@ -79,7 +79,7 @@ def test_what_is_no_request_is_refused_before_memory_is_taken(ends, what):
 
 @pytest.mark.parametrize("cut", [0, 3, 7])
 def test_who_hangs_up_in_the_middle_has_hung_up(ends, cut):
-    ends[0].sendall(framed(b'{"kind": "account"}')[:cut])
+    ends[0].sendall(framed(b'{"kind": "progress", "sample": 8}')[:cut])
     ends[0].close()
     assert receive_request(ends[1]) is None
 
