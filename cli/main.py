@@ -20,7 +20,7 @@ from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
-from .models import evaluate, recipes
+from .models import config, evaluate, recipes
 from .planning import plan, simulate
 
 # In the order in which `moebius --help` lists them.
@@ -33,6 +33,7 @@ GROUPS = (
     doctor,
     evaluate,
     recipes,
+    config,
     plan,
     simulate,
     checkpoints,

@@ -23,10 +23,10 @@ class Stage(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    at_tokens: int = Field(ge=0)
+    at_tokens: int = Field(ge=0, examples=[1_000_000])
     """Tokens that the run has read when the stage begins."""
 
-    weights: dict[str, float] = Field(min_length=1)
+    weights: dict[str, float] = Field(min_length=1, examples=[{"books": 1.0}])
     """Weights by source; a source that is not named gets no rows."""
 
     @model_validator(mode="after")
@@ -45,7 +45,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    directory: str = ""
+    directory: str = Field(default="", examples=["shards"])
     """The prepared folder; empty: one below `runs/data`, named after the hash of `prepare`."""
 
     seq_len: int = Field(default=256, ge=1)
@@ -64,20 +64,26 @@ class DataConfig(BaseModel):
     """What a token predicts: the next token; or, where documents alternate between inputs and
     labels ("a 1 b 2 …"), the label of an input. Only inputs are read then."""
 
-    weights: dict[SourceName, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = {}
+    weights: dict[SourceName, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = Field(
+        default={}, examples=[{"books": 2.0, "web": 1.0}]
+    )
     """Shares of the sources in the rows that are read, relative to each other; 1 if not given."""
 
-    max_epochs: dict[SourceName, Annotated[int, Field(ge=0)]] = {}
+    max_epochs: dict[SourceName, Annotated[int, Field(ge=0)]] = Field(
+        default={}, examples=[{"books": 4}]
+    )
     """Passes over a source after which the run ends; 0, or not given: as many as the run takes."""
 
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = Field(
+        default=(), examples=[[{"at_tokens": 1_000_000, "weights": {"books": 1.0}}]]
+    )
     """Later weights of the mixture; `weights` apply until the first stage."""
 
     when_corrupt: Literal["fail", "refetch", "skip"] = "fail"
     """What to do about a record batch that fails its checksum: end the run; read it again, also from
     `replicas`; or, if that fails too, replace its rows by others."""
 
-    replicas: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = Field(default=(), examples=[["/mnt/copy/shards"]])
     """Copies of the folder from which damaged record batches are read."""
 
     max_skipped_batches: int = Field(default=10, ge=0)

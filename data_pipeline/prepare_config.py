@@ -34,13 +34,13 @@ class RecordFields(BaseModel):
     source_field: str = "source"
     """The field that says where a record comes from; the file's name where it is missing."""
 
-    id_field: str = ""
+    id_field: str = Field(default="", examples=["id"])
     """The field of a record's own name, kept beside its tokens; empty: it has none."""
 
-    prompt_field: str = ""
+    prompt_field: str = Field(default="", examples=["question"])
     """The field of a prompt; with `answer_field`, only the answer's tokens are learned."""
 
-    answer_field: str = ""
+    answer_field: str = Field(default="", examples=["answer"])
     """The field of the answer to the prompt."""
 
     @model_validator(mode="after")
@@ -57,16 +57,16 @@ class RecordFields(BaseModel):
 class SourceConfig(RecordFields):
     """Names one source of text and the fields of its records."""
 
-    name: SourceName
+    name: SourceName = Field(examples=["books"])
     """The source's name, which begins the names of its shards."""
 
-    input: tuple[str, ...] = Field(min_length=1)
+    input: tuple[str, ...] = Field(min_length=1, examples=[["books/*.txt"]])
     """Files, folders, globs, URLs or functions, as of `prepare.input`."""
 
-    validation_input: tuple[str, ...] = ()
+    validation_input: tuple[str, ...] = Field(default=(), examples=[["held_out.txt"]])
     """Text to validate on; empty: a share of `input`."""
 
-    licence: str = Field(default="", max_length=200)
+    licence: str = Field(default="", max_length=200, examples=["CC0-1.0"])
     """The text's licence as people read it, e.g. an SPDX name."""
 
     @property
@@ -80,10 +80,10 @@ class DecontaminateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    evaluation_sets: tuple[str, ...] = Field(min_length=1, examples=[["test.jsonl"]])
     """Local .jsonl and .jsonl.zst files, one item a line."""
 
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] = Field(default=(), examples=[["question"]])
     """The fields that hold an item's text; empty: every string in its record."""
 
     ngram_words: int = Field(default=13, ge=2, le=MAX_NGRAM)
@@ -99,25 +99,27 @@ class PrepareConfig(RecordFields):
     Text of several kinds is given as `sources`; `input` is short for one source named "text".
     """
 
-    input: tuple[str, ...] = ("embedded",)
+    input: tuple[str, ...] = Field(default=("embedded",), examples=[["texts/*.txt"]])
     """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
     .arrow; python:package.module:function for records of your own; or "embedded", the English prose
     that every Python carries."""
 
-    validation_input: tuple[str, ...] = ()
+    validation_input: tuple[str, ...] = Field(default=(), examples=[["held_out.txt"]])
     """Text to validate on; empty: `validation_fraction` of `input`."""
 
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
     """Share of the documents that is held out by their hash, where there is no `validation_input`."""
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(), examples=[[{"name": "books", "input": ["books/*.txt"]}]]
+    )
     """Several sources instead of `input`, each with its own fields."""
 
-    tokenizer: str = "bpe"
+    tokenizer: str = Field(default="bpe", examples=["bytes"])
     """"bpe" (trained on the text), "bytes", or an existing one: a .json or .model file, its folder,
     hf://owner/name, or python:package.module:function, which gives words that are one token each."""
 
-    end_of_document: str = ""
+    end_of_document: str = Field(default="", examples=["<|endoftext|>"])
     """The special token of an existing tokenizer that ends a document; empty: the one it names."""
 
     vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
@@ -138,11 +140,13 @@ class PrepareConfig(RecordFields):
     encoding_faults: Literal["error", "drop"] = "error"
     """What to do about text that is not valid in its encoding: end, or drop the document."""
 
-    filters: tuple[str, ...] = ()
+    filters: tuple[str, ...] = Field(default=(), examples=[["my_filters:too_short"]])
     """Functions (package.module:function) of a document's text that return None to keep it, or the
     reason to drop it."""
 
-    decontaminate: DecontaminateConfig | None = None
+    decontaminate: DecontaminateConfig | None = Field(
+        default=None, examples=[{"evaluation_sets": ["test.jsonl"]}]
+    )
     """Evaluation sets whose text is dropped."""
 
     shuffle_documents: bool = False

@@ -58,7 +58,9 @@ class MeshConfig(BaseModel):
     """How weights are stored: "none" keeps dense weights whole on every rank and experts whole on
     every rank of their block; "fsdp" shards them over dp_shard and efsdp."""
 
-    dispatcher: Annotated[str, AfterValidator(known_dispatcher)] = AUTO
+    dispatcher: Annotated[str, AfterValidator(known_dispatcher)] = Field(
+        default=AUTO, examples=["alltoall"]
+    )
     """How rows reach their experts: "auto" is "local" where ep is 1; elsewhere "dedup", or
     "symmetric" where an EP group shares a node's memory and is faster through it."""
 

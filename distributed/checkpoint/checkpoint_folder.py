@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from .format import CheckpointError, StaleGenerationError, latest, list_checkpoints
 
@@ -60,7 +60,7 @@ class CheckpointConfig(BaseModel):
     next time, "stop" ends the run at the next step. A save that fails at the run's end is an error
     either way."""
 
-    copy_to: str | None = None
+    copy_to: str | None = Field(default=None, examples=["s3://bucket/checkpoints"])
     """A folder or URL (s3://bucket/checkpoints) for copies of the last checkpoints, made in the
     background into a folder of the run's name."""
 

@@ -133,7 +133,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()
-    halting: HaltingConfig | None = None
+    halting: HaltingConfig | None = Field(default=None, examples=[{"loss": 0.01}])
     """Stick-breaking halting of a Universal Transformer; none: every token takes all depth steps."""
 
     final_norm: bool = True

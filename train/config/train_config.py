@@ -126,14 +126,16 @@ class TrainConfig(BaseModel):
     threads: int = Field(default=1, ge=0, le=4096)
     """CPU threads of one rank; 0: torch's default."""
 
-    start_when: StartWhen | None = None
+    start_when: StartWhen | None = Field(default=None, examples=[{"segments": 2}])
     """Starts the ranks once so much data is sealed, and prepares the rest meanwhile; none: prepares
     all data first."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a collective may take."""
 
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        default=("tensorboard",), examples=[["wandb"]]
+    )
     """Where metrics go beside metrics.jsonl (docs/metrics.md); keys and server addresses come from
     the environment."""
 

@@ -71,13 +71,13 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _explain(entry: Any, kind: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
-        return f"  {where}: unknown key{_nearest_key(where, kind)}"
+        return f"  {where}: unknown key{nearest_key(where, kind)}"
     message = str(entry["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
     return f"  {where}: {message}{given}" if where else f"  {message}"
 
 
-def _nearest_key(key: str, kind: type[BaseModel]) -> str:
+def nearest_key(key: str, kind: type[BaseModel]) -> str:
     """Returns a question after the known keys whose last name is most like that of `key`."""
     keys = list(dict.fromkeys(known for known, _ in known_keys(kind)))
     names = {known.rpartition(".")[2] for known in keys}

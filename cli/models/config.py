@@ -1,0 +1,140 @@
+"""`moebius config`: looks up keys of the configuration, and writes a run's whole configuration."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..arguments import Commands, add_command, add_overrides
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ...train.config.reference import Key
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius config` and its options."""
+    parser = add_command(
+        commands,
+        "config",
+        _config,
+        "look up keys of the configuration, or write a recipe as a commented TOML file",
+        examples=[
+            "config",
+            "config train.steps",
+            "config smoke optim.learning_rate=1e-3 > mine.toml",
+            "config smoke --diff",
+        ],
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="SECTION[.KEY]|RECIPE|FILE.toml",
+        help="what to show; default: every section",
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--diff", action="store_true", help="only the values that differ from their defaults"
+    )
+
+
+def _config(options: argparse.Namespace) -> int:
+    """Carries out `moebius config`."""
+    from rich.console import Console
+
+    from ...train.config.reference import commented
+    from ...train.config.resolve import resolve
+    from ...train.config.run_config import Config
+    from ...train.recipes.smoke import RECIPES
+
+    name = options.name or ""
+    if name and name.partition(".")[0] not in Config.model_fields:
+        config = resolve(name, options.overrides, RECIPES)
+        if options.diff:
+            Console().print(_differences(config))
+        else:
+            print(commented(config), end="")
+        return 0
+    if options.overrides or options.diff:
+        raise ValueError(
+            f"moebius config {name}: overrides and --diff belong to a recipe or a TOML file, "
+            "for example moebius config smoke --diff"
+        )
+    Console(highlight=False).print(_look_up(name) if name else _sections())
+    return 0
+
+
+def _sections() -> "RenderableType":
+    """Returns every section with what it configures."""
+    from rich.table import Table
+
+    from ...train.config.reference import section_documents
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for section, text in section_documents().items():
+        table.add_row(f"[bold]{section}[/]", text)
+    return table
+
+
+def _look_up(name: str) -> "RenderableType":
+    """Returns one key in full, or a table of the keys below a section.
+
+    Raises:
+        ConfigError: there is no such key or section.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from ...train.config.errors import ConfigError
+    from ...train.config.reference import keys
+    from ...train.config.run_config import Config
+    from ...train.config.validation import nearest_key
+
+    known = {key.path: key for key in keys()}
+    below = [key for path, key in known.items() if path.startswith(f"{name}.")]
+    if name in known and not below:
+        return _entry(known[name])
+    if not below:
+        raise ConfigError(f"there is no key or section {name}{nearest_key(name, Config)}")
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("key", "default", "meaning"):
+        table.add_column(title, overflow="fold")
+    for key in below:
+        table.add_row(Text(key.path), Text(key.default_text), Text(key.meaning))
+    return table
+
+
+def _entry(key: "Key") -> "RenderableType":
+    """Returns everything about one key."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rows = {
+        key.path: key.meaning,
+        "type": key.type,
+        "unit": key.unit,
+        "default": key.default_text,
+        "only with": f"{key.section}.kind = {', '.join(key.kinds)}" if key.kinds else "",
+        "example": key.example,
+    }
+    for title, text in rows.items():
+        if text:
+            table.add_row(Text(title, "bold"), Text(text))
+    return table
+
+
+def _differences(config: object) -> "RenderableType":
+    """Returns the values of a configuration that differ from their defaults."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ...train.config.reference import changes, toml_value
+    from ...train.config.run_config import Config
+
+    assert isinstance(config, Config)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("key", "value", "default"):
+        table.add_column(title, overflow="fold")
+    for path, value, default in changes(config):
+        table.add_row(Text(path), Text(toml_value(value)), Text(toml_value(default)))
+    return table

@@ -1,0 +1,239 @@
+"""The reference of the configuration: every key with its type, default, meaning and an example.
+
+`moebius config` prints it, and the site's page of the configuration is made from it. All of it is
+read from the classes of the sections, so it cannot differ from what a run accepts.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from .run_config import Config
+from .validation import KINDS
+
+_WIDTH = 88
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "none"}
+_UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "steps"}
+_LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """Describes one key: what it accepts, what it is by default, and what it means."""
+
+    path: str
+    type: str
+    default: Any  # plain; PydanticUndefined: it must be given
+    meaning: str
+    example: str  # as an override
+    kinds: list[str] = field(default_factory=list)  # of its section that have it; empty: all
+
+    @property
+    def section(self) -> str:
+        """Returns the dotted path of the section that the key is in."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def unit(self) -> str:
+        """Returns the unit that the key's name states, or ""."""
+        return next((unit for end, unit in _UNITS.items() if self.path.endswith(end)), "")
+
+    @property
+    def default_text(self) -> str:
+        """Returns the default as it is written in a TOML file."""
+        return "required" if self.default is PydanticUndefined else toml_value(self.default)
+
+
+def keys() -> list[Key]:
+    """Returns every key of a run's configuration in the order of its sections, over all kinds."""
+    found: dict[str, Key] = {}
+    for key, kind in _keys_of(Config):
+        known = found.setdefault(key.path, key)
+        if kind and kind not in known.kinds:
+            known.kinds.append(kind)
+    for path, section in KINDS.items():
+        for key in found.values():
+            if key.section == path and len(key.kinds) == len(section.classes):
+                key.kinds.clear()
+    return list(found.values())
+
+
+def section_documents() -> dict[str, str]:
+    """Returns the first sentence of every section's description, by its dotted path."""
+    return {
+        name: _first_sentence(info.annotation.__doc__ or "")
+        for name, info in Config.model_fields.items()
+        if info.annotation is not None
+    }
+
+
+def changes(config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (path, value, default) of every key whose value is not the default of its kind."""
+    for path, info, value in _values_of(config):
+        default = _plain(info.get_default(call_default_factory=True))
+        if path.endswith(".kind"):
+            default = _default_kind(path)
+        if value != default:
+            yield path, value, default
+
+
+def commented(config: Config) -> str:
+    """Returns a TOML file of the configuration, in which a comment explains every key."""
+    known = {key.path: key for key in keys()}
+    lines: list[str] = []
+    for section, entries in _tables(config).items():
+        lines += ["", f"[{section}]"]
+        for path, value in entries:
+            name = path.rpartition(".")[2]
+            lines += [f"# {line}" for line in _explanation(known[path])]
+            lines.append(f"# {name} =" if value is None else f"{name} = {toml_value(value)}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Returns a plain value as TOML writes it; None as the word that an override takes for it."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        entries = (f"{json.dumps(key)} = {toml_value(entry)}" for key, entry in value.items())
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _keys_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[Key, str]]:
+    """Yields the keys of a section and of those within it, each with the kind that has it."""
+    for name, info in model.model_fields.items():
+        where = f"{path}.{name}" if path else name
+        if where in KINDS:
+            yield from _keys_of_kinds(where)
+            continue
+        inner = list(_models_in(info.annotation))
+        if name != "kind" and (not inner or info.annotation not in inner):
+            yield _key(where, info), ""
+        for section in inner:
+            yield from _keys_of(section, where)
+
+
+def _keys_of_kinds(path: str) -> Iterator[tuple[Key, str]]:
+    section = KINDS[path]
+    kinds = Literal[tuple(section.classes)]
+    default = _default_kind(path)
+    other = next(kind for kind in section.classes if kind != default)
+    meaning = f"Selects the {section.noun}; each kind has its own keys."
+    yield Key(f"{path}.kind", _type_of(kinds), default, meaning, f"{path}.kind={other}"), ""
+    for kind, entry in section.classes.items():
+        for key, inner in _keys_of(section.config_of(entry), path):
+            yield key, inner if key.section != path else kind
+
+
+def _key(path: str, info: FieldInfo) -> Key:
+    limits = " ".join(_limits(info.metadata))
+    type_text = f"{_type_of(info.annotation)} {limits}".strip()
+    if limits and type_text.endswith(f" or none {limits}"):
+        type_text = type_text.replace(f" or none {limits}", f" {limits} or none")
+    default = info.get_default(call_default_factory=True)
+    value = info.examples[0] if info.examples else _example(info.annotation, _plain(default))
+    written = value if isinstance(value, str) else toml_value(value)
+    meaning = " ".join((info.description or "").split())
+    return Key(path, type_text, _plain(default), meaning, f"{path}={written}")
+
+
+def _default_kind(path: str) -> str:
+    """Returns the kind that a section has by default: that of the first kind of its parent."""
+    value: Any = Config()
+    for name in path.removesuffix(".kind").split("."):
+        value = getattr(value, name)
+    return value.kind
+
+
+def _type_of(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return " ".join([_type_of(parts[0]), *_limits(parts[1:])])
+    if origin is Literal:
+        return "one of " + ", ".join(str(part) for part in parts)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_of(part) for part in parts)
+    if origin is tuple:
+        return f"list of {_type_of(parts[0])}"
+    if origin is dict:
+        return f"table of {_type_of(parts[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return _WORDS[annotation]
+
+
+def _limits(metadata: Any) -> Iterator[str]:
+    """Yields the limits of a value: "≥ 1", "< 1"."""
+    for entry in metadata:
+        for name, sign in _LIMITS.items():
+            if (limit := getattr(entry, name, None)) is not None:
+                yield f"{sign} {limit:,}" if isinstance(limit, int) else f"{sign} {limit:g}"
+        yield from _limits(getattr(entry, "metadata", ()))
+
+
+def _example(annotation: Any, default: Any) -> Any:
+    """Returns a value that the key accepts; a key whose type gives none names `examples`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return next(part for part in parts if part != default)
+    if origin is Annotated:
+        return _example(parts[0], default)
+    if isinstance(default, bool):
+        return not default
+    if default is not PydanticUndefined and default not in (None, "", [], {}):
+        return default
+    if origin in (Union, UnionType):
+        return _example(parts[0], default)
+    return {int: 2, float: 0.5}.get(annotation, default)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
+def _values_of(section: BaseModel, path: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    for name, info in type(section).model_fields.items():
+        where = f"{path}.{name}" if path else name
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _values_of(value, where)
+        else:
+            yield where, info, _plain(value)
+
+
+def _tables(config: Config) -> dict[str, list[tuple[str, Any]]]:
+    """Groups the values of a configuration by the TOML table that holds them, in their order."""
+    tables: dict[str, list[tuple[str, Any]]] = {}
+    for path, _, value in _values_of(config):
+        tables.setdefault(path.rpartition(".")[0], []).append((path, value))
+    return tables
+
+
+def _explanation(key: Key) -> list[str]:
+    default = f"default: {key.default_text}"
+    return textwrap.wrap(f"{key.meaning} ({key.type}; {default})".strip(), _WIDTH)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split())
