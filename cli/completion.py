@@ -17,7 +17,7 @@ _FOLDERS = (
     "RUN|FOLDER",
 )  # what the help calls an argument that is a folder
 _FILES = ("FILE", "FILE.json", "NAME|FILE.toml")
-_RECIPES = ("RECIPE", "RECIPE|FILE.toml", "MODEL")
+_RECIPES = ("RECIPE", "RECIPE|FILE.toml", "SECTION[.KEY]|RECIPE|FILE.toml", "MODEL")
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
-from ..train.recipes.names import RECIPE_NAMES
+from ..train.config.suggestions import nearest
 from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
@@ -88,6 +88,11 @@ def _run(words: list[str]) -> int:
     is_elsewhere = words and words[0][:1] != "-" and words[0] not in command_names(parser)
     if is_elsewhere and (command := _find_elsewhere(words[0])):
         return command(words[1:])
+    if not words:
+        parser.print_help()
+        return 0
+    if is_elsewhere and (meant := nearest(words[0], [*command_names(parser), *ELSEWHERE])):
+        raise ValueError(f"moebius has no command {words[0]}{meant}")
     options = parse(words, parser)
     return options.run(options)
 
@@ -135,9 +140,22 @@ def parse(
         return options
     are_overrides = all("=" in word and not word.startswith("-") for word in rest)
     if "overrides" not in options or not are_overrides:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = _hint_for(rest) if "overrides" in options else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _hint_for(rest: Sequence[str]) -> str:
+    """Returns the key of the configuration that an unknown option such as `--steps 10` means."""
+    from ..train.config.run_config import Config
+    from ..train.config.suggestions import suggest
+    from ..train.config.validation import known_keys
+
+    option = next((word for word in rest if word.startswith("--")), "")
+    name = option.partition("=")[0].removeprefix("--")
+    hint = suggest(name, (key for key, _ in known_keys(Config))) if name else ""
+    return f"{hint} Keys are written section.key=value, without dashes" if hint else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -146,7 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moebius",
         description="Expert-parallel pretraining of Mixture-of-Experts Universal Transformers.",
-        epilog=f"Commands of other packages: {others}. Recipes: {', '.join(RECIPE_NAMES)}.",
+        epilog=f"Commands of other packages: {others}. `moebius models` lists the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
     completion.add_option(parser)

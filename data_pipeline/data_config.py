@@ -5,15 +5,23 @@ tokenizer and its vocabulary, so a rank needs nothing of that section. Changing 
 no new shards: they hold whole documents, which are cut into rows on the way out.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 FORMAT_VERSION = 3
 """The prepared folder's format. A change that old readers cannot follow raises it."""
 
 SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 """The pattern of a source's name, which begins the names of its shards."""
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+OneOrMore = BeforeValidator(_listed)
+"""Lets a list of texts be given as a single text."""
 
 SourceName = Annotated[str, Field(pattern=SOURCE_NAME)]
 
@@ -83,7 +91,9 @@ class DataConfig(BaseModel):
     """What to do about a record batch that fails its checksum: end the run; read it again, also from
     `replicas`; or, if that fails too, replace its rows by others."""
 
-    replicas: tuple[str, ...] = Field(default=(), examples=[["/mnt/copy/shards"]])
+    replicas: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["copies/shards"]]
+    )
     """Copies of the folder from which damaged record batches are read."""
 
     max_skipped_batches: int = Field(default=10, ge=0)

@@ -8,12 +8,12 @@ another specification is refused. The section stands apart from the stages that 
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .callables import is_function_path
-from .data_config import FORMAT_VERSION, SourceName
+from .data_config import FORMAT_VERSION, OneOrMore, SourceName
 
 NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
 MAX_NGRAM = 1024
@@ -60,10 +60,12 @@ class SourceConfig(RecordFields):
     name: SourceName = Field(examples=["books"])
     """The source's name, which begins the names of its shards."""
 
-    input: tuple[str, ...] = Field(min_length=1, examples=[["books/*.txt"]])
+    input: Annotated[tuple[str, ...], OneOrMore] = Field(min_length=1, examples=[["books/*.txt"]])
     """Files, folders, globs, URLs or functions, as of `prepare.input`."""
 
-    validation_input: tuple[str, ...] = Field(default=(), examples=[["held_out.txt"]])
+    validation_input: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["held_out.txt"]]
+    )
     """Text to validate on; empty: a share of `input`."""
 
     licence: str = Field(default="", max_length=200, examples=["CC0-1.0"])
@@ -80,10 +82,12 @@ class DecontaminateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    evaluation_sets: tuple[str, ...] = Field(min_length=1, examples=[["test.jsonl"]])
+    evaluation_sets: Annotated[tuple[str, ...], OneOrMore] = Field(
+        min_length=1, examples=[["test.jsonl"]]
+    )
     """Local .jsonl and .jsonl.zst files, one item a line."""
 
-    fields: tuple[str, ...] = Field(default=(), examples=[["question"]])
+    fields: Annotated[tuple[str, ...], OneOrMore] = Field(default=(), examples=[["question"]])
     """The fields that hold an item's text; empty: every string in its record."""
 
     ngram_words: int = Field(default=13, ge=2, le=MAX_NGRAM)
@@ -99,12 +103,16 @@ class PrepareConfig(RecordFields):
     Text of several kinds is given as `sources`; `input` is short for one source named "text".
     """
 
-    input: tuple[str, ...] = Field(default=("embedded",), examples=[["texts/*.txt"]])
+    input: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=("embedded",), examples=[["texts/*.txt"]]
+    )
     """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
     .arrow; python:package.module:function for records of your own; or "embedded", the English prose
     that every Python carries."""
 
-    validation_input: tuple[str, ...] = Field(default=(), examples=[["held_out.txt"]])
+    validation_input: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["held_out.txt"]]
+    )
     """Text to validate on; empty: `validation_fraction` of `input`."""
 
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
@@ -140,7 +148,9 @@ class PrepareConfig(RecordFields):
     encoding_faults: Literal["error", "drop"] = "error"
     """What to do about text that is not valid in its encoding: end, or drop the document."""
 
-    filters: tuple[str, ...] = Field(default=(), examples=[["my_filters:too_short"]])
+    filters: Annotated[tuple[str, ...], OneOrMore] = Field(
+        default=(), examples=[["my_filters:too_short"]]
+    )
     """Functions (package.module:function) of a document's text that return None to keep it, or the
     reason to drop it."""
 

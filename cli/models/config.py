@@ -86,15 +86,14 @@ def _look_up(name: str) -> "RenderableType":
 
     from ...train.config.errors import ConfigError
     from ...train.config.reference import keys
-    from ...train.config.run_config import Config
-    from ...train.config.validation import nearest_key
+    from ...train.config.suggestions import suggest
 
     known = {key.path: key for key in keys()}
     below = [key for path, key in known.items() if path.startswith(f"{name}.")]
     if name in known and not below:
         return _entry(known[name])
     if not below:
-        raise ConfigError(f"there is no key or section {name}{nearest_key(name, Config)}")
+        raise ConfigError(f"there is no key or section {name}{suggest(name, known)}")
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("key", "default", "meaning"):
         table.add_column(title, overflow="fold")

@@ -211,7 +211,7 @@ def test_what_is_no_mistake_of_the_user(
 
     monkeypatch.setattr(command_line, "parse", lambda *_: argparse.Namespace(run=run))
     with pytest.raises(type(expected)) as ended:
-        main([])
+        main(["status"])
     assert ended.value.args == expected.args
 
 

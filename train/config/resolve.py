@@ -16,7 +16,8 @@ from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.sections import kinds_first, merge, set_value
 from .errors import ConfigError
 from .run_config import Config
-from .validation import KINDS, known_keys, nearest, validated
+from .suggestions import nearest, suggest
+from .validation import KINDS, known_keys, validated
 
 
 def resolve(
@@ -47,8 +48,8 @@ def _recipe_values(
         return recipes[name]().model_dump(mode="json")
     if not is_function_path(name):
         raise ConfigError(
-            f"{where}: there is no recipe {name!r}{nearest(name, recipes)}; recipes: "
-            f"{', '.join(recipes)}; name a file that ends in .toml, or a function of your own as "
+            f"{where}: there is no recipe {name!r}{nearest(name, recipes)} `moebius models` lists "
+            "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )
     try:
@@ -149,9 +150,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     *sections, key = path.split(".")
     if not equals or not sections or not all((*sections, key)):
-        raise ConfigError(
-            f"override {override!r}: write section.key=value, for example train.steps=200"
-        )
+        hint = suggest(path, (known for known, _ in known_keys(Config))) if equals else ""
+        usage = "write section.key=value, for example train.steps=200"
+        advice = f"there is no key {path!r}{hint}" if hint else usage
+        raise ConfigError(f"override {override!r}: {advice}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

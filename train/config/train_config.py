@@ -1,6 +1,6 @@
 """The section `train` of a configuration: how long to train, on how much at a time, how exactly."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from ...data_pipeline.data_config import OneOrMore
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...model.config.model_config import Precision
 from ...model.execution.recompute import Recompute
@@ -133,7 +134,7 @@ class TrainConfig(BaseModel):
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a collective may take."""
 
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], OneOrMore] = Field(
         default=("tensorboard",), examples=[["wandb"]]
     )
     """Where metrics go beside metrics.jsonl (docs/metrics.md); keys and server addresses come from

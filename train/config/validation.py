@@ -1,8 +1,7 @@
 """Validates the plain values of a configuration, and explains in words what is wrong with them."""
 
-import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from ...model.config.model_config import SECTIONS
 from ..record.redaction import secret_places
 from .errors import ConfigError
+from .suggestions import suggest
 
 MAX_WHOLE = 2**63 - 1  # of any number, since torch and Arrow hold no larger one
 # The sections that come in kinds, by their whole path.
@@ -55,12 +55,6 @@ def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any
             yield from known_keys(model, where)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns a question after the known word that is most like `word`; "" if none is like it."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -71,21 +65,10 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _explain(entry: Any, kind: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
-        return f"  {where}: unknown key{nearest_key(where, kind)}"
+        return f"  {where}: unknown key{suggest(where, (key for key, _ in known_keys(kind)))}"
     message = str(entry["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
     return f"  {where}: {message}{given}" if where else f"  {message}"
-
-
-def nearest_key(key: str, kind: type[BaseModel]) -> str:
-    """Returns a question after the known keys whose last name is most like that of `key`."""
-    keys = list(dict.fromkeys(known for known, _ in known_keys(kind)))
-    names = {known.rpartition(".")[2] for known in keys}
-    close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.75)
-    if not close:
-        return nearest(key, keys)
-    meant = [known for known in keys if known.rpartition(".")[2] == close[0]]
-    return f"; did you mean {' or '.join(meant[:3])}?"
 
 
 def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:

@@ -120,7 +120,7 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
         (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
         (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
         (["train.steps=0"], r"train.steps: .*greater than 0 \(given: 0\)"),
-        (["steps=3"], r"override 'steps=3': write section.key=value"),
+        (["steps=3"], r"override 'steps=3': there is no key 'steps'; did you mean train.steps\?"),
         (["train.steps"], r"override 'train.steps': write section.key=value"),
         (["model.num_layers=5"], r"num_layers=5 is not divisible by layers_per_group=2"),
         (["model.attention.positions.width=3"], r"positions.width=3 with d_head=32"),
