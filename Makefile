@@ -57,8 +57,8 @@ lint: $(VENV)/.installed-satellites $(VENV)/.installed-lint $(LINKS)  ## check f
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/basedpyright --pythonpath $(BIN)/python --project tests/pyrightconfig.json
 
-# Neither the type checker nor mkdocstrings sees an editable install. They find the packages by these links, whatever the
-# checkout's folder is called.
+# The type checker does not see an editable install. It finds the packages by these links, whatever the checkout's folder
+# is called.
 build/types/moebius:
 	mkdir -p $(@D)
 	ln -s ../.. $@
@@ -67,7 +67,7 @@ build/types/moebius_%:
 	mkdir -p $(@D)
 	ln -s ../../$* $@
 
-docs: $(VENV)/.installed-docs build/types/moebius  ## build the documentation's site into build/site; a dead link or a warning is an error
+docs: $(VENV)/.installed-docs  ## build the documentation's site into build/site; a dead link or a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "open build/site/index.html"
 

@@ -1,106 +1,163 @@
-"""Gives the documentation's site an API reference: one page per module, made from the docstrings.
+"""Adds the reference to the documentation's site: the configuration, the commands and Python.
 
-A hook of MkDocs (`hooks` in mkdocs.yml). It adds a page for every module of the package, arranges
-them by room in the navigation, and turns links to files of the repository, which are right where a
-repository is read, into links to those pages or into plain names.
+A hook of MkDocs (`hooks` in mkdocs.yml). The pages are made from the code, so that they cannot differ
+from it. The hook also turns links to files of the repository, which work where a repository is read,
+into plain names.
 """
 
-import ast
+import argparse
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
+from moebius.cli.main import build_parser
+from moebius.train.config.reference import Key, keys, section_documents
+
 ROOT = Path(__file__).resolve().parents[1]
-# Floors of the house, from the command down (tests/test_house.py holds them).
-ROOMS = (
-    "cli",
-    "cluster",
-    "simulation",
-    "export",
-    "evaluation",
-    "train",
-    "planning",
-    "distributed",
-    "model",
-    "kernels",
-    "data_pipeline",
-)
 LINK_OUT = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^)#]+)(?:#[^)]*)?\)")
 
+# What the pages of Python's names are read from. mkdocstrings reads every file below the package's folder,
+# which in a checkout holds environments and builds as well: 60 times as much.
+SOURCES = ROOT / "build" / "docs" / "moebius"
+PARTS = (
+    *("__init__.py", "api.py", "run_records.py", "cli", "cluster", "data_pipeline", "distributed"),
+    *("evaluation", "export", "kernels", "model", "planning", "simulation", "train"),
+)
 
-def modules() -> Iterator[PurePosixPath]:
-    """Yields the path of every module of the package that holds more than a docstring, by room."""
-    for room in ROOMS:
-        for file in sorted((ROOT / room).rglob("*.py")):
-            if len(ast.parse(file.read_text(encoding="utf-8")).body) > 1:
-                yield PurePosixPath(file.relative_to(ROOT).as_posix())
+PYTHON = """# Python
 
+`import moebius` gives these names, each imported when it is first used. `import moebius` alone does not
+import torch.
 
-def dotted(module: PurePosixPath) -> str:
-    """Returns a module's name as Python imports it: `model/moe.py` is `moebius.model.moe`."""
-    parts = module.with_suffix("").parts
-    return ".".join(["moebius", *(part for part in parts if part != "__init__")])
+::: moebius.api
 
+## Recorded runs
 
-def page_of(module: PurePosixPath) -> str:
-    """Returns the path of a module's page below docs/."""
-    return f"reference/{module.with_suffix('.md')}"
+::: moebius.run_records
+"""
 
+INTERFACES = """# Interfaces
 
-def text_of(module: PurePosixPath) -> str:
-    """Returns the Markdown of a module's page: a title, and the instruction to mkdocstrings."""
-    return f"# `{module}`\n\n::: {dotted(module)}\n"
+These are the classes that an extension implements. [Extend](extend.md) shows each at work.
+
+## Routers
+
+::: moebius.model.routers.router
+
+## Dispatchers
+
+::: moebius.distributed.dispatch.base
+
+## Kernel backends
+
+::: moebius.kernels.calls
+
+## Hooks of the training loop
+
+::: moebius.train.hooks
+"""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Appends the reference to the navigation, one section for every folder."""
-    sections: dict[str, list[Any]] = {}
-    for module in modules():
-        sections.setdefault(f"{module.parent}/", []).append({module.name: page_of(module)})
-    if config.nav is not None:
-        config.nav.append({"API reference": [{name: pages} for name, pages in sections.items()]})
+    """Links the package's own files into a folder that holds nothing else."""
+    shutil.rmtree(SOURCES, ignore_errors=True)
+    SOURCES.mkdir(parents=True)
+    for part in PARTS:
+        (SOURCES / part).symlink_to(ROOT / part)
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the reference."""
-    for module in modules():
-        files.append(File.generated(config, page_of(module), content=text_of(module)))
-    pictures = (ROOT / "benchmarks" / "results").glob("*.png")
-    for picture in sorted(pictures):
-        source = f"results/{picture.name}"
-        files.append(File.generated(config, source, abs_src_path=str(picture)))
+    """Adds the generated pages, and the pictures of the benchmarks."""
+    pages = {
+        "config.md": _config_page(),
+        "commands.md": _commands_page(),
+        "python.md": PYTHON,
+        "interfaces.md": INTERFACES,
+    }
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
+        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links to files of the repository to the reference, or leaves their text alone."""
+    """Replaces links to files of the repository by their names, and finds the pictures among them."""
     up = "../" * page.file.src_uri.count("/")
 
-    def led(found: re.Match[str]) -> str:
+    def replaced(found: re.Match[str]) -> str:
         path, text = PurePosixPath(found["path"]), found["text"]
         if path.suffix == ".png":
             return f"![{text}]({up}results/{path.name})"
-        if files.get_file_from_path(page_of(path)) is not None:
-            return f"[{text}]({up}{page_of(path)})"
         return text if text.startswith("`") else f"{text} (`{path}`)"
 
-    return LINK_OUT.sub(led, markdown)
+    return LINK_OUT.sub(replaced, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Shows the paths of sources as they are in the repository."""
+    return html.replace("build/docs/moebius/", "")
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
     """Refuses a page that no menu leads to.
 
     Raises:
-        ValueError: pages of docs/ that stand in no line of `nav`.
+        ValueError: `nav` lists some pages of docs/ nowhere.
     """
     named = {page.file.src_uri for page in nav.pages}
     if lost := sorted({file.src_uri for file in files.documentation_pages()} - named):
         raise ValueError(f"mkdocs.yml: its nav leads to none of {', '.join(lost)}")
     return nav
+
+
+def _config_page() -> str:
+    """Returns the page of all keys, one heading for each, so that a search finds it."""
+    parts = [
+        "# Configuration",
+        "Every key of every section. Change one with `section.key=value` after a recipe, or in a TOML "
+        "file. In a terminal, `moebius config train.steps` shows one key, and `moebius config smoke > "
+        "mine.toml` writes a recipe as a commented file.",
+    ]
+    documents = section_documents()
+    section = ""
+    for key in keys():
+        if (top := key.path.partition(".")[0]) != section:
+            section = top
+            parts += [f"## `{section}`", documents[section]]
+        parts += [f"### `{key.path}`", key.meaning, _facts(key)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(key: Key) -> str:
+    facts = [f"Type: {key.type}", f"default: `{key.default_text}`"]
+    if key.unit:
+        facts.append(f"unit: {key.unit}")
+    if key.kinds:
+        facts.append(f"only with `{key.section}.kind` {', '.join(key.kinds)}")
+    return " · ".join([*facts, f"example: `{key.example}`"])
+
+
+def _commands_page() -> str:
+    """Returns the help of every command, as the terminal shows it."""
+    parts = ["# Commands", "Every command and option, as `moebius COMMAND --help` prints them."]
+    for name, parser in _commands(build_parser()):
+        parts += [f"## `{name}`", f"```text\n{parser.format_help().rstrip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yields every command that can be called, by its full name."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield parser.prog, parser
+    for group in groups:
+        for command in group.choices.values():
+            yield from _commands(command)
