@@ -13,6 +13,7 @@ of ours takes from another.)
 """
 
 import atexit
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ from .restore import refuse_pairs, restore, tokenizer_of_run
 from .scoring import open_scorer
 from .tasks.task import Encoder, TaskError
 
+logger = logging.getLogger(__name__)
+
 _KNOWN = {"do_sample", "until", "max_gen_toks", "temperature"}  # of a request for text
 
 
@@ -46,7 +49,7 @@ class MoebiusLM(TemplateLM):
         step: of the checkpoint; None: the newest.
         max_length: the longest input in tokens; None: as in training.
         seed: of sampled text, and of the group context of models that route sequences together.
-        device: cpu, cuda or auto.
+        device: cpu; anything else takes a GPU if there is one.
         batch_size: is not used: batches are as large as their rows allow.
         max_batch_size: is not used.
 
@@ -68,8 +71,10 @@ class MoebiusLM(TemplateLM):
     ) -> None:
         super().__init__()
         self._open = ExitStack()
-        kind = "cuda" if str(device).startswith("cuda") else "cpu" if device == "cpu" else "auto"
-        with start_process(kind) as process:
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            # The harness passes "cuda" unless --device says otherwise.
+            logger.warning("the harness asked for %s, which is absent: scoring on the CPU", device)
+        with start_process("cpu" if device == "cpu" else "auto") as process:
             if process.world_size > 1:
                 raise ValueError(
                     f"the harness scores our models in one process, and this is one of "

@@ -86,7 +86,8 @@ class ChoiceTask:
             for option in choice.options:
                 pair = encoder.pair(option.context, option.continuation)
                 harness.append(rows.add(encoder.row(*pair)))
-        lengths = [len(option.continuation.strip(" ")) for option in choice.options]
+        # As the harness counts: all characters of an answer but the blank that joins it to its context.
+        lengths = [len(option.continuation.removeprefix(" ")) for option in choice.options]
         if "acc_norm" in self.harness and not all(lengths):
             raise TaskError("an answer is empty, so acc_norm cannot divide by its length")
         return Question(

@@ -58,6 +58,7 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [
             {"goal": "Route a token ", "sol1": "Ask the gate.", "sol2": "Ask no one", "label": 1},
             {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0},
+            {"goal": "Route it.", "sol1": f" Ask the gate.{' ' * 99}", "sol2": "No one ", "label": 0},
         ],
     ),
     "arc_easy": (
@@ -315,7 +316,8 @@ def test_from_the_command_line(
     ended = subprocess.run(
         [
             *(sys.executable, *start, "--model", "moebius", "--model_args", f"path={run_dir}"),
-            *("--tasks", str(task), "--output_path", str(tmp_path / "out"), "--device", "cpu"),
+            *("--tasks", str(task), "--output_path", str(tmp_path / "out")),
+            *(() if command == "ours" else ("--device", "cpu")),  # ours as it is documented
         ],
         env=environment,
         capture_output=True,

@@ -73,6 +73,17 @@ def test_physical_tasks(answer: int) -> None:
     assert found["acc_norm"] == best(norm, answer)
 
 
+def test_blanks_at_the_ends_of_an_answer_count_in_its_length() -> None:
+    """As in the harness, which divides by the length of the answer as it is published."""
+    solutions = [f"Use water.{' ' * 200}", " Use a bed"]
+    sums = [logp("Question: Boil an egg.\nAnswer:", f" {text}") for text in solutions]
+    norm = [total / len(text) for total, text in zip(sums, solutions, strict=True)]
+    stripped = [total / len(text.strip()) for total, text in zip(sums, solutions, strict=True)]
+    assert best(norm, 0) != best(stripped, 0), "the case tells nothing"
+    record = {"goal": "Boil an egg.", "sol1": solutions[0], "sol2": solutions[1], "label": 0}
+    assert ask("piqa", record)["acc_norm"] == best(norm, 0)
+
+
 def test_the_tokens_that_hellaswag_asks() -> None:
     record = {
         "query": "Roof removal: A man sits [title] on a  roof. he",
