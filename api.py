@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from .cluster.job import JobError as JobError
@@ -56,11 +57,52 @@ class TrainingFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class TextTokenizer:
+    """Turns text into tokens that the model takes, and tokens into text."""
+
+    _tokenizer: Tokenizer
+    _device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of token ids, the end of a document included."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def end_of_document_id(self) -> int:
+        """Returns the id that ends a document; `encode` never returns it."""
+        return self._tokenizer.end_of_document_id
+
+    def encode(self, text: str) -> Tensor:
+        """Returns a text's token ids: int64 (S,), on the model's device.
+
+        Raises:
+            UnicodeEncodeError: the text holds half a surrogate pair.
+        """
+        ids = self._tokenizer.encode_batch([text])[0]
+        return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Returns the text of token ids; an end of document is left out.
+
+        Args:
+            ids: one dimension, a tensor or a list.
+        """
+        return self._tokenizer.decode(ids.tolist() if isinstance(ids, Tensor) else ids)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A trained model in memory, with what belongs to it."""
+    """Holds a trained model with its tokenizer, its configuration and its step.
+
+    trained = moebius.load("runs/mine")
+    tokens = trained.tokenizer.encode("Once upon a time")
+    next_token = trained.logits(tokens[None])[0, -1].argmax()
+    print(trained.tokenizer.decode([int(next_token)]))
+    """
 
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     config: Config
     step: int
 
@@ -224,7 +266,7 @@ def load(
     run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, depth_steps=depth_steps)
-    tokenizer = tokenizer_of_run(restored)
+    tokenizer = TextTokenizer(tokenizer_of_run(restored), process.device)
     return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     if options.run:
         loaded = moebius.load(options.run)
         model, tokenizer = loaded.model, loaded.tokenizer
-        ids = tokenizer.encode_batch([options.text])[0].tolist()
+        ids = tokenizer.encode(options.text).tolist()
         words = [tokenizer.decode([token]) for token in ids]
     else:
         model = moebius.build(moebius.recipe("moeut", **BYTES))

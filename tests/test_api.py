@@ -121,8 +121,10 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     expected = "".join(write_text(run_dir, "one ", num_tokens=5, temperature=0.5, seed=3))
     assert loaded.generate("one ", num_tokens=5, temperature=0.5, seed=3) == expected
     assert loaded.score("one two").mean == score_text(run_dir, "one two").mean
-    ids = loaded.tokenizer.encode_batch(["one"])[0].tolist()
-    assert loaded.tokenizer.decode(ids) == "one"
+    tokens = loaded.tokenizer.encode("one")
+    assert loaded.tokenizer.decode(tokens) == loaded.tokenizer.decode(tokens.tolist()) == "one"
+    assert loaded.logits(tokens[None]).shape == (1, len(tokens), loaded.tokenizer.vocab_size)
+    assert sys.excepthook is sys.__excepthook__, "an error of this process would begin with [rank0]"
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
     from_checkpoint = moebius.load(checkpoint)
     for own, other in zip(

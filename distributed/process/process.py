@@ -17,6 +17,7 @@ on one machine listens on the loopback alone; docs/security.md says what is open
 import errno
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ def start_process(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if _is_on_one_machine(os.environ, place):
         _keep_to_the_loopback()
+    hook = sys.excepthook
     dist.init_process_group(
         backend,
         store=store,
@@ -160,6 +162,8 @@ def start_process(
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if place.world_size == 1:
+        sys.excepthook = hook  # torch's writes "[rank0]:" before every line of a traceback
     return Process(
         rank=place.rank,
         world_size=place.world_size,

@@ -200,7 +200,7 @@ def _named_items(loaded: moebius.LoadedModel, texts: Sequence[str]) -> list[Item
     tokenizer = loaded.tokenizer
     found = []
     for text in texts:
-        token_ids = tokenizer.encode_batch([text])[0].tolist()
+        token_ids = tokenizer.encode(text).tolist()
         if len(token_ids) != 1:
             parts = ", ".join(repr(tokenizer.decode([one])) for one in token_ids)
             raise ValueError(

@@ -102,8 +102,8 @@ def read_items(loaded: moebius.LoadedModel, records: Iterable[Record]) -> list[I
     if not records:
         raise ValueError("a test set without items")
     tokenizer = loaded.tokenizer
-    prompts = tokenizer.encode_batch([record[PROMPT] for record in records])
-    answers = tokenizer.encode_batch([record[ANSWER] for record in records])
+    prompts = [tokenizer.encode(record[PROMPT]).tolist() for record in records]
+    answers = [tokenizer.encode(record[ANSWER]).tolist() for record in records]
     end = np.array([tokenizer.end_of_document_id])
     items = []
     for record, prompt, answer in zip(records, prompts, answers, strict=True):

@@ -58,7 +58,12 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [
             {"goal": "Route a token ", "sol1": "Ask the gate.", "sol2": "Ask no one", "label": 1},
             {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0},
-            {"goal": "Route it.", "sol1": f" Ask the gate.{' ' * 99}", "sol2": "No one ", "label": 0},
+            {
+                "goal": "Route it.",
+                "sol1": f" Ask the gate.{' ' * 99}",
+                "sol2": "No one ",
+                "label": 0,
+            },
         ],
     ),
     "arc_easy": (

@@ -237,7 +237,7 @@ MISTAKES = {
     "true is no number": ({"label": True}, "the number of the right answer"),
     "a number for a text": ({"question": 7}, "field 'question' is 7; it must be a text"),
     "a text for a list": ({"choices": "abc"}, "a list of at least 2 texts"),
-    "an empty answer": ({"choices": ["a", "b", "c", " "]}, "an answer is empty"),
+    "an empty answer": ({"choices": ["a", "b", "c", ""]}, "an answer is empty"),
 }
 
 

@@ -62,15 +62,17 @@ def place_data(config: Config, root: Path) -> Config:
 def open_run(config: Config, run_dir: Path) -> None:
     """Creates the run folder with its config.json, or opens an existing one.
 
+    A folder in which no step was made, because the start failed, takes another configuration.
+
     Raises:
         ConfigError: the folder cannot be written, holds something else, or holds a run whose
             settings differ in what is computed.
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
-    if saved.exists():
+    if _has_trained(run_dir):
         _check_same_run(Config.load(saved), config, run_dir)
-    elif any(run_dir.iterdir()):
+    elif any(run_dir.iterdir()) and not saved.exists():
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
@@ -83,6 +85,17 @@ def end_is_asked(run_dir: Path) -> bool:
     `stop` ends the job; after `pause` its supervision goes on with other nodes.
     """
     return (run_dir / "stop").exists() or (run_dir / "pause").exists()
+
+
+def _has_trained(run_dir: Path) -> bool:
+    """Returns whether a step of a run was made or saved here."""
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    try:
+        with (run_dir / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
+            return any('"kind": "train"' in line for line in lines)
+    except OSError:
+        return False
 
 
 def _make_writable(run_dir: Path) -> None:

@@ -199,6 +199,7 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
         place_data(make("train.steps=900", "mesh.ep=4", "mesh.dp_replicate=1"), tmp_path), run_dir
     )
     assert Config.load(run_dir / "config.json").train.steps == 900
+    (run_dir / "checkpoints" / "step_00000080").mkdir(parents=True)
     with pytest.raises(
         ConfigError, match=r"(?s)holds another run.*model.d_model: the run has 128, now 64"
     ):
@@ -208,6 +209,22 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
     (other / "thesis.txt").write_text("do not touch")
     with pytest.raises(ConfigError, match=r"is not empty and holds no run"):
         open_run(config, other)
+
+
+@pytest.mark.parametrize("record", ["", '{"kind": "eval", "step": 0}\n', '{"kind": "train", "st'])
+def test_a_folder_in_which_no_step_was_made_takes_another_configuration(
+    record: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    open_run(place_data(make(), tmp_path), run_dir)
+    (run_dir / "metrics.jsonl").write_text(record, encoding="utf-8")
+    other = place_data(make("model.d_model=64"), tmp_path)
+    if "train" in record:
+        with pytest.raises(ConfigError, match="holds another run"):
+            open_run(other, run_dir)
+    else:
+        open_run(other, run_dir)
+        assert Config.load(run_dir / "config.json") == other
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
