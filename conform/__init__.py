@@ -2,7 +2,7 @@
 
     python -m moebius_conform mylayers.py:build
 
-docs/conform.md describes the contract and the classes of faults. The package needs torch, numpy and
+conform/README.md describes the contract and the classes of faults. The package needs torch, numpy and
 rich; it imports nothing of moebius.
 """
 
