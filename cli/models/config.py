@@ -1,6 +1,7 @@
 """`moebius config`: looks up keys of the configuration, and writes a run's whole configuration."""
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_overrides
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...train.config.reference import Key
+    from ...train.config.run_config import Config
 
 
 def add_commands(commands: Commands) -> None:
@@ -65,14 +67,9 @@ def _config(options: argparse.Namespace) -> int:
 
 def _sections() -> "RenderableType":
     """Returns every section with what it configures."""
-    from rich.table import Table
-
     from ...train.config.reference import section_documents
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for section, text in section_documents().items():
-        table.add_row(f"[bold]{section}[/]", text)
-    return table
+    return _table([], section_documents().items())
 
 
 def _look_up(name: str) -> "RenderableType":
@@ -81,9 +78,6 @@ def _look_up(name: str) -> "RenderableType":
     Raises:
         ConfigError: there is no such key or section.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     from ...train.config.errors import ConfigError
     from ...train.config.reference import keys
     from ...train.config.suggestions import suggest
@@ -91,23 +85,15 @@ def _look_up(name: str) -> "RenderableType":
     known = {key.path: key for key in keys()}
     below = [key for path, key in known.items() if path.startswith(f"{name}.")]
     if name in known and not below:
-        return _entry(known[name])
+        return _table([], _entry(known[name]))
     if not below:
         raise ConfigError(f"there is no key or section {name}{suggest(name, known)}")
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("key", "default", "meaning"):
-        table.add_column(title, overflow="fold")
-    for key in below:
-        table.add_row(Text(key.path), Text(key.default_text), Text(key.meaning))
-    return table
+    rows = [(key.path, key.default_text, key.meaning) for key in below]
+    return _table(["key", "default", "meaning"], rows)
 
 
-def _entry(key: "Key") -> "RenderableType":
-    """Returns everything about one key."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+def _entry(key: "Key") -> list[tuple[str, str]]:
+    """Returns everything about one key, line by line."""
     rows = {
         key.path: key.meaning,
         "type": key.type,
@@ -116,24 +102,24 @@ def _entry(key: "Key") -> "RenderableType":
         "only with": f"{key.section}.kind = {', '.join(key.kinds)}" if key.kinds else "",
         "example": key.example,
     }
-    for title, text in rows.items():
-        if text:
-            table.add_row(Text(title, "bold"), Text(text))
-    return table
+    return [(title, text) for title, text in rows.items() if text]
 
 
-def _differences(config: object) -> "RenderableType":
+def _differences(config: "Config") -> "RenderableType":
     """Returns the values of a configuration that differ from their defaults."""
+    from ...train.config.reference import changes, toml_value
+
+    rows = [(path, *map(toml_value, values)) for path, *values in changes(config)]
+    return _table(["key", "value", "default"], rows)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    from ...train.config.reference import changes, toml_value
-    from ...train.config.run_config import Config
-
-    assert isinstance(config, Config)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("key", "value", "default"):
+    table = Table(box=None, show_header=bool(titles), header_style="bold", padding=(0, 2, 0, 0))
+    for title in titles:
         table.add_column(title, overflow="fold")
-    for path, value, default in changes(config):
-        table.add_row(Text(path), Text(toml_value(value)), Text(toml_value(default)))
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table

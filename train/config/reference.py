@@ -7,7 +7,7 @@ read from the classes of the sections, so it cannot differ from what a run accep
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from .run_config import Config
-from .validation import KINDS
+from .validation import KINDS, known_keys
 
 _WIDTH = 88
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "none"}
@@ -33,7 +33,7 @@ class Key:
     default: Any  # plain; PydanticUndefined: it must be given
     meaning: str
     example: str  # as an override
-    kinds: list[str] = field(default_factory=list)  # of its section that have it; empty: all
+    kinds: list[str]  # of its section that have it; empty: all
 
     @property
     def section(self) -> str:
@@ -54,14 +54,9 @@ class Key:
 def keys() -> list[Key]:
     """Returns every key of a run's configuration in the order of its sections, over all kinds."""
     found: dict[str, Key] = {}
-    for key, kind in _keys_of(Config):
-        known = found.setdefault(key.path, key)
-        if kind and kind not in known.kinds:
-            known.kinds.append(kind)
-    for path, section in KINDS.items():
-        for key in found.values():
-            if key.section == path and len(key.kinds) == len(section.classes):
-                key.kinds.clear()
+    for path, info in known_keys(Config):
+        if path not in found and path not in KINDS and not _is_section(info.annotation):
+            found[path] = _key(path, info)
     return list(found.values())
 
 
@@ -109,42 +104,33 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _keys_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[Key, str]]:
-    """Yields the keys of a section and of those within it, each with the kind that has it."""
-    for name, info in model.model_fields.items():
-        where = f"{path}.{name}" if path else name
-        if where in KINDS:
-            yield from _keys_of_kinds(where)
-            continue
-        inner = list(_models_in(info.annotation))
-        if name != "kind" and (not inner or info.annotation not in inner):
-            yield _key(where, info), ""
-        for section in inner:
-            yield from _keys_of(section, where)
-
-
-def _keys_of_kinds(path: str) -> Iterator[tuple[Key, str]]:
-    section = KINDS[path]
-    kinds = Literal[tuple(section.classes)]
-    default = _default_kind(path)
-    other = next(kind for kind in section.classes if kind != default)
-    meaning = f"Selects the {section.noun}; each kind has its own keys."
-    yield Key(f"{path}.kind", _type_of(kinds), default, meaning, f"{path}.kind={other}"), ""
-    for kind, entry in section.classes.items():
-        for key, inner in _keys_of(section.config_of(entry), path):
-            yield key, inner if key.section != path else kind
-
-
 def _key(path: str, info: FieldInfo) -> Key:
     limits = " ".join(_limits(info.metadata))
     type_text = f"{_type_of(info.annotation)} {limits}".strip()
     if limits and type_text.endswith(f" or none {limits}"):
         type_text = type_text.replace(f" or none {limits}", f" {limits} or none")
-    default = info.get_default(call_default_factory=True)
-    value = info.examples[0] if info.examples else _example(info.annotation, _plain(default))
-    written = value if isinstance(value, str) else toml_value(value)
+    default = _plain(info.get_default(call_default_factory=True))
     meaning = " ".join((info.description or "").split())
-    return Key(path, type_text, _plain(default), meaning, f"{path}={written}")
+    if (section := KINDS.get(path.removesuffix(".kind"))) is not None:
+        default = _default_kind(path)
+        meaning = f"Selects the {section.noun}; each kind has its own keys."
+    value = info.examples[0] if info.examples else _example(info.annotation, default)
+    written = value if isinstance(value, str) else toml_value(value)
+    return Key(path, type_text, default, meaning, f"{path}={written}", _kinds_with(path))
+
+
+def _kinds_with(path: str) -> list[str]:
+    """Returns the kinds of its section that have a key; empty if all have it."""
+    parent, _, name = path.rpartition(".")
+    if parent not in KINDS or name == "kind":
+        return []
+    classes = KINDS[parent].classes
+    kinds = [kind for kind in classes if name in KINDS[parent].fields(kind)]
+    return kinds if len(kinds) < len(classes) else []
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _default_kind(path: str) -> str:
@@ -167,7 +153,7 @@ def _type_of(annotation: Any) -> str:
         return f"list of {_type_of(parts[0])}"
     if origin is dict:
         return f"table of {_type_of(parts[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if _is_section(annotation):
         return "section"
     return _WORDS[annotation]
 
@@ -195,13 +181,6 @@ def _example(annotation: Any, default: Any) -> Any:
     if origin in (Union, UnionType):
         return _example(parts[0], default)
     return {int: 2, float: 0.5}.get(annotation, default)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
 
 
 def _values_of(section: BaseModel, path: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:

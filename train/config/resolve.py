@@ -170,4 +170,4 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _keys_with_the_word_none() -> set[str]:
     """Returns the keys for which "none" is one of the choices and not the absence of a value."""
-    return {key for key, annotation in known_keys(Config) if "none" in get_args(annotation)}
+    return {key for key, field in known_keys(Config) if "none" in get_args(field.annotation)}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ...model.config.model_config import SECTIONS
 from ..record.redaction import secret_places
@@ -40,14 +41,14 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *problems]))
 
 
-def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every key that a configuration can have, over all kinds, and its annotation."""
+def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields every key that a configuration can have, over all kinds, and sections before their keys."""
     for name, field in kind.model_fields.items():
         where = f"{path}.{name}" if path else name
-        yield where, field.annotation
+        yield where, field
         if where in KINDS:
             section = KINDS[where]
-            yield f"{where}.kind", Literal[tuple(section.classes)]
+            yield f"{where}.kind", FieldInfo(annotation=Literal[tuple(section.classes)])
             models = map(section.config_of, section.classes.values())
         else:
             models = _models_in(field.annotation)

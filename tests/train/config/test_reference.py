@@ -27,12 +27,12 @@ def value_of(example: str) -> object:
 
 
 def test_every_key_has_a_type_a_meaning_and_an_example_that_it_accepts() -> None:
-    annotations = dict(reversed(list(known_keys(Config))))  # of a kind: all kinds
+    fields = dict(reversed(list(known_keys(Config))))  # of a kind: all kinds
     for path, key in KEYS.items():
         assert key.type, path
         assert key.meaning, path
         assert key.example.startswith(f"{path}="), path
-        TypeAdapter(annotations[path]).validate_python(value_of(key.example))
+        TypeAdapter(fields[path].annotation).validate_python(value_of(key.example))
 
 
 def test_the_reference_and_a_run_know_the_same_keys() -> None:
@@ -59,7 +59,7 @@ def test_a_key_says_what_it_accepts(path: str, type_: str, default: str, kinds: 
 
 def test_units_follow_from_names() -> None:
     def unit(path: str) -> str:
-        return Key(path, "integer", 1, "", "").unit
+        return Key(path, "integer", 1, "", "", []).unit
 
     assert [unit("a.limit_s"), unit("a.size_bytes"), unit("train.steps"), unit("a.rows")] == [
         "seconds",
