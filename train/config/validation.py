@@ -48,7 +48,8 @@ def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, Fie
         yield where, field
         if where in KINDS:
             section = KINDS[where]
-            yield f"{where}.kind", FieldInfo(annotation=Literal[tuple(section.classes)])
+            kinds: Any = Literal[tuple(section.classes)]
+            yield f"{where}.kind", FieldInfo(annotation=kinds)
             models = map(section.config_of, section.classes.values())
         else:
             models = _models_in(field.annotation)

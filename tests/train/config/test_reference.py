@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -32,7 +33,8 @@ def test_every_key_has_a_type_a_meaning_and_an_example_that_it_accepts() -> None
         assert key.type, path
         assert key.meaning, path
         assert key.example.startswith(f"{path}="), path
-        TypeAdapter(fields[path].annotation).validate_python(value_of(key.example))
+        annotation: Any = fields[path].annotation
+        TypeAdapter(annotation).validate_python(value_of(key.example))
 
 
 def test_the_reference_and_a_run_know_the_same_keys() -> None:
