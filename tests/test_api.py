@@ -115,7 +115,9 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     trained: tuple[Config, Path, JobStatus], tmp_path: Path
 ) -> None:
     run_dir = trained[1] / "run"
+    hook = sys.excepthook
     loaded = moebius.load(str(run_dir))
+    assert sys.excepthook is hook, "an error of this process would begin with [rank0]"
     assert loaded.step == 2
     assert loaded.config.model == trained[0].model
     expected = "".join(write_text(run_dir, "one ", num_tokens=5, temperature=0.5, seed=3))
@@ -124,7 +126,6 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     tokens = loaded.tokenizer.encode("one")
     assert loaded.tokenizer.decode(tokens) == loaded.tokenizer.decode(tokens.tolist()) == "one"
     assert loaded.logits(tokens[None]).shape == (1, len(tokens), loaded.tokenizer.vocab_size)
-    assert sys.excepthook is sys.__excepthook__, "an error of this process would begin with [rank0]"
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
     from_checkpoint = moebius.load(checkpoint)
     for own, other in zip(

@@ -49,17 +49,17 @@ class Block:
     seconds: float
 
     def install(self, rank: int) -> None:
-        read = TokenStore.read_alone
+        read = TokenStore.read
         passed = rank not in self.ranks
 
-        def slow(store: TokenStore, batch: int, into: Any = None) -> TokenBatch:
+        def slow(store: TokenStore, batch: int, into: Any = None, **how: bool) -> TokenBatch:
             nonlocal passed
             if not passed and store.segment == self.segment and store.split == "train":
                 passed = True
                 time.sleep(self.seconds)
-            return read(store, batch, into)
+            return read(store, batch, into, **how)
 
-        TokenStore.read_alone = slow  # type: ignore[assignment]  # in a process of its own
+        TokenStore.read = slow  # type: ignore[assignment]  # in a process of its own
 
 
 def train_blocked(config: Config, run_dir: Path, block: Block | None = None) -> str:

@@ -70,9 +70,11 @@ def open_run(config: Config, run_dir: Path) -> None:
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
-    if _has_trained(run_dir):
-        _check_same_run(Config.load(saved), config, run_dir)
-    elif any(run_dir.iterdir()) and not saved.exists():
+    if saved.exists():
+        before = Config.load(saved)
+        if _has_trained(run_dir):
+            _check_same_run(before, config, run_dir)
+    elif any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
