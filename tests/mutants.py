@@ -215,7 +215,7 @@ MUTANTS = (
     Mutant(
         "a recomputed step routes anew", "model/execution/recompute.py",
         "index = save_decision(lambda: greatest(scores.detach(), count))", "index = greatest(scores.detach(), count)",
-        ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
+        ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[x_moe-full]",),
     ),
     Mutant(
         "a recomputed router's kernel chooses anew", "model/execution/recompute.py",
