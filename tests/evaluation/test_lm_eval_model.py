@@ -60,7 +60,7 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0},
             {
                 "goal": "Route it.",
-                "sol1": f" Ask the gate.{' ' * 99}",
+                "sol1": f" Ask the gate.{' ' * 20}",
                 "sol2": "No one ",
                 "label": 0,
             },
