@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 # Distributions of their own in this repository, each with its pyproject.toml and its tests. They use the core; it does not know them.
 SATELLITES := conform dashboard science
+LINKS := build/types/moebius $(SATELLITES:%=build/types/moebius_%)
 # A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
 # number of tests, those with few and long tests would come last and leave the other workers idle.
 # Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
