@@ -64,13 +64,15 @@ These are the classes that an extension implements. [Extend](extend.md) shows ea
 """
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Links the package's own files into a folder that holds nothing else."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Links the package's own files into a folder that holds nothing else.
+
+    Later is too late: mkdocstrings passes over a path that is not there when its handler is made.
+    """
     shutil.rmtree(SOURCES, ignore_errors=True)
     SOURCES.mkdir(parents=True)
     for part in PARTS:
         (SOURCES / part).symlink_to(ROOT / part)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
