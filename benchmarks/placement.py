@@ -119,7 +119,7 @@ def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank
     found = {}
     for kind, prefix in KINDS.items():
         load_SLE = np.array([line[f"{prefix}expert_load"] for line in lines])
-        members = np.array(config.model.schedule)
+        members = np.array([step.member for step in config.model.schedule])
         found[kind] = [
             load_SLE[:, members == member] for member in range(config.model.layers_per_group)
         ]

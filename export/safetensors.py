@@ -382,6 +382,8 @@ def config_values(
         "tokens": stored.meta.meta["progress"]["tokens"],
         "checkpoint_digest": stored.manifest.digest,
         "versions": stored.meta.versions,
+        "schedule": [step.member for step in model.schedule],
+        "sparse_members": list(model.sparse_members),
         "model": model.model_dump(mode="json"),
     }
 

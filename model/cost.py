@@ -87,15 +87,13 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
     """Computes the FLOPs of one token by formula, in sequences of `seq_len` positions."""
-    sparse = [config.has_experts(member) for member in config.schedule]
-    parts = [_attention(config, seq_len)] * config.num_layers
+    sparse = [config.has_experts(step.member) for step in config.schedule]
+    parts = [_attention(config, seq_len)] * len(sparse)
     if config.experts is not None:
         parts += [_experts(config, config.experts, seq_len)] * sum(sparse)
     parts += [_dense(config)] * (len(sparse) - sum(sparse))
     if config.halting is not None:
-        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (
-            config.num_layers - 1
-        )
+        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(sparse) - 1)
     return sum(parts, _flops(read_out=2 * config.d_model * config.vocab_size))
 
 

@@ -20,14 +20,14 @@ token has halted by depth step 10, so 18 steps cost 10.
 Legend: B sequences, S positions, D model width, L depth steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config.model_config import HaltingConfig
+from .config.model_config import DepthStep, HaltingConfig
 from .initialise import uniform, zeros
 from .layers import Linear
 
@@ -75,38 +75,38 @@ class Halting(nn.Module):
 
     def forward(
         self,
-        layer: Callable[[int, Tensor, Unhalted], Tensor],
+        layer: Callable[[DepthStep, Tensor, Unhalted], Tensor],
         x_BSD: Tensor,
-        num_layers: int,
+        schedule: Sequence[DepthStep],
         *,
         real_BS: Tensor | None = None,
     ) -> Halted:
-        """Applies `layer(depth step, state, unhalted)` `num_layers` times.
+        """Applies `layer(depth step, state, unhalted)` at every depth step.
 
         Args:
             x_BSD: the embedded tokens.
-            num_layers: depth steps.
+            schedule: the depth steps of the pass, at least one.
             real_BS: bool: False for padding, which has halted before the first step and has no part
                 in loss and depth; None: there is none.
         """
         left_BS = torch.ones_like(x_BSD[..., 0])
         if real_BS is not None:
             left_BS = left_BS * real_BS
-        y_BSD = layer(0, x_BSD, Unhalted(x_BSD, left_BS))
+        y_BSD = layer(schedule[0], x_BSD, Unhalted(x_BSD, left_BS))
         memory_BSD, answer_BSD, depth_BS = y_BSD, torch.zeros_like(y_BSD), left_BS
         expected_BS = last_BS = total_BS = torch.zeros_like(left_BS)
-        for step in range(1, num_layers):
+        for step in schedule[1:]:
             go_on_BS, halt_BS = self.gate(y_BSD)
             piece_BS, left_BS = left_BS * halt_BS, left_BS * go_on_BS
             answer_BSD = answer_BSD + piece_BS[..., None] * y_BSD
-            expected_BS = expected_BS + (step - 1) * piece_BS
+            expected_BS = expected_BS + (step.index - 1) * piece_BS
             weight_BS = torch.where(left_BS >= 1 - self.config.threshold, left_BS, 0.0)
             y_BSD = layer(step, y_BSD, Unhalted(memory_BSD, weight_BS))
             active_BS = weight_BS > 0
             memory_BSD = torch.where(
                 active_BS[..., None], answer_BSD + weight_BS[..., None] * y_BSD, memory_BSD
             )
-            last_BS = expected_BS + step * weight_BS
+            last_BS = expected_BS + step.index * weight_BS
             total_BS, depth_BS = total_BS + last_BS, depth_BS + active_BS
         loss_BS = last_BS if self.config.loss_sum == "last" else total_BS
         if real_BS is None:

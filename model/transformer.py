@@ -1,9 +1,8 @@
 """The whole model: embed, repeat the group of layers, read out.
 
     x = Emb[tokens]
-    for r in range(R):            # repeats, outer
-        for layer in group:       # group members, inner: A B A B …; the same weights for every r
-            x = layer(x)
+    for step in config.schedule:  # repeats of the group: A B A B …, or A A B B …
+        x = group[step.member](x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
 MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual
@@ -31,7 +30,7 @@ from ..kernels.gradients import accumulate_weight_gradients
 from .attention.attention import make_attention
 from .attention.cache import LayerCache
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
-from .config.model_config import ModelConfig, ScaledInitialisationConfig
+from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
 from .execution.recompute import Recompute, run_recomputed
 from .experts import ExpertLinears, ExpertMLPs
@@ -293,10 +292,9 @@ class Transformer(nn.Module):
         reports: list[dict[str, RouterReport]] = []
         schedule = self.config.schedule
 
-        def apply(step: int, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
-            layer = self.group[schedule[step]]
-            past_keys = None if cache is None else cache[step]
-            x_BSD, report = layer(
+        def apply(step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
+            past_keys = None if cache is None else cache[step.index]
+            x_BSD, report = self.group[step.member](
                 x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted, documents=documents
             )
             reports.append(report)
@@ -306,10 +304,10 @@ class Transformer(nn.Module):
         with accumulate_weight_gradients():
             if self.halting is not None:
                 real_BS = None if documents is None else documents.real_BS
-                halted = self.halting(apply, x_BSD, self.config.num_layers, real_BS=real_BS)
+                halted = self.halting(apply, x_BSD, schedule, real_BS=real_BS)
                 x_BSD = halted.answer_BSD
             else:
-                for step in range(self.config.num_layers):
+                for step in schedule:
                     x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
@@ -328,7 +326,7 @@ class Transformer(nn.Module):
 
         A shared layer sees new keys at every repeat.
         """
-        return [LayerCache() for _ in range(self.config.num_layers)]
+        return [LayerCache() for _ in self.config.schedule]
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
         """Yields (group member, kind, router) of every router."""
@@ -411,8 +409,8 @@ class Transformer(nn.Module):
         if not self.training:
             return regularisation_B, auxiliary, carried
         by_member: dict[int, list[dict[str, RouterReport]]] = {}
-        for report, member in zip(reports, config.schedule, strict=True):
-            by_member.setdefault(member, []).append(report)
+        for report, step in zip(reports, config.schedule, strict=True):
+            by_member.setdefault(step.member, []).append(report)
         for member, kind, router in self.routers():
             sums = add_sums([report[kind].sums for report in by_member[member]])
             for name in router.carried:

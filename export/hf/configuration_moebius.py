@@ -1,8 +1,8 @@
 """The configuration of a model that moebius trained, as transformers reads it from config.json.
 
 `model` is the model's own configuration, resolved: every key that modeling_moebius.py reads stands
-there, under the names that moebius gives it. The usual names beside it say the same to tools that
-look for them. Needs transformers alone.
+there, under the names that moebius gives it. `schedule` and `sparse_members` are what moebius
+concluded from it; the usual names say the same to tools that look for them. Needs transformers alone.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ class MoebiusConfig(PreTrainedConfig):
     """Describes one model of the family: MoEUT (arXiv 2405.16039), its baselines and relatives.
 
     A shared layer is applied several times, so `num_hidden_layers` counts depth steps: a cache has
-    as many entries. The number of distinct layers is `model["layers_per_group"]`.
+    as many entries. `schedule` says which of the `model["layers_per_group"]` distinct layers each depth
+    step applies, and `sparse_members` which of them have experts in the feed-forward.
     """
 
     model_type = "moebius"
@@ -26,6 +27,8 @@ class MoebiusConfig(PreTrainedConfig):
         vocab_size: int | None = None,
         max_position_embeddings: int = 1024,
         use_cache: bool = True,
+        schedule: list[int] | None = None,
+        sparse_members: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         self.model = _DEFAULT if model is None else model
@@ -33,6 +36,8 @@ class MoebiusConfig(PreTrainedConfig):
         self.vocab_size = self.model["vocab_size"] if vocab_size is None else vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
+        self.schedule = [0, 1, 2, 3] if schedule is None else schedule
+        self.sparse_members = sparse_members or []
         for name, value in {
             "hidden_size": self.model["d_model"],
             "num_hidden_layers": self.model["num_layers"],
@@ -43,25 +48,6 @@ class MoebiusConfig(PreTrainedConfig):
             setattr(self, name, value)
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
-    @property
-    def schedule(self) -> list[int]:
-        """Returns which layer of the group each depth step applies."""
-        members, steps = self.model["layers_per_group"], self.model["num_layers"]
-        if self.model["order"] == "abab":
-            return [step % members for step in range(steps)]
-        return [step * members // steps for step in range(steps)]
-
-    def has_experts(self, member: int) -> bool:
-        """Returns whether the feed-forward of a layer of the group has experts."""
-        section, members = self.model["feed_forward"], self.model["layers_per_group"]
-        if section["kind"] == "dense":
-            return False
-        where = section["sparse_layers"]
-        if where == "every_second":
-            return member % 2 == 1
-        first = {"all": 0, "last_half": members // 2}.get(where, where)
-        return member >= first
-
 
 # transformers asks every configuration for one without arguments, to save what differs from it.
 _DEFAULT: dict[str, Any] = {
@@ -69,7 +55,6 @@ _DEFAULT: dict[str, Any] = {
     "d_model": 128,
     "num_layers": 4,
     "layers_per_group": 4,
-    "order": "abab",
     "norm": "pre",
     "attention": {
         "kind": "dense",

@@ -5,8 +5,8 @@ It covers what answers each sequence by itself and reads no later position: MoEU
 mixtures without a capacity (top-k, DeepSeek, X-MoE, Multi-Head MoE, GShard as it is evaluated).
 
     x = Emb[tokens]
-    for step in range(depth steps):          # a shared layer comes again and again
-        x = group[schedule[step]](x)
+    for member in schedule:                  # a shared layer comes again and again
+        x = group[member](x)
     logits = head(norm(x))
 
 A cache has one entry per depth step, not per layer. Routers, norms, biases, embeddings and the
@@ -60,7 +60,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, d_model = config.model["norm"], config.model["d_model"]
         section = config.model["feed_forward"]
-        self.is_sparse = config.has_experts(member)
+        self.is_sparse = member in config.sparse_members
         self.attention_norm = LayerNorm(d_model)
         self.attention = make_attention(config)
         has_norm = self.is_sparse or self.norm != "peri"
@@ -244,7 +244,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
             x_BSD = F.layer_norm(wide(x_BSD) * model["d_model"] ** 0.5, x_BSD.shape[-1:], eps=1e-5)
         attention = {"positions": {"kind": "none"}, **model["attention"]}
         table = rotary_table(position_BS, attention, wide(x_BSD).dtype)
-        pasts = [Past(cache, step, visible) for step in range(model["num_layers"])]
+        pasts = [Past(cache, step, visible) for step in range(len(self.config.schedule))]
         if self.halting is not None:
             return self._decode_halting(self.halting, x_BSD, table, pasts)
         for member, past in zip(self.config.schedule, pasts, strict=True):

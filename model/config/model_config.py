@@ -9,7 +9,7 @@ layers), R = L/G repeats.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -103,6 +103,19 @@ SECTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class DepthStep:
+    """One step of a pass: its place in the depth, and the layer that it applies."""
+
+    index: int  # from 0: of its cache and its report
+    member: int  # of the group: the layer whose weights it uses
+
+    @property
+    def depth(self) -> int:
+        """Returns its number from 1, as metrics and traces count depth steps."""
+        return self.index + 1
+
+
 class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers know it hashes
     """Describes one Transformer, its sizes and variants: MoEUT (arXiv 2405.16039) or a relative.
 
@@ -176,12 +189,13 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return self.num_layers // self.layers_per_group
 
     @property
-    def schedule(self) -> tuple[int, ...]:
-        """Returns which member of the group each depth step applies."""
-        members = range(self.layers_per_group)
-        if self.order == "abab":
-            return tuple(members) * self.num_repeats
-        return tuple(member for member in members for _ in range(self.num_repeats))
+    def schedule(self) -> tuple[DepthStep, ...]:
+        """Returns the depth steps of a pass: the one place that decides the order of layers."""
+        group, repeats = self.layers_per_group, self.num_repeats
+        return tuple(
+            DepthStep(index, index % group if self.order == "abab" else index // repeats)
+            for index in range(self.num_layers)
+        )
 
     @property
     def experts(self) -> ExpertsConfig | None:
@@ -200,9 +214,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     @property
     def expert_depths(self) -> tuple[int, ...]:
         """Returns the depth steps, counted from 1, whose feed-forward has experts."""
-        return tuple(
-            step for step, member in enumerate(self.schedule, start=1) if self.has_experts(member)
-        )
+        return tuple(step.depth for step in self.schedule if self.has_experts(step.member))
 
     def expert_counts(self) -> dict[str, int]:
         """Returns how many experts each kind of sparse layer has.

@@ -21,11 +21,11 @@ def update_magnitude(analysis: Analysis) -> Picture:
 
 
 def _table(analysis: Analysis) -> Table:
-    depths = np.arange(1, analysis.config.model.num_layers + 1)
+    schedule = analysis.config.model.schedule
     means_LC = analysis.updates.means_LC
     columns: Table = {
-        "depth": depths,
-        "member": np.asarray(analysis.config.model.schedule),
+        "depth": np.asarray([step.depth for step in schedule]),
+        "member": np.asarray([step.member for step in schedule]),
         "tokens": analysis.updates.tokens_L,
     }
     return columns | {name: means_LC[:, place] for place, name in enumerate(COLUMNS)}

@@ -143,7 +143,7 @@ def expected_reads(name: str, config: Config, dispatcher: str, *, training: bool
     uses = [
         path.startswith("feed_forward")
         for step in config.model.schedule
-        for path, layer in model.group[step].named_modules()
+        for path, layer in model.group[step.member].named_modules()
         if isinstance(layer, SparseLayer)
     ]
     expected: Counter[str] = Counter({"norm" if training else "loss": 1})

@@ -119,7 +119,7 @@ def sparse_layers(model: Transformer) -> list[tuple[str, SparseLayer]]:
 def depths_of(model: Transformer, layer: str) -> list[int]:
     """Returns the depth steps, from 1, at which a pass goes through that layer."""
     member = int(layer.split(".")[1])
-    return [step for step, used in enumerate(model.config.schedule, start=1) if used == member]
+    return [step.depth for step in model.config.schedule if step.member == member]
 
 
 def _detached(routes: Routes) -> Routes:
