@@ -181,15 +181,6 @@ class JournalEntry:
     reason: str
     details: dict[str, Any]
 
-    def repeats(self, other: "JournalEntry") -> bool:
-        """Whether this is the other one, written again: the words say that it is late, then."""
-        same = (self.time, self.state, self.generation) == (
-            other.time,
-            other.state,
-            other.generation,
-        )
-        return same and self.reason.startswith(other.reason)
-
 
 class Journal:
     """Records a job's states, append-only; a line is on disk before the call returns."""
@@ -257,7 +248,7 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
         entry = JournalEntry(
             line["time"], state, line["generation"], line["reason"], line["details"]
         )
-        if not found or not entry.repeats(found[-1]):
+        if not found or (entry.time, state) != (found[-1].time, found[-1].state):
             found.append(entry)
     return found
 

@@ -1,8 +1,7 @@
-"""Presents ranked layouts: a table with its explanations, JSON for scripts, and a picture."""
+"""Presents ranked layouts: a table with its explanations, and JSON for scripts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Group
@@ -357,39 +356,3 @@ def _plain_plan(plan: LayoutPlan) -> dict[str, Any]:
             for call in found.collectives
         ],
     }
-
-
-# The picture --------------------------------------------------------------------------------------
-
-_WEIGHTS, _TOKENS = "#2e6f95", "#d1495b"
-
-
-def draw_plans(report: PlanReport, path: Path, *, title: str) -> None:
-    """Draws the step time against the number of GPUs, with and without expert parallelism."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(8, 5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # no window, no global state
-    panel = figure.subplots()
-    for with_ep, color, label in (
-        (False, _WEIGHTS, "without EP: weights move"),
-        (True, _TOKENS, "with EP: tokens move"),
-    ):
-        points = [
-            (best.candidate.world_size, 1e3 * best.prediction.time.total)
-            for ranked in report.sizes
-            if (best := ranked.best(with_ep=with_ep)) is not None
-        ]
-        if points:
-            panel.plot(*zip(*points, strict=True), "o-", color=color, linewidth=2, label=label)
-    if len(report.sizes) > 1:
-        panel.set_xscale("log", base=2)
-    panel.set_ylim(bottom=0)
-    panel.set_xlabel("GPUs")
-    panel.set_ylabel("milliseconds per step, predicted")
-    panel.legend(frameon=False)
-    panel.set_title(
-        f"{title} on {report.scenario.hardware.name}, {report.scenario.tokens:,} tokens per rank"
-    )
-    figure.savefig(path)

@@ -28,7 +28,7 @@ def add_commands(commands: Commands) -> None:
         _plan,
         text,
         examples=[
-            'plan moeut_1b --hardware h200 --nodes 1 "…" 64 --png plan.png',
+            'plan moeut_1b --hardware h200 --nodes 1 "…" 64',
             "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
             "plan moeut_244m mesh.dp_shard=32 --nodes 8 --ep 8 --layout",
         ],
@@ -99,7 +99,6 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--detail", action="store_true", help="memory, time and collectives of the best layouts"
     )
     parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw step time against GPUs")
     parser.add_argument(
         "--json", action="store_true", help="everything, collectives included, as JSON"
     )
@@ -110,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...planning.hardware import find_hardware
-    from ...planning.plan_report import draw_plans, make_report, plans_as_json
+    from ...planning.plan_report import make_report, plans_as_json
     from ...planning.planner import Constraints
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
@@ -123,8 +122,6 @@ def _plan(options: argparse.Namespace) -> int:
     wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
     with Console(stderr=True).status("planning"):
         report = make_report(_scenario(config, machine, options), nodes, wanted)
-    if options.png:
-        draw_plans(report, options.png, title=options.name)
     if options.json:
         print(json.dumps(plans_as_json(report), indent=2))
     else:
@@ -225,8 +222,6 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
                 console.print(render_detail(plan))
     if options.sources:
         console.print(render_sources(report.scenario))
-    if options.png:
-        console.print(f"picture: {options.png}", markup=False, soft_wrap=True)
 
 
 def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:

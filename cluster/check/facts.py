@@ -4,7 +4,6 @@ Nothing here imports torch or wakes a device: versions are those of the installe
 asked of NVIDIA's management library. Cost: some milliseconds.
 """
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -18,20 +17,11 @@ import psutil
 
 from ... import __version__
 from ..nodes.agent import interface_of
+from ..watch.resources import Gpu, Gpus
 
 UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
 _CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by the user, of the interface
-_NAME_BYTES = 96
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Describes one of a node's GPUs, whoever may use it."""
-
-    name: str
-    free_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,7 @@ def gather_facts(address: str) -> NodeFacts:
     memory = psutil.virtual_memory()
     interface = interface_of(address)
     stats = psutil.net_if_stats()
-    driver, gpus = nvidia_gpus()
+    driver, gpus = Gpus(None).describe()
     shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     return NodeFacts(
         address=address,
@@ -85,29 +75,6 @@ def software() -> dict[str, str]:
     nccl = [_version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11)]
     found["nccl"] = next((version for version in nccl if version != "none"), "none")
     return found
-
-
-def nvidia_gpus() -> tuple[str, list[Gpu]]:
-    """Returns the driver's version and this machine's GPUs; "" and none without a driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "", []
-    text, count = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_uint()
-    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
-        return "", []
-    driver, found = text.value.decode(), []
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    for number in range(count.value):
-        handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-        nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
-        if nvml.nvmlDeviceGetName(handle, text, _NAME_BYTES):
-            continue  # it has fallen off the bus
-        nvml.nvmlDeviceGetMemoryInfo(handle, memory)
-        total, free, _ = memory
-        found.append(Gpu(text.value.decode(), int(free), int(total)))
-    nvml.nvmlShutdown()
-    return driver, found
 
 
 def _version_of(package: str) -> str:

@@ -40,7 +40,7 @@ def publish(path: str, text: str) -> Written:
     return Written(time.perf_counter() - started, shutil.disk_usage(target.parent).free)
 
 
-def await_text(path: str, text: str, limit_s: float, *, before: str | None = None) -> Seen:
+def await_text(path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
     """Waits until a file holds a text.
 
     Args:

@@ -15,8 +15,7 @@ from ..nodes.node import Node
 from . import folder
 from .exchange import RESULT
 from .facts import NodeFacts, gather_facts
-from .findings import Reached, Written
-from .folder import Seen
+from .findings import Reached
 
 _NONCE_BYTES = 16
 
@@ -69,21 +68,10 @@ class Probe:
             return Reached(None, "somebody else answers there")
         return Reached(time.perf_counter() - started)
 
-    def publish(self, path: str, text: str) -> Written:
-        """Writes a file atomically from this node, as `folder.publish` does."""
-        return folder.publish(path, text)
-
-    def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
-        """Waits on this node until a file holds `text`, for `limit_s` seconds at most."""
-        return folder.await_text(path, text, limit_s, before=before)
-
-    def claim(self, path: str) -> bool:
-        """Creates a file from this node, and returns False if it already exists."""
-        return folder.claim(path)
-
-    def clean(self, path: str, token: str) -> None:
-        """Removes from this node the files that the check with this token left behind."""
-        folder.clean(path, token)
+    publish = staticmethod(folder.publish)
+    await_text = staticmethod(folder.await_text)
+    claim = staticmethod(folder.claim)
+    clean = staticmethod(folder.clean)
 
     def free_port(self) -> int:
         """Returns a port of this node's address that is free now."""

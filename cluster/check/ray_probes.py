@@ -8,7 +8,8 @@ it is asked for `NodeFault`.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -18,20 +19,6 @@ from .probe import NodeFault, NodeSilent, Probe
 
 _MARGIN_S = 10.0  # for a call beyond what it may wait itself
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _remote(
-    method: Callable[Concatenate[Probe, P], R],
-) -> Callable[Concatenate["RemoteProbe", P], R]:
-    """Returns the method that calls a method of `Probe` on the other node."""
-
-    def call(probe: "RemoteProbe", *arguments: P.args, **_: P.kwargs) -> R:
-        return probe._call(method.__name__, *arguments)
-
-    return call
-
 
 class RemoteProbe:
     """Stands for the probe on another node; any call may raise NodeSilent or NodeFault."""
@@ -40,19 +27,9 @@ class RemoteProbe:
         self._actor = actor
         self._limit_s = limit_s
 
-    facts = _remote(Probe.facts)
-    clock = _remote(Probe.clock)
-    listen = _remote(Probe.listen)
-    connect = _remote(Probe.connect)
-    publish = _remote(Probe.publish)
-    await_text = _remote(Probe.await_text)
-    claim = _remote(Probe.claim)
-    clean = _remote(Probe.clean)
-    free_port = _remote(Probe.free_port)
-    start_exchange = _remote(Probe.start_exchange)
-    exchange_report = _remote(Probe.exchange_report)
-    exchange_result = _remote(Probe.exchange_result)
-    end_exchange = _remote(Probe.end_exchange)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Returns what calls this method of `Probe` on the other node."""
+        return partial(self._call, method)
 
     def await_start(self, deadline: float) -> None:
         """Waits until the actor answers; `deadline` is of the monotonic clock."""

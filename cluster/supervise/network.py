@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from ...train.config.errors import EXIT_MISTAKE
 from ..job import Journal
 from ..nodes.node import Address, can_connect
-from ..nodes.provider import NodeLost, NodesUnavailable
+from ..nodes.provider import NodeHandle, NodeLost, NodesUnavailable
 from .generation import Outcome
 
 LOOK_S = 0.2  # between two looks at a network that has failed
@@ -27,14 +26,7 @@ _RAY_WAITS_S = 60  # RAY_gcs_rpc_server_reconnect_timeout_s
 _AT_ONCE = 32
 
 
-class Neighbour(Protocol):
-    """Declares what is asked of a node; every call may raise NodeLost."""
-
-    def describe(self) -> dict[str, Any]: ...
-    def unreachable(self, others: Sequence[Address]) -> list[int]: ...
-
-
-def find_cuts(nodes: Sequence[Neighbour]) -> list[tuple[int, int]]:
+def find_cuts(nodes: Sequence[NodeHandle]) -> list[tuple[int, int]]:
     """Returns the pairs of nodes of which the first does not reach the second, by their numbers.
 
     A node that is lost meanwhile says nothing, nor does one that listens nowhere.
@@ -49,7 +41,7 @@ def find_cuts(nodes: Sequence[Neighbour]) -> list[tuple[int, int]]:
     return [(own, other) for own, answer in enumerate(answers) for other in answer]
 
 
-def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[Neighbour]) -> str:
+def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[NodeHandle]) -> str:
     """Returns who does not reach whom, in words; "" where nobody has such trouble."""
     spelled = []
     for own, other in cuts:
@@ -66,7 +58,7 @@ class NetworkWatch:
     def __init__(self) -> None:
         self._has_failed = False  # between the nodes of the last generation
 
-    def explain(self, outcome: Outcome, nodes: Sequence[Neighbour]) -> Outcome:
+    def explain(self, outcome: Outcome, nodes: Sequence[NodeHandle]) -> Outcome:
         """Returns how a generation ended, with the network as the cause where that failed.
 
         Its nodes are asked unless ranks were killed, or say that no restart would help.
@@ -88,7 +80,7 @@ class NetworkWatch:
 
     def wait(
         self,
-        nodes: Sequence[Neighbour],
+        nodes: Sequence[NodeHandle],
         while_waiting: Callable[[str], None],
         *,
         give_up_after_s: float | None,
@@ -169,14 +161,14 @@ def listens(address: str) -> bool:
     return can_connect((host, int(port)), timeout_s=2.0)
 
 
-def _address_of(node: Neighbour) -> Address | None:
+def _address_of(node: NodeHandle) -> Address | None:
     try:
         return node.describe().get("listens_at")
     except NodeLost:
         return None
 
 
-def _unreachable_from(node: Neighbour, others: Mapping[int, Address]) -> list[int]:
+def _unreachable_from(node: NodeHandle, others: Mapping[int, Address]) -> list[int]:
     numbers = list(others)
     try:
         return [numbers[place] for place in node.unreachable([*others.values()])] if others else []
@@ -184,6 +176,6 @@ def _unreachable_from(node: Neighbour, others: Mapping[int, Address]) -> list[in
         return []
 
 
-def _name(number: int, nodes: Sequence[Neighbour]) -> str:
+def _name(number: int, nodes: Sequence[NodeHandle]) -> str:
     address = _address_of(nodes[number])
     return f"node {number} ({address[0]})" if address else f"node {number}"

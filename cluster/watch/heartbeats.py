@@ -46,11 +46,6 @@ class RankState:
     process: str = ""  # its state as /proc says it (R, S, D, T, Z), or GONE; empty: not known
     pid: int = 0
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
-        return self.process in STOPPED
-
 
 class WatchedRanks:
     """Reads the pages of one node's ranks in one generation."""

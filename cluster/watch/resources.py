@@ -35,6 +35,7 @@ FILE = "resources.jsonl"
 EVERY_S = 10.0
 MAX_BYTES = 4 << 20
 _LOOPBACKS = ("lo", "lo0")
+_NAME_BYTES = 96
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ResourceLog:
 
     def __init__(self, log_dir: Path) -> None:
         self._path = log_dir / FILE
-        self._gpus = Gpus()
+        self._gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._last = _count([])
         self._due_s = self._last.time_s + EVERY_S
 
@@ -105,16 +106,26 @@ class ResourceLog:
         }
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """Describes one of a node's GPUs, whoever may use it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
 class Gpus:
     """Reads NVIDIA's GPUs through the driver's own library (NVML), where there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, visible: str | None) -> None:
+        """Takes the value of $CUDA_VISIBLE_DEVICES; None: all of the machine's GPUs."""
         self._nvml: Any = None
         self._handles: dict[int, ctypes.c_void_p] = {}
         with contextlib.suppress(OSError):
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if self._nvml is not None and self._nvml.nvmlInit_v2() == 0:
-            self._handles = self._open(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self._handles = self._open(visible)
 
     def read(self) -> list[dict[str, int]]:
         """Returns the use of every visible GPU; one that the driver has lost is left out."""
@@ -134,6 +145,19 @@ class Gpus:
                 }
             )
         return found
+
+    def describe(self) -> tuple[str, list[Gpu]]:
+        """Returns the driver's version and what each GPU is; "" and none without a driver."""
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        if not self._handles or self._nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
+            return "", []
+        driver, found, memory = text.value.decode(), [], (ctypes.c_ulonglong * 3)()
+        for handle in self._handles.values():
+            failed = self._nvml.nvmlDeviceGetName(handle, text, _NAME_BYTES)
+            if failed or self._nvml.nvmlDeviceGetMemoryInfo(handle, memory):
+                continue  # it has fallen off the bus
+            found.append(Gpu(text.value.decode(), int(memory[1]), int(memory[0])))
+        return driver, found
 
     def _open(self, visible: str | None) -> dict[int, ctypes.c_void_p]:
         count = ctypes.c_uint()

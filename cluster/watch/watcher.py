@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
 
 from ...train.config.job_config import PhaseLimits
 from ..job import RootCause
-from ..nodes.provider import NodeLost
+from ..nodes.provider import NodeHandle, NodeLost
 from .evidence import Evidence
 from .heartbeats import GONE, STOPPED, RankState
 from .stalls import Stall, Stragglers, find_behind, is_stalled, limit_of
@@ -34,20 +33,12 @@ _SPELLED = {GONE: "its process has ended", "D": "stuck in the kernel (state D)"}
 )
 
 
-class WatchedNode(Protocol):
-    """Declares what is asked of a node; every call may raise NodeLost."""
-
-    def describe(self) -> dict[str, Any]: ...
-    def heartbeats(self) -> list[RankState]: ...
-    def gather_evidence(self) -> list[Evidence]: ...
-
-
 class RankWatcher:
     """Looks after the ranks of one generation."""
 
     def __init__(
         self,
-        nodes: Sequence[WatchedNode],
+        nodes: Sequence[NodeHandle],
         *,
         world_size: int,
         limits: Mapping[str, float | None],
@@ -190,7 +181,7 @@ class RankWatcher:
 class _Questions:
     """Asks all nodes for their heartbeats at once; each has one question open at most."""
 
-    def __init__(self, nodes: Sequence[WatchedNode]) -> None:
+    def __init__(self, nodes: Sequence[NodeHandle]) -> None:
         self._nodes = nodes
         self._pool = ThreadPoolExecutor(len(nodes), thread_name_prefix="heartbeats")
         self._open: dict[int, Future[list[RankState]]] = {}
@@ -227,7 +218,7 @@ def read_limits(run_dir: Path) -> dict[str, float | None]:
     return PhaseLimits.model_validate(saved).model_dump()
 
 
-def _evidence_of(node: WatchedNode) -> list[Evidence]:
+def _evidence_of(node: NodeHandle) -> list[Evidence]:
     """Returns what a node knows; one that is lost meanwhile says nothing."""
     try:
         return node.gather_evidence()

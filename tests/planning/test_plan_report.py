@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
 from moebius.cli.main import main
 from moebius.cli.planning.plan import parse_nodes
@@ -148,7 +147,7 @@ def test_detail_lists_every_collective(capsys: Capture) -> None:
 
 
 def test_a_slow_network_makes_expert_parallelism_pay(capsys: Capture, tmp_path: Path) -> None:
-    """Weights are dear from the second node on; the picture has a line with EP and one without."""
+    """Weights are dear from the second node on."""
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "h200"\nslow_bandwidth = 1e9\nlaunch_s = 1e-9\n')
     words = [
@@ -157,11 +156,6 @@ def test_a_slow_network_makes_expert_parallelism_pay(capsys: Capture, tmp_path: 
     ]
     found = as_json(capsys, *words)["expert_parallelism"]
     assert [size_range["ep_pays"] for size_range in found] == [False, True]
-    picture = tmp_path / "plan.png"
-    run(capsys, *words, "--png", str(picture))
-    pixels = (255 * imread(picture)[..., :3]).round().astype(int).reshape(-1, 3)
-    for color in ((0xD1, 0x49, 0x5B), (0x2E, 0x6F, 0x95)):
-        assert (abs(pixels - color).sum(1) < 6).sum() > 100
 
 
 def test_measured_tables_and_recorded_loads_are_taken(capsys: Capture, tmp_path: Path) -> None:

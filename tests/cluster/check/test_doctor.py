@@ -18,7 +18,7 @@ from moebius.cli.main import main
 from moebius.cluster.check import doctor, folder
 from moebius.cluster.check.doctor import Examination, examine
 from moebius.cluster.check.exchange import rounds
-from moebius.cluster.check.facts import UNLIMITED, Gpu, NodeFacts
+from moebius.cluster.check.facts import UNLIMITED, NodeFacts
 from moebius.cluster.check.findings import (
     Finding,
     FolderTrial,
@@ -36,6 +36,7 @@ from moebius.cluster.check.findings import (
 from moebius.cluster.check.folder import Seen
 from moebius.cluster.check.probe import NodeFault, NodeSilent, Probe
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
+from moebius.cluster.watch.resources import Gpu
 from moebius.planning.measured import fit_hockney, read_table
 
 GIB = 1 << 30
@@ -96,7 +97,7 @@ class FakeNode:
     def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
         if before is not None and "gap" in self.faults:
             return Seen(0.1, gap=self.faults["gap"])
-        return folder.await_text(self._own(path), text, limit_s, before=before)
+        return folder.await_text(self._own(path), text, limit_s, before)
 
     def claim(self, path: str) -> bool:
         return self.faults.get("claims_always") or folder.claim(self._own(path))

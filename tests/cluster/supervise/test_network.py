@@ -34,7 +34,7 @@ def address_of(number: int) -> Address:
     return f"10.0.0.{number}", 6379
 
 
-BOTH_WAYS = [PretendedNode(0, 1), PretendedNode(1, 0), PretendedNode(2)]
+BOTH_WAYS: Any = [PretendedNode(0, 1), PretendedNode(1, 0), PretendedNode(2)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from moebius.cluster.watch import heartbeats
-from moebius.cluster.watch.heartbeats import GONE, WatchedRanks, folder_of
+from moebius.cluster.watch.heartbeats import GONE, STOPPED, WatchedRanks, folder_of
 from moebius.train.record import heartbeat
 from moebius.train.record.heartbeat import (
     FOLDER,
@@ -58,7 +58,7 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
         beats.enter(Phase.STEP)
         os.kill(child.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 60
-        while not ranks.look()[0].is_stopped and time.monotonic() < deadline:
+        while ranks.look()[0].process not in STOPPED and time.monotonic() < deadline:
             time.sleep(0.01)
         [stopped] = ranks.look()
         child.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from moebius.cluster.watch import resources
 from moebius.cluster.watch.heartbeats import RankState
-from moebius.cluster.watch.resources import FILE, Gpus, ResourceLog, visible_gpus
+from moebius.cluster.watch.resources import FILE, Gpu, Gpus, ResourceLog, visible_gpus
 
 ME = RankState(3, "step", 7, 0.5, median_step_s=0.25, pid=os.getpid())
 
@@ -87,6 +87,14 @@ class PretendedDriver:
         handle._obj.value = number + 1
         return 0
 
+    def nvmlSystemGetDriverVersion(self, text, size) -> int:
+        text.value = b"580.1"
+        return 0
+
+    def nvmlDeviceGetName(self, handle, text, size) -> int:
+        text.value = b"H100"
+        return 0 if handle.value == 1 else 15
+
     def nvmlDeviceGetUtilizationRates(self, handle, use) -> int:
         use[0], use[1] = 90, 40
         return 0 if handle.value == 1 else 15
@@ -97,7 +105,7 @@ class PretendedDriver:
 
 
 def test_the_gpus_as_the_driver_tells_them(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: PretendedDriver())
     found = {"gpu": 0, "percent": 90, "memory_bytes": 30, "memory_total_bytes": 100}
-    assert Gpus().read() == [found]
+    assert Gpus(None).read() == [found]
+    assert Gpus(None).describe() == ("580.1", [Gpu("H100", free_bytes=70, total_bytes=100)])

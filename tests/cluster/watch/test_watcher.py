@@ -40,7 +40,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(watcher, "LOOK_S", 0.0)
     notes: list[tuple[str, dict[str, Any]]] = []
 
-    def make(*nodes: PretendedNode, world_size: int = 2) -> RankWatcher:
+    def make(*nodes: Any, world_size: int = 2) -> RankWatcher:
         return RankWatcher(
             nodes,
             world_size=world_size,
