@@ -53,7 +53,7 @@ def _add_up(actions: Commands) -> None:
     )
     parser.add_argument("--add-node", action="store_true", help="add a node to one that is up")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object per cluster (keys: docs/cluster_up.md)"
+        "--json", action="store_true", help="one JSON object per cluster (keys: docs/cluster.md)"
     )
 
 

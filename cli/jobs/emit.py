@@ -22,8 +22,8 @@ def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="of the file: image, claim … (docs/kubernetes.md); venv, or an option of sbatch: "
-        "partition, time … (docs/slurm.md); cpus_per_rank",
+        help="settings of the emitted file: image, claim and others for kuberay; venv and any option "
+        "of sbatch for slurm; cpus_per_rank for both (docs/cluster.md)",
     )
 
 

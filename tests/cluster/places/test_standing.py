@@ -96,7 +96,7 @@ def test_the_commands_ask_the_host(fake, moebius):
     assert shown.code == 0
     assert "fake 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in shown.text
     record = json.loads(moebius("cluster", "up", "fake", "--json").out)
-    page = (Path(__file__).parents[3] / "docs" / "cluster_up.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text()
     table = page.partition("<!-- cluster -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
