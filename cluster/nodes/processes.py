@@ -21,6 +21,7 @@ import os
 import platform
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from ...train.record.heartbeat import started_ticks
 
 MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the absolute run folder
 MARK_GENERATION = "MOEBIUS_GENERATION"
@@ -40,6 +43,7 @@ _ROOMS = {
     MARK_GENERATION: TEMPLATE,
     RANK: "MOEBIUS_ROOM_FOR_RANK",
 }
+_OWNER = "owner.json"  # in a folder that one process has made and removes
 _DIGITS = 12  # of a mark's value; leading zeros fill its room
 
 IS_LINUX = sys.platform == "linux"
@@ -135,6 +139,34 @@ def write_mark(mark: str, value: int) -> None:
 
 def _size_of_mark(mark: str, room: str) -> int:
     return max(len(f"{mark}="), len(f"{room}=")) + _DIGITS
+
+
+def write_owner(folder: Path, pid: int) -> None:
+    """Notes in a folder that it belongs to a process, for `was_left`."""
+    own = {"pid": pid, "started_ticks": started_ticks(pid), "pid_namespace": _pid_namespace()}
+    (folder / _OWNER).write_text(json.dumps(own), encoding="utf-8")
+
+
+def was_left(folder: Path) -> bool:
+    """Returns whether a folder is this user's alone, and the process that it belongs to has ended.
+
+    Whose process is in another container that shares the disk, or cannot be told, was not left.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = folder.lstat()
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+        owner = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
+        is_ours = found.st_uid == os.getuid() and owner["pid_namespace"] == _pid_namespace()
+        return private and is_ours and started_ticks(owner["pid"]) != owner["started_ticks"]
+    return False
+
+
+def _pid_namespace() -> str:
+    """Returns what tells a container's process numbers from another's."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def find(

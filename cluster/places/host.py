@@ -28,6 +28,8 @@ import psutil
 from ..nodes import processes
 
 CONTROL = "control"  # the socket, in the cluster's folder
+# Not $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
+DIRECTORIES, PREFIX = Path("/tmp"), "moebius-"
 MAX_REQUEST = 4096
 REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 15.0
@@ -261,6 +263,28 @@ def _answer(nodes: PretendedNodes, request: Mapping[str, Any]) -> dict[str, Any]
         return {"error": f"unknown request {request.get('do')!r}"}
     except Exception as error:  # noqa: BLE001 - it is told to who asked, and the cluster goes on
         return {"error": str(error) or type(error).__name__}
+
+
+def sweep_directories() -> None:
+    """Removes the folders of clusters that were killed with everything that would have done so."""
+    for directory in DIRECTORIES.glob(f"{PREFIX}*"):
+        if processes.was_left(directory) and not processes_of(str(directory)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def processes_of(directory: str) -> list[int]:
+    """Finds Ray's processes of a cluster by its folder: in their environment, or, where they have
+    written their title over that, in the logs that they hold open.
+    """
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            process = psutil.Process(pid)
+            if process.environ().get("RAY_TMPDIR") == directory or any(
+                file.path.startswith(f"{directory}/") for file in process.open_files()
+            ):
+                found.append(pid)
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def runs_at_work() -> list[str]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from ..job import JobError
 from ..nodes import processes
 from ..report.tracebacks import read_tail
-from .host import Plan, node_address
+from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
 
 START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty processes waiting
 STOP_TIMEOUT_S = 15.0
@@ -112,9 +112,12 @@ def check_possible(num_nodes: int) -> None:
 def new_directory() -> Path:
     """Returns a new private folder for a cluster's session files, sockets and token.
 
-    Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
+    It belongs to this process; those of processes that were killed are removed.
     """
-    return Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
+    sweep_directories()
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORIES))
+    processes.write_owner(directory, os.getpid())
+    return directory
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import psutil
 
 from ..job import JobError, write_atomically
 from ..nodes import processes
-from .host import CONTROL, Plan
+from .host import CONTROL, DIRECTORIES, PREFIX, Plan, processes_of, sweep_directories
 
 NOTE = "cluster.json"
 DEFAULT_NAME = "default"
@@ -134,7 +134,7 @@ def start_cluster(
         cluster = _start(name, plan)
         write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
     except BaseException:
-        processes.end(_processes_of(str(directory)))
+        processes.end(processes_of(str(directory)))
         shutil.rmtree(directory, ignore_errors=True)
         _remove_note(name)
         raise
@@ -157,6 +157,7 @@ def _start(name: str, plan: Plan) -> StandingCluster:
         raise
     assert host.stdout is not None
     host.stdout.close()
+    processes.write_owner(directory, host.pid)
     started = psutil.Process(host.pid).create_time()
     return StandingCluster(name, address, str(directory), str(token_file), host.pid, started)
 
@@ -202,6 +203,7 @@ def find_cluster(name: str | None = None) -> StandingCluster:
 
 def list_clusters() -> Sequence[StandingCluster]:
     """Returns the clusters that are up, by name; sweeps what dead ones left."""
+    sweep_directories()
     alive = []
     for path in sorted(_clusters_folder().glob(f"*/{NOTE}")):
         cluster = _read_note(path)
@@ -283,26 +285,11 @@ def _sweep(cluster: StandingCluster) -> None:
     """Ends what is left of a cluster, and removes its files."""
     left = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
     below = left if cluster.is_alive() else []
-    processes.end([*below, *_processes_of(cluster.directory)])
+    processes.end([*below, *processes_of(cluster.directory)])
     directory = Path(cluster.directory)
-    if directory.parent == Path("/tmp") and directory.name.startswith("moebius-"):
+    if directory.parent == DIRECTORIES and directory.name.startswith(PREFIX):
         shutil.rmtree(directory, ignore_errors=True)
     _remove_note(cluster.name)
-
-
-def _processes_of(directory: str) -> list[int]:
-    """Finds Ray's processes of a cluster by its folder: in their environment, or, where they have
-    written their title over that, in the logs that they hold open.
-    """
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
-            process = psutil.Process(pid)
-            if process.environ().get("RAY_TMPDIR") == directory or any(
-                file.path.startswith(f"{directory}/") for file in process.open_files()
-            ):
-                found.append(pid)
-    return [pid for pid in found if pid != os.getpid()]
 
 
 def _remove_note(name: str) -> None:

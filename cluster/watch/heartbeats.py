@@ -11,7 +11,6 @@ the age, so that whoever judges can leave it out. Where the kernel does not tell
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...train.record.heartbeat import Beat, page_of, read_page, started_ticks
+from ..nodes import processes
 
 GONE = "gone"  # in place of a process's state
 STOPPED = ("T", "t")  # by SIGSTOP, or by a debugger
 
 _FOLDER = re.compile(r"[0-9a-f]{16}-node\d+-g\d+")
-_OWNER = "owner.json"  # the process that has made a folder
 _IN_MEMORY = "/dev/shm"  # where it exists
 
 
@@ -63,9 +62,7 @@ class WatchedRanks:
             shutil.rmtree(older, ignore_errors=True)
         sweep(self.folder.parent)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = {"pid": os.getpid(), "started_ticks": started_ticks(os.getpid())}
-        owner = json.dumps(own | {"pid_namespace": _pid_namespace()})
-        (self.folder / _OWNER).write_text(owner, encoding="utf-8")
+        processes.write_owner(self.folder, os.getpid())
 
     def close(self) -> None:
         """Removes the folder; harmless if it is gone."""
@@ -106,32 +103,13 @@ class WatchedRanks:
 
 
 def sweep(base: Path) -> None:
-    """Removes the folders of nodes that were killed; those of this user's that are his alone.
-
-    Whose node lives, or is in another container that shares this memory, or cannot be told, stays.
-    """
+    """Removes the folders of nodes that were killed with their ranks."""
     for folder in base.iterdir() if base.is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = folder.lstat()
-            private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-            if not private or found.st_uid != os.getuid() or not _FOLDER.fullmatch(folder.name):
-                continue
-            owner = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
-            if owner["pid_namespace"] != _pid_namespace():
-                continue
+        if _FOLDER.fullmatch(folder.name) and processes.was_left(folder):
             pages = (read_page(path) for path in folder.glob("rank*.beat"))
             ranks = [(beat.pid, beat.started_ticks) for beat in pages if beat is not None]
-            processes = [(owner["pid"], owner["started_ticks"]), *ranks]
-            if all(started_ticks(pid) != ticks for pid, ticks in processes):
+            if all(started_ticks(pid) != ticks for pid, ticks in ranks):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _pid_namespace() -> str:
-    """Returns what tells a container's process numbers from another's."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def folder_of(run_dir: str, generation: int, node_rank: int) -> Path:

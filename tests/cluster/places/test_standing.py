@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from jobs import curve, fake_launch, let_go, undisturbed, wait_for, wait_for_end
 from moebius.cluster.job import JobError, begin_submission
 from moebius.cluster.nodes import processes
 from moebius.cluster.places import host, standing
+from moebius.cluster.places.simulated import new_directory
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,
@@ -71,8 +73,6 @@ def note(name: str, directory: Path, pid: int, started: float) -> StandingCluste
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     """A cluster called "fake" whose host is a thread of this process."""
-    from moebius.cluster.places.simulated import new_directory
-
     monkeypatch.setattr(host, "_reap", lambda: None)  # the children of the tests are not its own
     monkeypatch.setattr(host, "REAP_EVERY_S", 0.05)
     directory, nodes = new_directory(), FakeNodes()
@@ -87,8 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
         find_cluster("fake").ask("down")
     thread.join(100)
     listener.close()
-    (directory / host.CONTROL).unlink()
-    directory.rmdir()
+    shutil.rmtree(directory)
 
 
 def test_the_commands_ask_the_host(fake, moebius):
@@ -151,20 +150,43 @@ def test_folders_that_others_can_enter_are_closed(state):
 
 
 def test_what_a_dead_host_left_is_swept(state):
-    from moebius.cluster.places.simulated import new_directory
-
     directory = new_directory()
     code = "import time; time.sleep(60)"
     left = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"RAY_TMPDIR": str(directory)}
     )
-    wait_for(lambda: standing._processes_of(str(directory)) == [left.pid], what="its environment")
+    wait_for(lambda: host.processes_of(str(directory)) == [left.pid], what="its environment")
     me = psutil.Process()
     note("dead", directory, me.pid, me.create_time() - 100)  # a number that was given out again
     assert list_clusters() == []
     left.wait(60)
     assert not directory.exists()
     assert not state.exists(), "nothing of it is left, nor of us"
+
+
+LEAVE = """
+import os, signal
+from moebius.cluster.places.simulated import new_directory
+print(new_directory(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_cluster_that_was_killed_with_its_command_is_swept():
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
+    )
+    directory, own = Path(left.stdout.strip()), new_directory()
+    assert not directory.exists(), "the next cluster does"
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
+    )
+    directory = Path(left.stdout.strip())
+    assert directory.exists()
+    assert list_clusters() == []
+    assert not directory.exists(), "so does every look at clusters"
+    assert own.exists(), "a living process's is left alone"
+    shutil.rmtree(own)
 
 
 def test_a_note_never_leads_to_the_removal_of_a_folder_that_is_no_clusters(tmp_path):
