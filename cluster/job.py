@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,8 @@ PAUSE = "pause"  # set by the supervision, for a generation that is to make way 
 SCALE = "scale.json"
 
 EXIT_PREEMPTED = 75
+_LOOK_S = 0.2  # between two looks for a sign of life
+_USUAL_SILENCE_S = 2.0  # between two signs of life on a busy machine
 THIS_MACHINE, SIMULATED = "this machine", "simulated"  # of Launch.where
 
 
@@ -275,6 +277,8 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     Raises:
         JobError: there is no job in this folder.
     """
+    if not run_dir.is_dir():
+        raise JobError(f"{run_dir}: there is no such folder")
     entries = Journal(run_dir).entries()
     if not entries:
         raise JobError(f"{run_dir}: no job was ever started in this folder (there is no {JOURNAL})")
@@ -335,22 +339,39 @@ def total_steps(run_dir: Path) -> int | None:
     return steps if isinstance(steps, int) and 0 < steps < 2**63 else None
 
 
-def refuse_if_running(run_dir: Path) -> None:
+def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda words: None) -> None:
     """Raises JobError when a live supervisor is at work in this folder.
 
-    Two would train on top of each other.
+    Two would train on top of each other. A supervisor that was killed a moment ago has left a fresh
+    sign of life, so the next one is waited for, at most until the job counts as LOST.
+
+    Args:
+        run_dir: of the job.
+        tell: is told how long the waiting may take, if it takes more than a moment.
     """
     try:
         status = read_status(run_dir)
     except JobError:
         return
-    if not status.state.is_final and status.state is not State.LOST:
-        raise JobError(
-            f"{run_dir}: a job is already at work here ({status.state}, generation "
-            f"{status.generation}), and gave a sign of life {status.heartbeat_age_s or 0:.0f} s "
-            "ago: end it with `moebius stop`, or choose another run folder. If it was killed, the "
-            f"folder is free {liveness.LOST_AFTER_S:.0f} s after the last sign"
-        )
+    if status.state.is_final or status.state is State.LOST:
+        return
+    watch, told = LivenessWatch(run_dir), False
+    silent_s = watch.silent_s()
+    while silent_s <= liveness.LOST_AFTER_S:
+        time.sleep(_LOOK_S)
+        before_s, silent_s = silent_s, watch.silent_s()
+        if silent_s < before_s:
+            raise JobError(
+                f"{run_dir}: a job is already at work here ({status.state}, generation "
+                f"{status.generation}): end it with `moebius stop`, or choose another run folder"
+            )
+        if not told and silent_s > _USUAL_SILENCE_S:
+            told = True
+            tell(
+                f"{run_dir}: a job was at work here {silent_s:.0f} s ago ({status.state}); if it gives "
+                f"no sign of life for another {liveness.LOST_AFTER_S - silent_s:.0f} s, it is taken "
+                "for dead and the folder is free"
+            )
 
 
 def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
@@ -381,12 +402,28 @@ def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
         ) from None
 
 
-def read_generation(run_dir: Path) -> int:
-    """Returns the number of the last generation that was announced; 0 before the first."""
+def announced_generation(run_dir: Path) -> int | None:
+    """Returns the number in the file `generation`, 0 where there is none; None: it is damaged."""
     try:
         return int((run_dir / GENERATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
+    except ValueError:
+        return None
+
+
+def read_generation(run_dir: Path) -> int:
+    """Returns the number of the last generation that was announced; 0 before the first.
+
+    Where the file is damaged, it is one more than the journal and the logs know of: the last one may
+    have been announced and never have begun, and its number must not be given out twice.
+    """
+    announced = announced_generation(run_dir)
+    if announced is not None:
+        return announced
+    known = [entry.generation for entry in Journal(run_dir).entries()]
+    known += [int(path.name[1:]) for path in (run_dir / "logs").glob("g[0-9][0-9][0-9]*")]
+    return max(known, default=0) + 1
 
 
 def write_atomically(path: Path, text: str) -> None:

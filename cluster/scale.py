@@ -81,22 +81,33 @@ def request_to_keep(
     Raises:
         JobError: the configuration does not fit that number of nodes any more.
     """
-    request = scale_requested(run_dir)
-    if request is None or any(each.startswith("job.num_nodes=") for each in overrides):
+    if any(each.startswith("job.num_nodes=") for each in overrides):
+        return None
+    if (request := scale_requested(run_dir)) is None:
         return None
     return ScaleRequest(request.num_nodes, _layouts_of(config, request.num_nodes))
 
 
 def scale_requested(run_dir: Path) -> ScaleRequest | None:
-    """Returns what was asked for, or None."""
+    """Returns what was asked for, or None.
+
+    Raises:
+        JobError: the file is damaged.
+    """
+    path = run_dir / SCALE
     try:
-        said = json.loads((run_dir / SCALE).read_text(encoding="utf-8"))
+        said = json.loads(path.read_text(encoding="utf-8"))
+        layouts = said["layouts"]
+        if layouts is not None:
+            layouts = {int(number): mesh for number, mesh in layouts.items()}
+        return ScaleRequest(int(said["num_nodes"]), layouts)
     except FileNotFoundError:
         return None
-    layouts = said["layouts"]
-    if layouts is not None:
-        layouts = {int(number): mesh for number, mesh in layouts.items()}
-    return ScaleRequest(said["num_nodes"], layouts)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise JobError(
+            f"{path}: is damaged ({error}): remove it, and say how many nodes the job is to have "
+            f"(`moebius resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"
+        ) from None
 
 
 def _where(run_dir: Path) -> str:

@@ -9,7 +9,7 @@ started it, so supervisors need a number of their own.)
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..job import write_atomically
+from ..job import JobError, write_atomically
 
 SUPERVISOR = "supervisor"
 
@@ -43,8 +43,11 @@ class SupervisorNumber:
 
 
 def last_supervisor(run_dir: Path) -> int:
-    """Returns the number of the last supervisor; 0 before the first."""
+    """Returns the number of the last supervisor; 0 before the first. A damaged file is a JobError."""
+    path = run_dir / SUPERVISOR
     try:
-        return int((run_dir / SUPERVISOR).read_text(encoding="utf-8"))
+        return int(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
+    except ValueError as error:
+        raise JobError(f"{path}: is damaged ({error}): remove it, and `moebius resume`") from None

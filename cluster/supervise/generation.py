@@ -15,13 +15,14 @@ from typing import Protocol
 
 from ...data_pipeline.errors import PreparationFailedError
 from ..job import (
+    GENERATION,
     METRICS,
     PAUSE,
     RESULT,
     Launch,
     RootCause,
     State,
-    read_generation,
+    announced_generation,
     write_atomically,
 )
 from ..liveness import beat
@@ -157,8 +158,12 @@ class GenerationWatch:
         """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
         self.owner.number.check()
         self.owner.beat()
-        announced = read_generation(self.run_dir)
-        if announced != self.generation:
+        announced = announced_generation(self.run_dir)
+        if announced is None:
+            with contextlib.suppress(OSError):  # tried again at the next look
+                write_atomically(self.run_dir / GENERATION, str(self.generation))
+                self.note(f"the file {GENERATION} was damaged, and is written anew")
+        elif announced != self.generation:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
         asked = stop_requested(self.run_dir)
         if asked and not self.stopping:

@@ -27,7 +27,7 @@ from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
-from ..job import PAUSE, Launch, RootCause, State, as_details, read_generation
+from ..job import PAUSE, JobError, Launch, RootCause, State, as_details, read_generation
 from ..liveness import HEARTBEAT
 from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
@@ -39,7 +39,7 @@ from .generation import POLL_S, GenerationWatch, Outcome
 from .network import NetworkWatch
 from .placing import Placing
 from .recovery_clock import RecoveryClock
-from .retrying_journal import RetryingJournal, announce
+from .retrying_journal import RetryingJournal, announce, waiting_to_write
 from .takeover import Predecessor
 
 SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/, which is not imported here
@@ -182,7 +182,7 @@ class JobSupervisor:
             if self.has_started:
                 return Outcome("failed", RootCause(summary=str(error), infrastructure=True))
             self.log(State.FAILED, f"{error} (found before a rank was started)")
-        except NodesUnavailable as error:
+        except (NodesUnavailable, JobError) as error:
             self.log(State.FAILED, str(error))
         except DataGivenUp as error:
             self.log(State.FAILED, f"the data could not be prepared: {error}")
@@ -268,20 +268,28 @@ class JobSupervisor:
             NodeUnfit: one does not.
             NodeLost: one does not answer.
         """
+        while (faults := self._ask_nodes(nodes)) is None:
+            time.sleep(POLL_S)
+        for node_rank, fault in enumerate(faults):
+            if fault:
+                raise NodeUnfit(f"node {node_rank}: {fault}")
+
+    def _ask_nodes(self, nodes: Sequence[NodeHandle]) -> list[str] | None:
+        """Returns what each node lacks; None while the run folder, which was written, cannot be."""
         try:
             with (
                 token_in(self.run_dir, gpus=self.launch.needs_gpus) as wanted,
                 ThreadPoolExecutor(min(len(nodes), _CHECKS_AT_ONCE)) as pool,
             ):
-                faults = list(pool.map(lambda node: node.check(wanted), nodes))
+                return list(pool.map(lambda node: node.check(wanted), nodes))
         except OSError as error:
+            if self.has_started:
+                self._while_placing(waiting_to_write(self.run_dir, error))
+                return None
             raise NodeUnfit(
                 f"the supervisor cannot write into the run folder {self.run_dir} "
                 f"({error.strerror}): choose a folder that the head of the cluster reaches too"
             ) from error
-        for node_rank, fault in enumerate(faults):
-            if fault:
-                raise NodeUnfit(f"node {node_rank}: {fault}")
 
     def why_resize(self, current: int) -> str:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
@@ -392,7 +400,7 @@ class JobSupervisor:
         elif (mistake := self._mistake(outcome)) is not None:
             self.log(
                 State.FAILED,
-                f"{mistake.summary} ({_where(outcome)}; no restart would mend this: correct "
+                f"{mistake.summary} ({self._where(outcome)}; no restart would mend this: correct "
                 "it and submit again)",
                 **_cause(outcome),
             )
@@ -410,6 +418,11 @@ class JobSupervisor:
         cause = outcome.cause
         says_so = cause is not None and cause.exit_code == EXIT_MISTAKE
         return cause if says_so and not self.has_worked else None
+
+    def _where(self, outcome: Outcome) -> str:
+        if outcome.step is not None:
+            return f"at step {outcome.step}"
+        return f"before {'a new' if self.has_worked else 'the first'} step"
 
     def _stopped(self) -> State:
         preempted = stop_requested(self.run_dir) == STOP_PREEMPT
@@ -460,7 +473,7 @@ class JobSupervisor:
         verdict = self.budgets.charge(cause, outcome.step)
         self.log(
             State.FAILED if verdict.given_up else State.RECOVERING,
-            f"{cause.summary} ({_where(outcome)}, {verdict.words})",
+            f"{cause.summary} ({self._where(outcome)}, {verdict.words})",
             **_cause(outcome),
             **verdict.details,
         )
@@ -492,10 +505,6 @@ def _said_by(outcome: Outcome, kind: str) -> str:
 
 def _lost(error: NodeLost | OSError, step: int | None = None) -> Outcome:
     return Outcome("failed", RootCause(summary=str(error), infrastructure=True), step)
-
-
-def _where(outcome: Outcome) -> str:
-    return f"at step {outcome.step}" if outcome.step is not None else "before the first step"
 
 
 def _cause(outcome: Outcome) -> dict[str, Any]:

@@ -108,5 +108,10 @@ def announce(run_dir: Path, generation: int) -> str:
         for left in (RESULT, PAUSE):
             (run_dir / left).unlink(missing_ok=True)
     except OSError as error:
-        return f"waiting until {run_dir} can be written ({error.strerror})"
+        return waiting_to_write(run_dir, error)
     return ""
+
+
+def waiting_to_write(run_dir: Path, error: OSError) -> str:
+    """Returns what a job waits for whose run folder cannot be written any more."""
+    return f"waiting until {run_dir} can be written ({error.strerror})"

@@ -207,6 +207,7 @@ def _nothing_left(directory: Path, tried: Sequence[str], aside: Sequence[str]) -
     words += [f"{each} by an earlier start" for each in aside]
     return (
         f"{directory} has no whole checkpoint left, and the run is not started from its beginning "
-        f"as if there had been none; tried, newest first: {'; '.join(words)}; restore one from a "
-        "copy, or, to start from the beginning, move them all away"
+        f"as if there had been none; tried, newest first: {'; '.join(words)}; `moebius ckpt verify "
+        f"{directory.parent}` names the tensors that are lost; restore one from a copy, or move them "
+        "all away to start from step 0"
     )

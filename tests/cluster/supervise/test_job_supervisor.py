@@ -355,6 +355,44 @@ def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
     assert status.root_cause.summary == "fault drill: rank 0 was killed on purpose at step 4"
 
 
+# Damaged files ------------------------------------------------------------------------------------
+
+
+def tears(name: str, then: Act) -> Act:
+    def act(run_dir: Path) -> AgentReport | None:
+        (run_dir / name).write_bytes(b"\x00" * 7)
+        return then(run_dir)
+
+    return act
+
+
+def test_a_damaged_generation_file_is_written_anew_while_ranks_run(tmp_path):
+    looks = iter([tears("generation", waits), waits, makes_steps(5, then=finishes)])
+    status, _ = live(tmp_path, lambda run_dir: next(looks)(run_dir))
+    assert (status.state, status.restarts, status.generation) == (State.SUCCEEDED, 0, 1)
+    assert (tmp_path / "generation").read_text() == "1"
+    assert any("was damaged, and is written anew" in e.reason for e in Journal(tmp_path).entries())
+
+
+def test_a_generation_after_a_damaged_number_has_one_that_nobody_can_have_had(tmp_path):
+    """Generation 4 may have been announced and never begun."""
+    (tmp_path / "logs" / "g003").mkdir(parents=True)
+    tears("generation", waits)(tmp_path)
+    status, node = live(tmp_path, makes_steps(5, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert node.assignments[0].generation > 4
+
+
+def test_a_damaged_wish_for_nodes_ends_the_job_and_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("moebius.cluster.supervise.placing.LOOK_EVERY_S", 0.0)
+    status, _ = live(tmp_path, tears("scale.json", makes_steps(1, then=waits)))
+    assert status.state is State.FAILED
+    assert status.reason.startswith(f"{tmp_path}/scale.json: is damaged (")
+    assert f"remove it, and say how many nodes the job is to have (`moebius resume {tmp_path}" in (
+        status.reason
+    )
+
+
 # A full disk --------------------------------------------------------------------------------------
 
 
@@ -422,6 +460,31 @@ def test_a_generation_that_cannot_be_announced_is_waited_for(tmp_path, disk, mon
     assert states(tmp_path) == ["SUBMITTED", "PLACING", "STARTING", "RUNNING", "SUCCEEDED"]
     assert "can be written (No space left on device)" in Journal(tmp_path).entries()[1].reason
     assert len(node.assignments) == 1
+
+
+def test_a_run_folder_that_cannot_be_written_for_a_while_costs_no_restart(tmp_path, monkeypatch):
+    """It is read-only when a rank is killed after 47 steps."""
+    token_in, refusals = job_supervisor.token_in, iter([False, True, True, True])
+
+    def refusing(run_dir: Path, **values: int) -> Any:
+        if next(refusals, False):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return token_in(run_dir, **values)
+
+    monkeypatch.setattr(job_supervisor, "token_in", refusing)
+    killed = makes_steps(47, then=fails())
+    status, node = live(tmp_path, killed, makes_steps(48, then=finishes), max_restarts=1)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
+    assert len(node.assignments) == 2
+    [waits_for] = [entry for entry in Journal(tmp_path).entries() if entry.state is State.PLACING]
+    assert waits_for.reason == f"waiting until {tmp_path} can be written (Read-only file system)"
+
+
+def test_a_generation_that_ends_before_a_new_step_is_not_said_to_be_the_first(tmp_path):
+    script = [makes_steps(47, then=fails()), LOST, makes_steps(48, then=finishes)]
+    live(tmp_path, *script)
+    lost = [entry.reason for entry in Journal(tmp_path).entries() if "actor died" in entry.reason]
+    assert "(before a new step, 99 restart(s) left" in lost[0]
 
 
 # Another supervisor -------------------------------------------------------------------------------
