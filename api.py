@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .cluster.job import JobError as JobError
-from .cluster.job import JobStatus, State, refuse_if_running
+from .cluster.job import JobStatus, State
 from .cluster.local import train_here
 from .data_pipeline.make.prepare import prepare as prepare_data
 from .data_pipeline.tokenizers.interface import Tokenizer
@@ -41,7 +41,7 @@ from .model.transformer import Transformer
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError
 from .train.recipes.smoke import RECIPES
-from .train.record.run_folder import open_run, place_data
+from .train.record.run_folder import place_data
 
 
 class TrainingFailed(RuntimeError):
@@ -343,8 +343,6 @@ def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> J
     run_dir = Path(run_dir).absolute()
     config = place_data(config, run_dir.parent)
     config.check_world(config.world_size)
-    refuse_if_running(run_dir)
-    open_run(config, run_dir)
     status = train_here(config, run_dir, console=Console(quiet=not show))
     if status.state not in (State.SUCCEEDED, State.STOPPED, State.PREEMPTED):
         raise TrainingFailed(status)

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
@@ -57,9 +60,9 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
     )
 
 
-def open_folder(config: Config, run_dir: Path) -> None:
+def open_folder(config: Config, run_dir: Path, console: Console) -> None:
     """Makes the run folder, or checks that it holds this run and that no job is at work there."""
-    refuse_if_running(run_dir)
+    refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
     open_run(config, run_dir)
 
 

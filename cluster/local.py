@@ -35,7 +35,7 @@ def train_here(
     """
     console = console or Console()
     run_dir = run_dir.absolute()
-    open_folder(config, run_dir)
+    open_folder(config, run_dir, console)
     if difference := difference_from_linux():
         console.print(Text(difference, style="yellow"))
     launch = launch_here(config, run_dir)

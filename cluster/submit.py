@@ -90,7 +90,7 @@ def submit(
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()
-    open_folder(config, run_dir)
+    open_folder(config, run_dir, console)
     data = _Data(config, console, live)
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
     with _connected(config, address, console, num_nodes=num_nodes, meanwhile=data.prepare_early):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from moebius.cluster.job import (
     begin_submission,
     read_status,
 )
+from moebius.cluster.liveness import beat
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.provider import ThisMachine
 from moebius.cluster.places.standing import (
@@ -31,6 +33,24 @@ from moebius.cluster.places.standing import (
 from moebius.cluster.supervise.job_supervisor import supervise
 
 FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
+
+
+@contextlib.contextmanager
+def living(run_dir: Path) -> Iterator[None]:
+    """Signs of life of a supervisor in this folder, while inside."""
+    ended = threading.Event()
+
+    def beats() -> None:
+        while not ended.wait(0.05):
+            beat(run_dir)
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def fake_launch(run_dir: Path, *options: str, **values) -> Launch:

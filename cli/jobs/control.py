@@ -48,7 +48,7 @@ def _add_train(commands: Commands) -> None:
         _train,
         text,
         examples=[
-            "train smoke job.num_nodes=1 train.steps=40",
+            "train smoke train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
         ],
         notes=ENDS,
@@ -65,7 +65,7 @@ def _add_submit(commands: Commands) -> None:
         text,
         examples=[
             "submit smoke",
-            "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
+            "submit moeut_126m --address auto --detach job.num_nodes=2 job.ranks_per_node=4",
             "submit smoke --emit kuberay --with image=registry/moebius:1 claim=runs",
             "submit moeut_126m prepare.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
@@ -161,7 +161,7 @@ def _resume(options: argparse.Namespace) -> int:
 
     run_dir = options.run_dir.absolute()
     report = read_report(run_dir)
-    refuse_if_running(run_dir)
+    refuse_if_running(run_dir, tell=lambda words: print(words, flush=True))
     config = _stored_config(run_dir, options.overrides)
     step = report.status.step
     if report.status.state is State.SUCCEEDED and step is not None and step >= config.train.steps:

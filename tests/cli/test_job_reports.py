@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs import living
 
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobStatus, Journal, State
@@ -130,8 +131,8 @@ def test_resume_of_what_is_finished_running_or_nothing(runs, moebius, submitted)
     assert done.code == 2
     assert "finished at step 77" in done.text
     Journal(runs / "good").append(State.RUNNING, generation=1, reason="")
-    (runs / "good" / "heartbeat").touch()
-    done = moebius("resume", runs / "good")
+    with living(runs / "good"):
+        done = moebius("resume", runs / "good")
     assert done.code == 2
     assert "a job is already at work here" in done.text
     assert moebius("resume", runs / "none").code == 2

@@ -106,7 +106,9 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
             if overrides:
                 named = getattr(options, "name", "")  # `moebius data` takes paths, too
                 name = named if named in RECIPES else "smoke"
-                resolve(name, overrides, RECIPES)
+                config = resolve(name, overrides, RECIPES)
+                if path in (("train",), ("submit",)):
+                    config.check_world(config.world_size)
 
 
 def test_the_command_line_stays_small() -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import living
 
 from moebius.cluster import job
 from moebius.cluster import liveness as life
@@ -32,6 +33,8 @@ def test_journal_survives_a_writer_that_was_killed_in_mid_line(tmp_path):
 
 
 def test_status_of_a_folder_without_a_job_is_an_error(tmp_path):
+    with pytest.raises(JobError, match=r"nothere: there is no such folder"):
+        job.read_status(tmp_path / "nothere")
     with pytest.raises(JobError, match=r"no job was ever started in this folder"):
         job.read_status(tmp_path)
 
@@ -103,12 +106,26 @@ def test_status_concerns_the_last_submission_only(tmp_path):
 def test_a_second_job_in_the_same_folder_is_refused_while_the_first_lives(tmp_path):
     launch = Launch(str(tmp_path))
     job.begin_submission(launch)
-    with pytest.raises(JobError, match=r"already at work here \(SUBMITTED"):
+    with living(tmp_path), pytest.raises(JobError, match=r"already at work here \(SUBMITTED"):
         job.begin_submission(launch)
     Journal(tmp_path).append(State.STOPPED, generation=0, reason="")
     request_stop(tmp_path)
     job.begin_submission(launch)
     assert stop_requested(tmp_path) is None, "an old stop flag must not stop the new job"
+
+
+def test_a_job_that_was_killed_a_moment_ago_is_waited_out(tmp_path, monkeypatch):
+    """Its last sign of life is fresh, and no other follows."""
+    monkeypatch.setattr(job, "_USUAL_SILENCE_S", 0.3)
+    monkeypatch.setattr(life, "LOST_AFTER_S", 1.5)
+    launch, told = Launch(str(tmp_path)), []
+    job.begin_submission(launch)
+    began = time.monotonic()
+    job.refuse_if_running(tmp_path, tell=told.append)
+    assert time.monotonic() - began > 1.2
+    [words] = told
+    assert "a job was at work here 0 s ago (SUBMITTED); if it gives no sign of life for" in words
+    job.begin_submission(launch)
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_clear_error(tmp_path):

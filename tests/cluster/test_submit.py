@@ -9,7 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
+from jobs import (
+    FAKE_RANK,
+    assert_nothing_left,
+    fake_launch,
+    living,
+    run_here,
+    wait_for,
+    wait_for_step,
+)
 
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
 from moebius.cluster.launch import make_launch, simulated_gpus
@@ -134,9 +142,10 @@ def test_a_simulated_cluster_cannot_be_left_alone(tmp_path):
 
 
 def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
-    begin_submission(fake_launch(tmp_path / "run"))
-    with pytest.raises(JobError, match="already at work here"):
-        submit(config_of(tmp_path), tmp_path / "run")
+    run_dir = tmp_path / "run"
+    begin_submission(fake_launch(run_dir))
+    with living(run_dir), pytest.raises(JobError, match="already at work here"):
+        submit(config_of(tmp_path), run_dir)
 
 
 def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):
