@@ -224,15 +224,15 @@ def _tap_states(model: Transformer) -> Iterator[_States]:
     """Collects the states while the context lasts, by hooks that only look."""
     states = _States()
 
-    def record(_: Layer, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def record(_: Layer, inputs: tuple[Any, ...], output: Any) -> None:
         if not states.hidden:
             states.hidden.append(inputs[0].to(wide_dtype(inputs[0])))
         states.hidden.append(output[0].to(wide_dtype(output[0])))
-        unhalted = named.get("unhalted")
+        unhalted = inputs[1].unhalted
         weight_BS = torch.ones_like(output[0][..., 0]) if unhalted is None else unhalted.weight_BS
         states.active.append(weight_BS > 0)
 
-    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in model.group]
+    hooks = [layer.register_forward_hook(record) for layer in model.group]
     try:
         yield states
     finally:

@@ -245,8 +245,10 @@ class Routing:
         kept = routes.kept(weight_T[routes.target_N] > 0)
         return replace(self, plan=kept, wanted_TK=None, row_weight_T=weight_T)
 
-    def of_documents(self, rows: DocumentRows) -> "Routing":
-        """Returns the same decisions where padding has no route and counts nowhere."""
+    def of_documents(self, rows: DocumentRows | None) -> "Routing":
+        """Returns the same decisions where padding has no route and counts nowhere; None: no padding."""
+        if rows is None:
+            return self
         plan = self.plan
         if isinstance(plan, Routes):
             plan = plan.without_padding(rows)

@@ -18,7 +18,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..kernels.gradients import accumulate_weight_gradients
 from .attention.attention import make_attention
+from .attention.base import DepthContext
 from .attention.cache import LayerCache
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
@@ -123,68 +124,38 @@ class Layer(nn.Module):
         return found
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        *,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None = None,
-        unhalted: Unhalted | None = None,
-        documents: Documents | None = None,
+        self, x_BSD: Tensor, context: DepthContext
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         """Computes one depth step, (B, S, D) to (B, S, D), both in the residual's dtype.
-
-        Args:
-            x_BSD: the residual stream.
-            rotary: cosine and sine of the new positions; None where attention has its own.
-            cache: of this depth step.
-            unhalted: which tokens still compute; of SUT's layer only.
-            documents: what attention and routers must know of them; None: nothing.
 
         Returns:
             The residual stream after it, and what the routers report, by their kind.
         """
-        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._step(x_BSD, rotary, cache, unhalted, documents)
+        if self.recompute == "none" or context.cache is not None or not torch.is_grad_enabled():
+            return self._step(context, x_BSD)
+        unhalted = context.unhalted
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
-        return run_recomputed(
-            self.recompute, self, partial(self._cacheless, rotary, documents), x_BSD, *halting
-        )
-
-    def _cacheless(
-        self,
-        rotary: RotaryTable | None,
-        documents: Documents | None,
-        x_BSD: Tensor,
-        *halting: Tensor,
-    ) -> tuple[Tensor, dict[str, RouterReport]]:
-        return self._step(x_BSD, rotary, None, Unhalted(*halting) if halting else None, documents)
+        step = partial(self._step, replace(context, unhalted=None))
+        return run_recomputed(self.recompute, self, step, x_BSD, *halting)
 
     def _step(
-        self,
-        x_BSD: Tensor,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None,
-        unhalted: Unhalted | None,
-        documents: Documents | None,
+        self, context: DepthContext, x_BSD: Tensor, *halting: Tensor
     ) -> tuple[Tensor, dict[str, RouterReport]]:
+        if halting:  # of a step that is recomputed
+            context = replace(context, unhalted=Unhalted(*halting))
         is_post = self.norm == "post"
         read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
         y_BSD, routings = self.attention(
             read["values"],
             read["queries"],
+            context,
             router_input_BSD=read.get("routers"),
-            rotary=rotary,
-            cache=cache,
-            unhalted=unhalted,
-            documents=documents,
         )
         norm = self.attention_norm if is_post else self.feed_forward_norm
         read = self._read(read["residual"], y_BSD, norm, self._feeds)
         if isinstance(self.feed_forward, SparseFeedForward):
-            # under halting padding has halted from the start, and needs no second word
-            rows = None if documents is None or unhalted is not None else documents.rows
             y_BSD, routings["feed_forward"] = self.feed_forward(
-                read["values"], read["routers"], unhalted, rows
+                read["values"], read["routers"], context.unhalted, context.rows
             )
         else:
             y_BSD = self.feed_forward(read["values"])
@@ -294,9 +265,8 @@ class Transformer(nn.Module):
 
         def apply(step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
             past_keys = None if cache is None else cache[step.index]
-            x_BSD, report = self.group[step.member](
-                x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted, documents=documents
-            )
+            context = DepthContext(rotary, past_keys, unhalted, documents)
+            x_BSD, report = self.group[step.member](x_BSD, context)
             reports.append(report)
             return x_BSD
 

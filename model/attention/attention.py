@@ -11,17 +11,14 @@ from torch import Tensor
 
 from ..config.attention_config import SwitchHeadConfig
 from ..config.model_config import ModelConfig
-from ..documents import Documents
 from ..experts import ExpertLinears
-from ..halting import Unhalted
 from ..initialise import Initializer, Initializers
-from ..layers import Linear, RotaryTable, rotate_scaled
+from ..layers import Linear, rotate_scaled
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
-from .base import Attention
-from .cache import LayerCache
+from .base import Attention, DepthContext
 from .momha import MoMHA
 
 
@@ -38,29 +35,24 @@ class RotaryAttention(Attention):
         self.query = Linear(config.d_model, width, init=init)
         self.key = Linear(config.d_model, width, init=init)
 
-    def attend(
-        self,
-        n_BSD: Tensor,
-        v_BHSC: Tensor,
-        cache: LayerCache | None,
-        rotary: RotaryTable,
-        visible_B1SS: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, context: DepthContext) -> Tensor:
         """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions come after the cached ones: queries and keys are rotated by
-        their absolute positions (`rotary`, of the new ones), and every new query sees the whole
-        past. `visible_B1SS` says instead which position sees which; then there is no past.
+        their absolute positions, and every new query sees the whole past. Where documents say which
+        position sees which, there is no past.
         """
+        assert context.rotary is not None
+        assert context.unhalted is None, "only MoMHA knows of tokens that have halted"
+        cache, visible_B1SS = context.cache, context.visible_B1SS
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
-        n_BSD = n_BSD.to(
-            self.query.weight.dtype
-        )  # once for both products, which keep it for the backward pass
+        # once for both products, which keep it for the backward pass
+        n_BSD = n_BSD.to(self.query.weight.dtype)
         scale = self.d_head**-0.25
         q_BHSC, k_BHSC = rotate_scaled(
             self._heads(self.query(n_BSD)),
             self._heads(self.key(n_BSD)),
-            rotary,
+            context.rotary,
             scale=scale,
             backend=self.backend,
         )
@@ -124,16 +116,11 @@ class SwitchHead(RotaryAttention):
         self,
         value_input_BSD: Tensor,
         n_BSD: Tensor,
+        context: DepthContext,
         *,
         router_input_BSD: Tensor | None = None,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None = None,
-        unhalted: Unhalted | None = None,
-        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends with the experts of V and O that each head's routers choose."""
-        assert rotary is not None
-        assert unhalted is None, "only MoMHA knows of tokens that have halted"
         batch, length, _ = n_BSD.shape
         heads, channels = self.num_heads, self.d_head
         n_TD = (n_BSD if router_input_BSD is None else router_input_BSD).flatten(0, 1)
@@ -141,20 +128,15 @@ class SwitchHead(RotaryAttention):
         value_routes = token_to_head_routes(
             experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
         )
-        value_routing = Routing(value_routes, value_logits)
-        if documents is not None and documents.rows is not None:
-            value_routing = value_routing.of_documents(documents.rows)
+        value_routing = Routing(value_routes, value_logits).of_documents(context.rows)
         v_UC = self.value(value_input_BSD.flatten(0, 1), value_routing.routes)
         v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
-        visible_B1SS = None if documents is None else documents.visible_B1SS
-        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary, visible_B1SS)
+        attended_BHSC = self.attend(n_BSD, v_BHSC, context)
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(
             experts_THK, weights_THK, num_experts=self.num_experts, own_experts=True
         )
-        output_routing = Routing(output_routes, output_logits)
-        if documents is not None and documents.rows is not None:
-            output_routing = output_routing.of_documents(documents.rows)
+        output_routing = Routing(output_routes, output_logits).of_documents(context.rows)
         attended_UC = attended_BHSC.transpose(1, 2).reshape(-1, channels)
         y_TD = self.output(attended_UC, output_routing.routes)
         routings = {"value": value_routing, "output": output_routing}
@@ -186,22 +168,15 @@ class DenseAttention(RotaryAttention):
         self,
         value_input_BSD: Tensor,
         n_BSD: Tensor,
+        context: DepthContext,
         *,
         router_input_BSD: Tensor | None = None,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None = None,
-        unhalted: Unhalted | None = None,
-        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Computes dense attention, and returns no routings."""
-        assert rotary is not None
-        assert unhalted is None, "only MoMHA knows of tokens that have halted"
         same_input = value_input_BSD is n_BSD
         n_BSD = n_BSD.to(self.query.weight.dtype)  # once for all products, which keep it
         v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
-        visible_B1SS = None if documents is None else documents.visible_B1SS
-        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary, visible_B1SS)
-        attended_BSHC = attended_BHSC.transpose(1, 2)
+        attended_BSHC = self.attend(n_BSD, v_BHSC, context).transpose(1, 2)
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}

@@ -3,16 +3,44 @@
 Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from ..config.attention_config import AttentionConfig
-from ..documents import Documents
+from ..documents import DocumentRows, Documents
 from ..halting import Unhalted
 from ..layers import Linear, RotaryTable
 from ..routers.router import Router
 from ..routing import Routing
 from .cache import LayerCache
+
+
+@dataclass(frozen=True)
+class DepthContext:
+    """Holds what a depth step reads beside its rows."""
+
+    # cosine and sine of the new positions, of width 0 where nothing rotates; None for an attention
+    # that has positions of its own
+    rotary: RotaryTable | None = None
+    cache: LayerCache | None = None  # of this depth step, extended in place
+    unhalted: Unhalted | None = None  # which tokens still compute; None: all of them
+    # which positions see which, and which rows are padding; None: every position sees all before it,
+    # and none is. Not together with a cache
+    documents: Documents | None = None
+
+    @property
+    def visible_B1SS(self) -> Tensor | None:
+        """Returns which position (third) sees which (fourth); None: each sees all before it."""
+        return None if self.documents is None else self.documents.visible_B1SS
+
+    @property
+    def rows(self) -> DocumentRows | None:
+        """Returns which rows are padding, if any; under halting they have halted from the start."""
+        if self.documents is None or self.unhalted is not None:
+            return None
+        return self.documents.rows
 
 
 class Attention(nn.Module):
@@ -37,26 +65,18 @@ class Attention(nn.Module):
         self,
         value_input_BSD: Tensor,
         n_BSD: Tensor,
+        context: DepthContext,
         *,
         router_input_BSD: Tensor | None = None,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None = None,
-        unhalted: Unhalted | None = None,
-        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends from every position to itself and those before it.
 
         Args:
             value_input_BSD: what values are made of; the same tensor as `n_BSD` but in peri-norm.
             n_BSD: what queries and keys read.
+            context: positions, cache, halting and documents.
             router_input_BSD: what routers read: the same rows, in the norm's own precision where
                 `n_BSD` is in the products'; None: `n_BSD`.
-            rotary: cosine and sine of the new positions, of width 0 where nothing rotates; None
-                for an attention that has positions of its own.
-            cache: keys and values of the positions before, extended in place.
-            unhalted: which tokens still compute; None: all of them.
-            documents: which positions see which, and which rows are padding; None: every position
-                sees all before it, and none is. Not together with a cache.
 
         Returns:
             (B, S, D), and the routing of every router, by its kind.

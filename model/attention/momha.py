@@ -26,17 +26,14 @@ from torch import Tensor
 from ..config.attention_config import MoMHAConfig
 from ..config.feed_forward_config import ExpertsConfig
 from ..config.model_config import ModelConfig
-from ..documents import Documents
 from ..experts import ExpertLinears
-from ..halting import Unhalted
 from ..initialise import Initializers, parameter, zeros
-from ..layers import Linear, RotaryTable
+from ..layers import Linear
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sut import SutConfig, SutRouter
 from ..routing import Routing, head_to_token_routes, token_to_head_routes
-from .base import Attention
-from .cache import LayerCache
+from .base import Attention, DepthContext
 
 
 class MoMHA(Attention):
@@ -85,16 +82,13 @@ class MoMHA(Attention):
         self,
         value_input_BSD: Tensor,
         n_BSD: Tensor,
+        context: DepthContext,
         *,
         router_input_BSD: Tensor | None = None,
-        rotary: RotaryTable | None,
-        cache: LayerCache | None = None,
-        unhalted: Unhalted | None = None,
-        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends with the experts of Q and O that the router chooses; positions are its own.
 
-        Tokens that have halted get 0 and cost no expert, as padding does. `rotary` is not read.
+        Tokens that have halted get 0 and cost no expert, as padding does.
         """
         batch, length, _ = n_BSD.shape
         router_input_BSD = n_BSD if router_input_BSD is None else router_input_BSD
@@ -105,10 +99,10 @@ class MoMHA(Attention):
         )
         output_routes = head_to_token_routes(experts_TK1, weights_TK1, num_experts=self.num_experts)
         routing = Routing(output_routes, logits_TE[:, None], wanted_TK=experts_TK)
-        if unhalted is None and documents is not None and documents.rows is not None:
-            routing = routing.of_documents(documents.rows)
-            query_routes = query_routes.without_padding(documents.rows)
-        if unhalted is not None:
+        routing = routing.of_documents(context.rows)
+        if context.rows is not None:
+            query_routes = query_routes.without_padding(context.rows)
+        if (unhalted := context.unhalted) is not None:
             value_input_BSD, weight_T = unhalted.memory_BSD, unhalted.weight_of_rows(batch * length)
             routing = routing.of_weighted_rows(weight_T)
             query_routes = query_routes.kept(weight_T[query_routes.source_N] > 0)
@@ -116,22 +110,14 @@ class MoMHA(Attention):
         q_BHKSC = q_UW.view(batch, length, -1, self.config.num_heads, self.config.d_head).permute(
             0, 3, 2, 1, 4
         )
-        visible_B1SS = None if documents is None else documents.visible_B1SS
-        attended_BHKSC = self.attend(q_BHKSC, value_input_BSD, cache, visible_B1SS)
+        attended_BHKSC = self.attend(q_BHKSC, value_input_BSD, context)
         attended_UW = attended_BHKSC.permute(0, 3, 2, 1, 4).reshape(q_UW.shape)
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}
 
-    def attend(
-        self,
-        q_BHKSC: Tensor,
-        memory_BSD: Tensor,
-        cache: LayerCache | None,
-        visible_B1SS: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, context: DepthContext) -> Tensor:
         """Lets every expert's queries attend to the same keys and values.
 
-        They count as more positions of one head. `visible_B1SS` says which position sees which;
-        None: each sees all before it.
+        They count as more positions of one head.
         """
         scale = self.config.d_head**-0.25
         q_BHKSC, k_BHSC, v_BHSC = (
@@ -139,10 +125,10 @@ class MoMHA(Attention):
             self._heads(self.key(memory_BSD)) * scale,
             self._heads(self.value(memory_BSD)),
         )
-        if cache is not None:
-            k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
+        if context.cache is not None:
+            k_BHSC, v_BHSC = context.cache.append(k_BHSC, v_BHSC)
         bias_BHKSM = self._relative_scores(q_BHKSC, k_BHSC.shape[2])
-        if visible_B1SS is not None:
+        if (visible_B1SS := context.visible_B1SS) is not None:
             bias_BHKSM = bias_BHKSM.masked_fill(~visible_B1SS[:, None], float("-inf"))
         attended_BHUC = F.scaled_dot_product_attention(
             q_BHKSC.flatten(2, 3), k_BHSC, v_BHSC, attn_mask=bias_BHKSM.flatten(2, 3), scale=1.0

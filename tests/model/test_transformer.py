@@ -8,6 +8,7 @@ from pairwise import slow_but
 from parts import layers
 from pydantic import ValidationError
 
+from moebius.model.attention.base import DepthContext
 from moebius.model.config.attention_config import RotaryConfig, SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
@@ -171,7 +172,7 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     )
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = layers(model)[int(member)]
-        a = layer.attention_norm(x + layer.attention(x, x, rotary=rotary)[0])
+        a = layer.attention_norm(x + layer.attention(x, x, DepthContext(rotary))[0])
         x = layer.feed_forward_norm(a + layer.feed_forward(a, a)[0])
     assert model.head.bias is not None
     logits = x @ model.head.weight.T + model.head.bias
