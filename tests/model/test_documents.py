@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parts import layers
 from torch import Tensor
 
+from moebius.model.attention.base import DepthContext
 from moebius.model.attention.cache import LayerCache
 from moebius.model.documents import Documents, mark_documents
 from moebius.model.execution.compiled import compile_dense_parts
@@ -227,7 +228,7 @@ def test_rotary_attention_equals_a_slow_loop(name: str) -> None:
     documents = marked()
     assert documents.positions_BS is not None
     table = rotary_table_of(documents.positions_BS[:, None].double(), width, config.rotary_base)
-    found = attention.attend(n_BSD, v_BHSC, None, table, documents.visible_B1SS)
+    found = attention.attend(n_BSD, v_BHSC, DepthContext(table, documents=documents))
     for row, ids in enumerate(IDS.tolist()):
         q_HSC, k_HSC = (
             slow_rotation(
@@ -252,7 +253,7 @@ def test_attention_with_learned_distances_equals_a_slow_loop() -> None:
         attention.relative.normal_(generator=generator)
     q_BHKSC = torch.randn(2, heads, 1, 12, channels, generator=generator, **EXACT)
     memory_BSD = torch.randn(*IDS.shape, 24, generator=generator, **EXACT)
-    found = attention.attend(q_BHKSC, memory_BSD, None, marked().visible_B1SS)
+    found = attention.attend(q_BHKSC, memory_BSD, DepthContext(documents=marked()))
     scale = channels**-0.25
     for row, ids in enumerate(IDS.tolist()):
         q_HSC = q_BHKSC[row, :, 0] * scale

@@ -172,17 +172,6 @@ def test_norms_and_casts_are_no_operations_of_their_own(
     plain = of_a_depth_step(name)
     stand_in(monkeypatch)
     fused = of_a_depth_step(name)
-    print(
-        name,
-        {
-            k: (plain.get(k, 0), fused.get(k, 0))
-            for k in plain | fused
-            if plain.get(k, 0) != fused.get(k, 0)
-        },
-        plain,
-        sum(plain.values()),
-        sum(fused.values()),
-    )
     assert plain["native_layer_norm"] == plain["native_layer_norm_backward"] == 2
     assert fused["add_norm"] == fused["add_norm_backward"] == 2
     assert "native_layer_norm" not in fused
