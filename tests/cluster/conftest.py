@@ -1,4 +1,4 @@
-"""The simulated cluster that the tests of this folder share."""
+"""The simulated cluster that the tests of one file share."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,11 @@ import pytest
 from moebius.cluster.places.simulated import SimulatedCluster, simulated_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[SimulatedCluster]:
-    """Two pretended nodes with 4 CPUs each; this process is connected."""
+    """Two pretended nodes with 4 CPUs each; this process is connected, and to no other cluster until
+    the file is done.
+    """
     pytest.importorskip("ray")
     with simulated_cluster(2, cpus_per_node=4) as running:
         yield running
