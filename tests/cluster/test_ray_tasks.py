@@ -29,14 +29,18 @@ def _outcomes(pool: RayPool, function: Any, items: list[Any]) -> list[tuple[int,
     return [(numbers[number], outcome) for number, outcome in outcomes]
 
 
-def test_results_come_as_they_are_done():
-    def slow_first(seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds * 10
+def test_results_come_as_they_are_done(tmp_path):
+    def first_is_last(item: int) -> int:
+        """Item 0 ends half a second after the others have."""
+        while item == 0 and len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        time.sleep(0.5 if item == 0 else 0.0)
+        (tmp_path / str(item)).touch()
+        return item * 10
 
     with RayPool() as pool:
-        results = _outcomes(pool, slow_first, [2.0, 0.0, 0.1])
-    assert sorted(results) == [(0, 20.0), (1, 0.0), (2, 1.0)]
+        results = _outcomes(pool, first_is_last, [0, 1, 2])
+    assert sorted(results) == [(0, 0), (1, 10), (2, 20)]
     assert results[-1][0] == 0, "completion order, not item order"
 
 
