@@ -61,7 +61,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.key=value") -> None:
     """Declares the single values of a configuration that a command changes."""
-    parser.add_argument("overrides", nargs="*", metavar=metavar, help="single values to change")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar=metavar, help="single values to change"
+    )
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:

@@ -47,6 +47,24 @@ ELSEWHERE = {
     "dashboard": "moebius-dashboard",
 }
 
+# What other tools call our commands.
+ALIASES = {
+    "export": "ckpt export",
+    "import": "ckpt import",
+    "verify": "data verify or ckpt verify",
+    "tokenize": "prepare",
+    "generate": "eval RUN --prompt TEXT",
+    "sample": "eval RUN --prompt TEXT",
+    "evaluate": "eval",
+    "run": "train or submit",
+    "launch": "submit",
+    "kill": "stop",
+    "list": "status or models",
+    "ls": "status or models",
+    "recipes": "models",
+    "sweep": "compare RECIPE --sweep section.key=A,B,…",
+}
+
 # Why the system refuses a path, wherever it is first used: too long, a circle of links, below a file,
 # or closed to this user.
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
@@ -91,10 +109,17 @@ def _run(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return 0
-    if is_elsewhere and (meant := nearest(words[0], [*command_names(parser), *ELSEWHERE])):
+    if is_elsewhere and (meant := _meant(words[0], parser)):
         raise ValueError(f"moebius has no command {words[0]}{meant}")
     options = parse(words, parser)
     return options.run(options)
+
+
+def _meant(word: str, parser: argparse.ArgumentParser) -> str:
+    """Returns a question after the command that `word` stands for; "" if there is none."""
+    if word in ALIASES:
+        return f"; did you mean {ALIASES[word]}?"
+    return nearest(word, [*command_names(parser), *ELSEWHERE])
 
 
 def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
@@ -155,7 +180,8 @@ def _hint_for(rest: Sequence[str]) -> str:
     option = next((word for word in rest if word.startswith("--")), "")
     name = option.partition("=")[0].removeprefix("--")
     hint = suggest(name, (key for key, _ in known_keys(Config))) if name else ""
-    return f"{hint} Keys are written section.key=value, without dashes" if hint else ""
+    keys = " Keys are written section.key=value, without dashes" if hint.endswith("?") else ""
+    return hint + keys
 
 
 def build_parser() -> argparse.ArgumentParser:

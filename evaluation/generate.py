@@ -42,7 +42,7 @@ def generate(
     """
     if prompt_S.numel() == 0:
         raise ValueError("generation needs a prompt of at least one token, and got none")
-    check_temperature(temperature)
+    check_request(num_tokens, temperature)
     _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
     cache, new_S, seen = model.new_cache(), prompt_S, 0
@@ -60,12 +60,14 @@ def generate(
         seen, new_S = seen + len(new_S), token.view(1)
 
 
-def check_temperature(temperature: float) -> None:
-    """Checks that tokens can be sampled at that temperature.
+def check_request(num_tokens: int, temperature: float) -> None:
+    """Checks that so many tokens can be sampled at that temperature.
 
     Raises:
-        ValueError: it is negative, infinite or no number.
+        ValueError: fewer than one token, or a temperature that is negative, infinite or no number.
     """
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: at least 1 is needed")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature}: a finite number from 0 on is needed")
 

@@ -15,7 +15,7 @@ import torch
 from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from ..distributed.process.process import start_process
 from .batches import Row
-from .generate import check_temperature, generate
+from .generate import check_request, generate
 from .group_context import GroupContextText, group_context_size
 from .restore import Restored, refuse_pairs, restore
 from .scoring import open_scorer
@@ -37,7 +37,7 @@ def write_text(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
     """
-    check_temperature(temperature)
+    check_request(num_tokens, temperature)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
         yield from continue_text(

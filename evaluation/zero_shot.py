@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 
 from ..distributed.process.process import start_process
 from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
@@ -102,6 +104,7 @@ def measure_tasks(
     too_long: WhenTooLong = "fail",
     draws: int = 1,
     seed: int = 0,
+    per_item: Path | None = None,
     on_task: StartTask | None = None,
 ) -> ZeroShotReport | None:
     """Scores a checkpoint on tasks.
@@ -118,6 +121,7 @@ def measure_tasks(
         too_long: what is done with items that have a longer answer than that.
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
+        per_item: a Parquet file for what each item scored (`item_table`); None: none is written.
         on_task: told of the progress.
 
     Returns:
@@ -130,6 +134,8 @@ def measure_tasks(
     started = time.monotonic()
     if (limit is not None and limit < 1) or draws < 1 or (context is not None and context < 1):
         raise TaskError(f"{limit=}, {draws=}, {context=}: at least 1 is needed")
+    if per_item is not None and not per_item.absolute().parent.is_dir():
+        raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process, ExitStack() as stack:
         restored = restore(run_dir, process, step=step)
@@ -141,9 +147,15 @@ def measure_tasks(
             refuse_too_long(items, encoder.context)
         refuse_nothing_left(items, encoder.context)
         num_draws = draws if scorer.needs_draws else 0
-        results = tuple(_measure(one, scorer, max(1, num_draws), on_task) for one in items)
+        judged = [_judged(one, scorer, max(1, num_draws), on_task) for one in items]
         if process.rank > 0:
             return None
+        if per_item is not None:
+            parquet.write_table(item_table(items, judged), per_item)
+        results = tuple(
+            _result(one, own, drawn=scorer.needs_draws)
+            for one, own in zip(items, judged, strict=True)
+        )
         return ZeroShotReport(
             run=str(run_dir),
             step=restored.step,
@@ -210,13 +222,43 @@ def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> 
     return Encoder(tokenizer, length, truncate=too_long == "truncate")
 
 
-def _measure(items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | None) -> TaskResult:
-    questions, task = items.questions, items.task
+def _judged(
+    items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | None
+) -> "list[Judged]":
+    """Returns what every question adds to the metrics, for every draw of the group context."""
+    questions = items.questions
     families = [question.rows for question in questions]
     num_rows = sum(map(len, families)) * draws
     advance = None if on_task is None else on_task(items.name, num_rows)
     scores = [scorer.score(families, draw=draw, advance=advance) for draw in range(draws)]
-    judged = [judge(questions, one) for one in scores]
+    return [judge(questions, one) for one in scores]
+
+
+def item_table(items: Sequence[TaskItems], judged: "Sequence[Sequence[Judged]]") -> pa.Table:
+    """Returns what each item scored, a row for each of its metrics, so that models compare in pairs.
+
+    Columns: task; item, its place in the task's file from 0; group; metric; value, 0 or 1, or the
+    log-probability of a perplexity in nats, as the mean over draws; weight, the words, bytes or tokens
+    that a perplexity divides by.
+    """
+    rows = [
+        {
+            "task": one.name,
+            "item": number,
+            "group": question.group,
+            "metric": metric,
+            "value": sum(draw[place][metric].value for draw in own) / len(own),
+            "weight": judgement.weight,
+        }
+        for one, own in zip(items, judged, strict=True)
+        for place, (number, question) in enumerate(zip(one.numbers, one.questions, strict=True))
+        for metric, judgement in own[0][place].items()
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def _result(items: TaskItems, judged: "Sequence[Judged]", *, drawn: bool) -> TaskResult:
+    questions, task = items.questions, items.task
     first = task.metrics[0]
     return TaskResult(
         name=items.name,
@@ -228,8 +270,7 @@ def _measure(items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | 
         skipped=len(items.too_long),
         truncated=sum(question.is_truncated for question in questions),
         metrics={
-            metric.name: estimate(questions, judged, metric, drawn=scorer.needs_draws)
-            for metric in task.metrics
+            metric.name: estimate(questions, judged, metric, drawn=drawn) for metric in task.metrics
         },
         groups=_group_means(questions, judged, first),
     )

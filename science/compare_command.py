@@ -1,4 +1,4 @@
-"""Carries out `moebius compare`: arms of equal size over seeds, from one file to one table and one picture."""
+"""Carries out `moebius compare`: arms over seeds, from one file or one line to one table and one picture."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ class _Request:
 
 
 def main(words: Sequence[str]) -> int:
-    """Trains and compares the arms of a file (entry point of the group moebius.commands).
+    """Trains and compares the arms of a file or a sweep (entry point of the group moebius.commands).
 
     Raises:
         ValueError: the comparison cannot be made.
@@ -62,13 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="science/docs/compare.md lists its keys"
+        "file", metavar="FILE|RECIPE", help="science/docs/compare.md lists the keys of a file"
+    )
+    text = "compare these values of a RECIPE's key; several sweeps give all combinations"
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="section.key=A,B,…", help=text
     )
     text = "single values to change in every arm"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
     text = "of all runs; default: runs/compare/NAME"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--seeds", metavar="N,N,…", help="instead of the file's")
+    text = "how many, or which; instead of the file's"
+    parser.add_argument("--seeds", metavar="N|N,N,…", help=text)
     parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
     text = "runs at a time, instead of the file's"
     parser.add_argument("--jobs", type=int, metavar="N", help=text)
@@ -92,8 +97,14 @@ def _request(options: argparse.Namespace) -> _Request:
     """Reads the file, applies the options and plans the runs."""
     from .compare.file import ComparisonFile, read_file
     from .compare.plan import plan_arms, plan_runs
+    from .compare.sweep import sweep_file
 
-    file = read_file(options.file)
+    sweeps = options.sweep
+    file = (
+        sweep_file(options.file, sweeps, options.overrides)
+        if sweeps
+        else read_file(Path(options.file))
+    )
     given = {
         "seeds": _seeds(options.seeds),
         "steps": _positive(options.steps, "--steps"),
@@ -101,7 +112,7 @@ def _request(options: argparse.Namespace) -> _Request:
     }
     given = {name: value for name, value in given.items() if value is not None}
     file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | given)
-    arms = plan_arms(file, options.overrides, origin=str(options.file))
+    arms = plan_arms(file, options.overrides, origin=options.file)
     folder = (options.folder or RUNS / "compare" / file.name).absolute()
     return _Request(file, arms, plan_runs(file, arms, folder), folder, options.out or folder)
 
@@ -113,8 +124,12 @@ def _seeds(text: str | None) -> tuple[int, ...] | None:
         seeds = tuple(int(word) for word in text.split(","))
     except ValueError:
         seeds = ()
+    if len(seeds) == 1:
+        seeds = tuple(range(seeds[0]))
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {text}: give different whole numbers with commas, such as 0,1,2")
+        raise ValueError(
+            f"--seeds {text}: give how many, such as 5, or different whole numbers, such as 0,1,7"
+        )
     return seeds
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..arguments import Commands, add_command, add_run_argument
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
-_OF_TASKS = ("data", "limit", "context", "too_long", "json")
+_OF_TASKS = ("data", "limit", "context", "too_long", "per_item", "json")
 
 
 def add_commands(commands: Commands) -> None:
@@ -97,6 +97,9 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         help="items with an answer longer than the context: an error (default), left out, or only "
         "the answer's end is scored",
     )
+    group.add_argument(
+        "--per-item", type=Path, metavar="FILE.parquet", help="write what each item scored"
+    )
     group.add_argument("--json", action="store_true", help="everything as a JSON object")
 
 
@@ -148,6 +151,7 @@ def _tasks(options: argparse.Namespace) -> int:
             too_long=options.too_long or "fail",
             draws=options.draws,
             seed=options.seed,
+            per_item=options.per_item,
             on_task=on_task,
         )
     if report is None:  # another rank than the first

@@ -40,6 +40,7 @@ class TaskItems:
     name: str
     task: Task
     questions: tuple[Question, ...]  # without those that are too long
+    numbers: tuple[int, ...]  # of the questions: their places in the file, from 0
     available: int  # items that the file has
     too_long: tuple[TooLong, ...] = ()
 
@@ -63,18 +64,19 @@ def read_items(
     if not records:
         raise TaskError(f"task {name!r} has no items in {data}")
     count = len(records) if limit is None else min(limit, len(records))
-    questions, too_long = [], []
-    for number in range(count):
-        where, record = records[number * len(records) // count]
+    questions, numbers, too_long = [], [], []
+    for number in (place * len(records) // count for place in range(count)):
+        where, record = records[number]
         try:
             questions.append(task.question(record, encoder))
+            numbers.append(number)
         except TooLongError as error:
             too_long.append(TooLong(where, error.num_scored))
         except TaskError as error:
             raise TaskError(f"{where}: {error}") from error
         except UnicodeEncodeError as error:
             raise TaskError(f"{where}: a text is no Unicode ({error.reason})") from error
-    return TaskItems(name, task, tuple(questions), len(records), tuple(too_long))
+    return TaskItems(name, task, tuple(questions), tuple(numbers), len(records), tuple(too_long))
 
 
 def refuse_too_long(items: Iterable[TaskItems], context: int) -> None:

@@ -1,6 +1,6 @@
 """What the papers of the family say, tried on toys: which claims hold at this size?
 
-    python -m moebius_science.claims [--claims M8 T3 …] [--seeds 3] [--steps N] [--jobs 2]
+    python -m moebius_science.claims [--claims M8 T3 …] [--seeds 5] [--steps N] [--jobs 2]
                                 [--device auto] [--text FILE] [--folder DIR]
     python -m moebius_science.claims --judge science/results/claims.json
 
@@ -16,10 +16,9 @@ The second judges and draws recorded runs again, without training.
 
 The toys (toys.py) are trained as `moebius compare` trains its arms (science/compare/runner.py):
 a process and a folder for each run, one thread, resumed where it was when the script is called
-again. Arms that claims share are trained once. The rule (judge.py): with three seeds or more, all
-on the claimed side of the bound: holds; all on the other: does not hold; else undecided. "Does not
-hold" means: not at this size, not in so few steps. Nothing was tuned for a verdict. The spread is
-from the smallest to the largest seed.
+again. Arms that claims share are trained once. The rule is in judge.py. "Does not hold" means: not at
+this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the smallest to the
+largest seed.
 
 Takes about half an hour on 2 cores. A run whose gradients stay not finite ends; the others go on,
 and nothing is judged.
@@ -125,7 +124,7 @@ def settle(
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--claims", nargs="+", choices=list(CLAIMS), default=list(CLAIMS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--steps", type=int, help="of every run; without it those of toys.py, 250 to 500"
     )

@@ -107,7 +107,7 @@ class ComparisonFile(BaseModel):
     name: str = Field(pattern=NAME)
     question: str = ""
     baseline: str
-    seeds: tuple[NonNegativeInt, ...] = Field(default=(0, 1, 2), min_length=1)
+    seeds: tuple[NonNegativeInt, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     match: Match = "parameters"
     target: PositiveInt | None = None  # parameters, or training FLOPs; default: the baseline's
     tolerance: float = Field(default=0.01, ge=0, lt=1)
@@ -164,7 +164,10 @@ def read_file(path: Path) -> ComparisonFile:
     try:
         values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        raise CompareError(f"{path}: cannot be read ({error.strerror})") from None
+        hint = (
+            "" if path.suffix else "; to compare values of a recipe, give --sweep section.key=A,B,…"
+        )
+        raise CompareError(f"{path}: cannot be read ({error.strerror}){hint}") from None
     except (ValueError, RecursionError) as error:
         raise CompareError(f"{path}: is not valid TOML: {error}") from None
     try:

@@ -137,9 +137,11 @@ def _build(
         config = moebius.recipe(entry.recipe, *texts, **sections)
     except moebius.ConfigError as error:
         raise moebius.ConfigError(f"{origin}, arm {name}: {error}") from None
-    _check_place(config, name, origin)
+    # One machine does the work of all nodes: as many ranks, in the same mesh, so the same losses.
+    ranks = config.world_size
+    config.check_world(ranks)
     job = {"name": f"{file.name}-{name}"[:100], "rehearse_failure_at_step": None}
-    return changed(config, job=job)
+    return changed(config, job=job | {"num_nodes": 1, "ranks_per_node": ranks})
 
 
 def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,16 +182,6 @@ def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[
         "train.eval_every": max(1, steps // file.evaluations),
     }
     return [f"{key}={value}" for key, value in follows.items() if key not in said]
-
-
-def _check_place(config: moebius.Config, name: str, origin: str) -> None:
-    """Checks that a run fits this machine's one node."""
-    if config.job.num_nodes != 1:
-        raise CompareError(
-            f"{origin}, arm {name}: job.num_nodes={config.job.num_nodes}, and a comparison runs on "
-            "this machine: set job.num_nodes and job.ranks_per_node (and mesh) under [common]"
-        )
-    config.check_world(config.world_size)
 
 
 def _matched(

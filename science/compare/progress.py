@@ -25,7 +25,7 @@ from .runner import RunState
 from .tables import Table
 
 _SPEED_OVER_S = 1800.0  # runs differ in speed: the time left is judged by the last half hour
-_COLOURS = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+_COLOURS = {"holds": "green", "does not hold": "red", "undecided": "yellow", "too few seeds": "dim"}
 
 
 def render(table: Table) -> RichTable:

@@ -19,7 +19,7 @@ from .file import ClaimEntry, ComparisonFile
 from .one_run import ORIGIN, SCORES
 from .plan import Arm, PlannedRun
 from .runner import is_trained
-from .statistics import Side, Spread, Verdict, paired_differences, spread, verdict
+from .statistics import Side, Spread, Verdict, interval, paired_differences, spread, verdict
 
 Curve = list[tuple[int, float]]
 
@@ -53,7 +53,7 @@ class ArmResult:
     loss: Spread | None  # None: no run has finished
     differences: dict[int, float]  # loss − baseline's, by seed
     difference: Spread | None
-    is_lower: Verdict | None  # whether its loss is; None: of the baseline itself
+    interval: tuple[float, float] | None  # of that difference, corrected for the number of arms
     scores: dict[str, Spread]
 
 
@@ -64,6 +64,7 @@ class Judged:
     claim: ClaimEntry
     against: str
     values: dict[int, float]
+    interval: tuple[float, float] | None  # of their mean, corrected for the number of claims
     verdict: Verdict
 
 
@@ -155,7 +156,7 @@ def _sum_up(
         loss=spread([run.loss for run in runs]) if runs else None,
         differences=differences,
         difference=spread(list(differences.values())) if differences else None,
-        is_lower=None if is_baseline else verdict(list(differences.values()), "below", 0.0),
+        interval=interval(list(differences.values()), claims=len(file.arms) - 1),
         scores={
             task: spread([run.scores[task] for run in runs if task in run.scores]) for task in tasks
         },
@@ -171,7 +172,10 @@ def _judge(
 ) -> Judged:
     against = claim.against or file.baseline
     values = paired_differences(_losses(by_arm[claim.arm]), _losses(by_arm[against]))
-    return Judged(claim, against, values, verdict(list(values.values()), claim.side, claim.bound))
+    numbers, claims = list(values.values()), len(file.claims)
+    ends = interval(numbers, claims=claims)
+    word = verdict(numbers, claim.side, claim.bound, claims=claims)
+    return Judged(claim, against, values, ends, word)
 
 
 SIDES: dict[Side, str] = {"at most": "≤", "above": ">", "below": "<"}
@@ -190,6 +194,7 @@ def as_values(results: Results) -> dict[str, Any]:
             | {
                 "against": judged.against,
                 "differences": judged.values,
+                "interval": judged.interval,
                 "verdict": judged.verdict,
             }
             for judged in results.claims
@@ -230,7 +235,7 @@ def _arm_values(result: ArmResult) -> dict[str, Any]:
         "loss": _spread_values(result.loss),
         "differences": result.differences,
         "difference": _spread_values(result.difference),
-        "lower_than_baseline": result.is_lower,
+        "interval": result.interval,
         "scores": {task: _spread_values(score) for task, score in result.scores.items()},
     }
 

@@ -1,10 +1,13 @@
 """Spread over seeds, differences that are paired by seed, and the rule by which a claim is judged.
 
 Arms of one seed have the same data in the same order, so the difference of their losses is paired:
-what the seed does to both cancels. The rule: with at least three seeds, a claim *holds* if every
-seed's number is on the claimed side of the bound, *does not hold* if every seed's is on the other
-side, and is *undecided* otherwise, or where a number does not exist. Were there nothing in a claim,
-n fair coins would still let it hold in one case of 2ⁿ: read the numbers, not only the word.
+what the seed does to both cancels. The mean of one number per seed has a confidence interval by
+Student's t. Where several claims are judged together, each interval is widened until all of them cover
+their means with 95 % (Bonferroni's correction).
+
+The rule: a claim *holds* if its whole interval is on the claimed side of the bound, *does not hold* if
+all of it is on the other side, and is *undecided* otherwise, or where a number does not exist. Fewer
+than five seeds give figures, and no verdict.
 """
 
 import math
@@ -13,9 +16,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-Verdict = Literal["holds", "does not hold", "undecided"]
+Verdict = Literal["holds", "does not hold", "undecided", "too few seeds"]
 Side = Literal["at most", "above", "below"]
-FEWEST_SEEDS = 3
+FEWEST_SEEDS = 5
+CONFIDENCE = 0.95
 
 
 def is_met(value: float, side: Side, bound: float) -> bool:
@@ -25,11 +29,41 @@ def is_met(value: float, side: Side, bound: float) -> bool:
     return value > bound if side == "above" else value < bound
 
 
-def verdict(values: Sequence[float], side: Side, bound: float) -> Verdict:
-    """Returns what one number per seed says of a claim, by the rule in the head of this module."""
-    if len(values) < FEWEST_SEEDS or any(math.isnan(value) for value in values):
+def interval(values: Sequence[float], *, claims: int = 1) -> tuple[float, float] | None:
+    """Returns the two-sided confidence interval of the mean of one number per seed.
+
+    Args:
+        values: one number per seed.
+        claims: how many means are judged together, this one included.
+
+    Returns:
+        Its two ends; None for fewer than two numbers, or where one of them is not finite.
+    """
+    if len(values) < 2 or not all(math.isfinite(value) for value in values):
+        return None
+    from scipy.special import stdtrit  # Student's t; scipy.stats takes a second to import
+
+    freedom = len(values) - 1
+    quantile = float(stdtrit(freedom, 1 - (1 - CONFIDENCE) / claims / 2))
+    reach = quantile * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - reach, fmean(values) + reach
+
+
+def verdict(values: Sequence[float], side: Side, bound: float, *, claims: int = 1) -> Verdict:
+    """Returns what one number per seed says of a claim, by the rule in the head of this module.
+
+    Args:
+        values: one number per seed.
+        side: of the bound, on which the mean is claimed to be.
+        bound: in the unit of the values.
+        claims: how many claims are judged together, this one included.
+    """
+    if len(values) < FEWEST_SEEDS:
+        return "too few seeds"
+    ends = interval(values, claims=claims)
+    if ends is None:
         return "undecided"
-    met = [is_met(value, side, bound) for value in values]
+    met = [is_met(end, side, bound) for end in ends]
     return "holds" if all(met) else "undecided" if any(met) else "does not hold"
 
 

@@ -86,18 +86,17 @@ def difference_table(results: Results) -> Table | None:
     file = results.file
     baseline = next(one.arm.label for one in results.arms if one.arm.name == file.baseline)
     published = any(entry.published.difference is not None for entry in file.arms.values())
-    head = ["arm", "mean", "min … max", "by seed"]
-    head += ["published"] * published + ["lower?"]
+    head = ["arm", "mean", "95 % interval", "by seed"] + ["published"] * published
     rows = []
     for arm in results.arms:
         if not arm.differences:
             continue
         by_seed = " ".join(f"{value:+.4f}" for value in arm.differences.values())
         row = [arm.arm.label, _with_deviation(arm.difference, "{:+.4f}")]
-        row += [_range(arm.difference, "{:+.4f}"), by_seed]
+        row += [_interval(arm.interval), by_seed]
         reported = file.arms[arm.arm.name].published.difference
         row += ["" if reported is None else f"{reported:+.3g}"] * published
-        rows.append((*row, str(arm.is_lower)))
+        rows.append(tuple(row))
     if not rows:
         return None
     title = f"validation loss − that of {baseline}, nats per token, paired by seed"
@@ -117,6 +116,10 @@ def _range(found: Spread | None, form: str) -> str:
     return f"{form.format(found.least)} … {form.format(found.most)}"
 
 
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:+.4f} … {ends[1]:+.4f}"
+
+
 def claim_table(results: Results) -> Table | None:
     """Returns the file's claims with their verdicts; None where it has none."""
     if not results.claims:
@@ -126,13 +129,14 @@ def claim_table(results: Results) -> Table | None:
             judged.claim.says,
             f"{judged.claim.arm} − {judged.against} {SIDES[judged.claim.side]} {judged.claim.bound:g}",
             ", ".join(f"{value:+.4f}" for value in judged.values.values()),
+            _interval(judged.interval),
             judged.claim.source,
             judged.verdict,
         )
         for judged in results.claims
     )
-    head = ("claim", "holds if", "by seed", "source", "verdict")
-    return Table("claims", head, rows, left=(0, 1, 2, 3, 4))
+    head = ("claim", "holds if", "by seed", "95 % interval", "source", "verdict")
+    return Table("claims", head, rows, left=(0, 1, 2, 3, 4, 5))
 
 
 def cost_table(costs: Costs) -> Table:
@@ -217,8 +221,9 @@ def markdown(table: Table) -> str:
 
 RULE = (
     "± is the standard deviation over seeds. Differences are paired: runs of one seed read the same "
-    "data in the same order. A claim holds if all of three seeds or more are on its side of the "
-    "bound, does not hold if all are on the other, and is undecided otherwise."
+    "data in the same order. Intervals are Student's t, widened so that all of a table cover their "
+    "means with 95 %. A claim holds if its whole interval is on its side of the bound, does not hold "
+    "if all of it is on the other, and is undecided otherwise; fewer than five seeds give no verdict."
 )
 
 

@@ -12,7 +12,7 @@ from small_runs import write_texts
 
 import moebius
 from moebius_science.claims import __main__ as claims
-from moebius_science.claims.judge import CLAIMS, Finding, granularity_helps, share_kept
+from moebius_science.claims.judge import CLAIMS, FINDINGS, Finding, granularity_helps, share_kept
 from moebius_science.claims.measures import (
     activated_fraction,
     effective_experts,
@@ -118,27 +118,31 @@ def test_thinning_keeps_both_ends() -> None:
 @pytest.mark.parametrize(
     ("values", "side", "verdict"),
     [
-        ((0.3, 0.5, 0.6), "at most", "holds"),
-        ((0.3, 0.5, 0.61), "at most", "undecided"),
-        ((0.7, math.inf, 0.61), "at most", "does not hold"),
-        ((0.7, 0.8, 0.61), "above", "holds"),
-        ((0.7, 0.8, 0.6), "above", "undecided"),
-        ((0.3, 0.6, -math.inf), "above", "does not hold"),
-        ((0.3, 0.5), "at most", "undecided"),  # too few seeds
-        ((0.3, 0.5, math.nan), "at most", "undecided"),
+        ((0.3, 0.31, 0.32, 0.3, 0.31), "at most", "holds"),
+        ((0.3, 0.31, 0.32, 0.3, 0.9), "at most", "undecided"),
+        ((0.7, 0.71, 0.72, 0.7, 0.71), "at most", "does not hold"),
+        ((0.7, 0.71, 0.72, 0.7, 0.71), "above", "holds"),
+        ((0.7, 0.71, 0.72, math.inf, 0.71), "at most", "undecided"),
+        ((0.3, 0.3, 0.3, 0.3), "at most", "too few seeds"),
     ],
 )
 def test_the_rule(values: tuple[float, ...], side: str, verdict: str) -> None:
     assert Finding("M8", "", "", values, side, 0.6, "").verdict == verdict  # pyright: ignore[reportArgumentType]
 
 
+def test_a_verdict_is_corrected_for_the_number_of_findings() -> None:
+    arms = {arm: [toy_run()] * 5 for claim in CLAIMS.values() for arm in claim.arms}
+    arms |= granular_runs((3.0, 2.8, 2.7), (3.0, 3.0, 2.99))
+    assert sum(len(claim.judge(arms)) for claim in CLAIMS.values()) == FINDINGS
+
+
 def granular_runs(
     with_norm: tuple[float, ...], without: tuple[float, ...]
 ) -> dict[str, list[dict]]:
-    """Three equal seeds with the given final losses at G = 1, 4, 8."""
+    """Five equal seeds with the given final losses at G = 1, 4, 8."""
     losses = {True: with_norm, False: without}
     return {
-        granular(value, norm=norm): [{"validation_loss": [(0, 6.0), (9, losses[norm][n])]}] * 3
+        granular(value, norm=norm): [{"validation_loss": [(0, 6.0), (9, losses[norm][n])]}] * 5
         for norm in losses
         for n, value in enumerate(GRANULARITIES)
     }
@@ -237,10 +241,10 @@ def test_every_judge_knows_the_two_sides(claim: str) -> None:
         return {finding.verdict for finding in CLAIMS[claim].judge(runs)}
 
     holding, failing = JUDGED[claim]
-    assert verdicts(holding, holding, holding) == {"holds"}
-    assert verdicts(failing, failing, failing) == {"does not hold"}
-    assert verdicts(holding, failing, holding) == {"undecided"}
-    assert verdicts(holding, holding) == {"undecided"}  # two seeds are too few
+    assert verdicts(*[holding] * 5) == {"holds"}
+    assert verdicts(*[failing] * 5) == {"does not hold"}
+    assert verdicts(holding, failing, holding, failing, holding) == {"undecided"}
+    assert verdicts(*[holding] * 4) == {"too few seeds"}
 
 
 def ending(loss: float) -> dict:
@@ -257,16 +261,17 @@ def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> Non
         }
         return CLAIMS["M11"].judge(runs)[0].verdict
 
-    assert verdict((3.0, 3.2, 3.1), (3.01, 3.21, 3.11)) == "holds"
-    assert verdict((3.0, 3.2, 3.1), (3.01, 3.21, 3.09)) == "undecided"
-    assert verdict((3.0, 3.2, 3.1), (2.99, 3.19, 3.1)) == "does not hold"  # none is not worse
+    learned = (3.0, 3.2, 3.1, 3.3, 2.9)
+    assert verdict(learned, (3.01, 3.21, 3.11, 3.31, 2.911)) == "holds"
+    assert verdict(learned, (3.01, 3.21, 3.09, 3.31, 2.91)) == "undecided"
+    assert verdict(learned, (2.99, 3.19, 3.09, 3.29, 2.891)) == "does not hold"
 
 
 def test_the_second_half_of_the_probes_is_told_and_does_not_decide() -> None:
     falling, rising = (1.0, 8.0, 4.0, 2.0), (8.0, 1.0, 2.0, 4.0)
     runs = {
-        "top-1, balance 0.01": [toy_run(collapse=falling)] * 3,
-        "X-MoE": [toy_run(collapse=rising)] * 3,
+        "top-1, balance 0.01": [toy_run(collapse=falling)] * 5,
+        "X-MoE": [toy_run(collapse=rising)] * 5,
     }
     (finding,) = CLAIMS["X2"].judge(runs)
     halving = 100 * math.log(2)  # of ln RC per 1000 steps, at one probe in 10
@@ -328,9 +333,9 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moebius_science.claims", *words, *map(str, places)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "undecided" in done.stdout
+    assert "too few seeds" in done.stdout
     results = json.loads((tmp_path / "results" / "claims_X2.json").read_text())
-    assert [finding["verdict"] for finding in results["findings"]] == ["undecided"]  # of one seed
+    assert [finding["verdict"] for finding in results["findings"]] == ["too few seeds"]
     assert {run["arm"] for run in results["runs"]} == set(CLAIMS["X2"].arms)
     for run in results["runs"]:
         assert [probe["step"] for probe in run["routings"]] == [1, 2]
@@ -341,15 +346,15 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
 
 def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None:
     holding = {
-        arm: [toy_run(**values) | {"arm": arm}] * 3 for arm, values in JUDGED["X2"][0].items()
+        arm: [toy_run(**values) | {"arm": arm}] * 5 for arm, values in JUDGED["X2"][0].items()
     }
     holding["X-MoE"] = [
-        *holding["X-MoE"][:2],
+        *holding["X-MoE"][:4],
         {"arm": "X-MoE", **toy_run(collapse=(4.0, math.nan, 5.0))},
     ]
     file, trained = (
         tmp_path / "claims_X2.json",
-        {"environment": {"commit": "that trained"}, "settings": {"seeds": 3}},
+        {"environment": {"commit": "that trained"}, "settings": {"seeds": 5}},
     )
     runs = [record for records in holding.values() for record in records]
     file.write_text(
@@ -361,7 +366,7 @@ def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None
     assert [finding["verdict"] for finding in judged["findings"]] == [
         "undecided"
     ]  # a seed has no number
-    assert judged["findings"][0]["values"][2] == "nan"
+    assert judged["findings"][0]["values"][4] == "nan"
     assert [judged[name] for name in ("environment", "settings", "runs")] == [
         *trained.values(),
         recorded["runs"],

@@ -1,12 +1,14 @@
 """`moebius eval --tasks`: reports, and what is said of bad input."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 import zstandard
 from bytes_run import train_bytes
@@ -84,6 +86,25 @@ def test_the_papers_tasks_as_json(bytes_run: Path, evaluate: Command) -> None:
     assert tasks["blimp"]["groups"].keys() == {"agreement", "case"}
     assert tasks["piqa"]["metrics"]["acc"]["stderr"] is None  # of a single item
     assert tasks["lambada"]["metrics"]["perplexity"]["value"] > 1
+
+
+def test_what_each_item_scored_can_be_kept(
+    bytes_run: Path, evaluate: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "items.parquet"
+    words = ("--tasks", "arc_easy,lambada", "--limit", 3, "--json")
+    found = json.loads(evaluate(bytes_run, *words, "--per-item", file).out)
+    rows = parquet.read_table(file).to_pylist()
+    arc = [row for row in rows if (row["task"], row["metric"]) == ("arc_easy", "acc")]
+    assert [row["item"] for row in arc] == [0, 2, 4]  # every second of six
+    mean = sum(row["value"] for row in arc) / 3
+    assert found["tasks"]["arc_easy"]["metrics"]["acc"]["value"] == pytest.approx(mean)
+    words = [row for row in rows if row["metric"] == "perplexity"]
+    nats = -sum(row["value"] for row in words) / sum(row["weight"] for row in words)
+    perplexity = found["tasks"]["lambada"]["metrics"]["perplexity"]["value"]
+    assert perplexity == pytest.approx(math.exp(nats))
+    answer = evaluate(bytes_run, "--tasks", "arc_easy", "--per-item", tmp_path / "no" / "file")
+    assert (answer.code, "no does not exist" in answer.text) == (2, True)
 
 
 def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> None:

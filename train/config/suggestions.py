@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 # What other frameworks call things: by our key, or by the answer where there is no such key, the last
 # names of their keys. A dotted name is a whole key.
 _NAMES: Mapping[str, str] = {
+    "a sweep is `moebius compare RECIPE --sweep section.key=A,B,… --seeds N`": "sweep seeds",
     "optim.learning_rate": "lr max_lr",
     "optim.final_fraction": "min_lr",
     "optim.warmup_steps": "warmup warmup_iters",

@@ -43,22 +43,23 @@ def test_the_results_are_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.M
         finish_with(run, losses[run.arm][run.seed])
     partial = collect(file, arms, runs)
     assert (partial.finished, partial.planned, partial.is_complete) == (5, 6, False)
-    assert partial.claims[0].verdict == "undecided"  # two seeds are paired
+    assert partial.claims[0].verdict == "too few seeds"  # two are paired
     finish_with(runs[-1], losses["single"][2])
     results = collect(file, arms, runs)
     baseline, single = results.arms
-    assert baseline.is_lower is None
+    assert baseline.interval is None
     assert single.differences == pytest.approx({0: 0.2, 1: 0.1, 2: 0.3})
     assert single.difference is not None
     assert (single.difference.mean, single.difference.deviation) == pytest.approx((0.2, 0.1))
-    assert single.is_lower == "does not hold"
-    assert results.claims[0].verdict == "holds"
+    assert single.interval == pytest.approx((-0.0484, 0.4484), abs=1e-4)  # t = 4.3027 of 3 seeds
+    assert results.claims[0].interval == single.interval
+    assert results.claims[0].verdict == "too few seeds"
     assert baseline.runs[0].curve == [(0, 6.0), (3, 4.5), (6, 3.0)]
     monkeypatch.setattr(picture, "draw", lambda results: b"drawn")  # the slow test below does
     written = write_results(results, arms, tmp_path / "out")
     assert [path.name for path in written] == ["tiny.md", "tiny.json", "tiny.png"]
     text = written[0].read_text()
-    assert "| single | +0.2000 ± 0.1000 | +0.1000 … +0.3000 |" in text
+    assert "| single | +0.2000 ± 0.1000 | -0.0484 … +0.4484 |" in text
     assert "| one layer is worse than two | single − moeut > 0.05 |" in text
     recorded = json.loads(written[1].read_text())
     assert [run["loss"] for run in recorded["runs"]] == [3.0, 3.1, 3.2, 3.2, 3.2, 3.5]
@@ -102,7 +103,16 @@ def test_sizes_are_shown_before_anything_is_trained(
     ("words", "message"),
     [
         (["nothing.toml"], "nothing.toml: cannot be read"),
-        (["tiny.toml", "--seeds", "0,0"], "--seeds 0,0: give different whole numbers"),
+        (
+            ["tiny.toml", "--seeds", "0,0"],
+            "--seeds 0,0: give how many, such as 5, or different whole numbers",
+        ),
+        (["tiny.toml", "--seeds", "0"], "--seeds 0: give how many"),
+        (["smoke", "--sweep", "learning_rate=1"], "write section.key=value,value"),
+        (["smoke", "--sweep", "optim.lr=1e-4"], "did you mean optim.learning_rate?"),
+        (["smoke", "--sweep", "optim.beta1=0.9,0.90"], "beta1=0.9 is given twice"),
+        (["smoke", "--sweep", "optim.beta1=1", "--sweep", "optim.beta1=2"], "give each key once"),
+        (["smoke", "--sweep", "optim.beta1=0.8", "optim.beta1=1"], "optim.beta1 is swept"),
         (["tiny.toml", "--jobs", "0"], "--jobs 0: at least 1 is needed"),
         (["tiny.toml", "--restart", "dense"], "--restart dense: is none of the arms"),
         (["tiny.toml", "model.d_modle=3"], "did you mean model.d_model?"),

@@ -7,8 +7,9 @@ from compared import TINY, finish, planned
 
 import moebius
 from moebius_science.compare.file import CompareError
-from moebius_science.compare.plan import refuse_stale
+from moebius_science.compare.plan import plan_arms, refuse_stale
 from moebius_science.compare.sizes import matched_size
+from moebius_science.compare.sweep import sweep_file
 
 SCALED = 'scaled = "model.feed_forward.num_experts"'
 
@@ -57,6 +58,27 @@ def test_the_file_may_say_itself_how_often_is_evaluated(tmp_path: Path):
         planned(tmp_path, TINY.replace("[common.train]", "[common.train]\nsteps = 4"))
 
 
+def test_a_sweep_has_an_arm_for_every_combination():
+    sweeps = [
+        "optim.learning_rate=1e-3,3e-4",
+        "model.feed_forward.router.kind=sigmoid,token_choice",
+    ]
+    file = sweep_file("smoke", sweeps, ["train.steps=7"])
+    assert list(file.arms) == [
+        *("learning_rate_0.001-kind_sigmoid", "learning_rate_0.001-kind_token_choice"),
+        *("learning_rate_0.0003-kind_sigmoid", "learning_rate_0.0003-kind_token_choice"),
+    ]
+    arms = plan_arms(file, ["train.steps=7"], origin="--sweep")
+    assert [arm.config.optim.learning_rate for arm in arms] == [1e-3, 1e-3, 3e-4, 3e-4]
+    assert {arm.config.train.steps for arm in arms} == {7}
+    own = moebius.recipe("smoke")
+    assert own.job.num_nodes == 2  # of which one machine does the work, with as many ranks
+    assert {(arm.config.job.num_nodes, arm.config.world_size) for arm in arms} == {(1, 4)}
+    rate = own.optim.learning_rate
+    file = sweep_file("smoke", [f"optim.learning_rate=7e-3,{rate}"], [])
+    assert file.baseline == f"learning_rate_{rate}"  # the recipe's own value
+
+
 def test_runs_differ_in_seeds_alone(tmp_path: Path):
     _, _, runs = planned(tmp_path)
     assert [run.name for run in runs[:3]] == ["moeut, seed 0", "single, seed 0", "moeut, seed 1"]
@@ -76,7 +98,6 @@ def test_runs_differ_in_seeds_alone(tmp_path: Path):
         (SCALED, 'scaled = "train.eval_rows"\ntarget = 900_000', "the size does not grow with it"),
         ('label = "MoEUT"', "data.seq_len = 16", "data.seq_len: moeut has 16, single 32"),
         ('label = "MoEUT"', "train.global_batch = 8", "train.global_batch: moeut has 8, single 4"),
-        ('label = "MoEUT"', "job.num_nodes = 2", "job.num_nodes=2, and a comparison runs on this machine"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_said_with_its_values(

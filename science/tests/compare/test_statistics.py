@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from moebius_science.compare.statistics import paired_differences, shared_points, spread, verdict
+from moebius_science.compare.statistics import (
+    interval,
+    paired_differences,
+    shared_points,
+    spread,
+    verdict,
+)
 
 
 def test_differences_are_paired_by_seed_and_their_spread_is_that_of_a_sample():
@@ -27,19 +33,32 @@ def test_a_single_seed_has_no_deviation_and_a_lost_run_no_mean():
 @pytest.mark.parametrize(
     ("values", "side", "bound", "expected"),
     [
-        ([-0.1, -0.2, -0.3], "below", 0.0, "holds"),
-        ([0.1, 0.2, 0.3], "below", 0.0, "does not hold"),
-        ([-0.1, 0.2, 0.3], "below", 0.0, "undecided"),
-        ([-0.1, -0.2], "below", 0.0, "undecided"),  # two coins prove little
-        ([-0.1, -0.2, math.nan], "below", 0.0, "undecided"),
-        ([0.0, 0.0, 0.0], "below", 0.0, "does not hold"),
-        ([0.0, 0.0, 0.0], "at most", 0.0, "holds"),
-        ([0.0, 0.0, 0.0], "above", 0.0, "does not hold"),
-        ([0.2, 0.3, 0.4], "above", 0.1, "holds"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.1], "below", 0.0, "holds"),
+        ([0.1, 0.2, 0.3, 0.2, 0.1], "below", 0.0, "does not hold"),
+        ([-0.1, 0.2, 0.3, 0.2, 0.1], "below", 0.0, "undecided"),
+        ([-0.001, -0.9, -0.002, -0.003, -0.001], "below", 0.0, "undecided"),  # one seed says it all
+        ([-0.2, -0.2, -0.2, -0.2], "below", 0.0, "too few seeds"),
+        ([-0.1, -0.2, -0.1, -0.2, math.nan], "below", 0.0, "undecided"),
+        ([0.0] * 5, "below", 0.0, "does not hold"),
+        ([0.0] * 5, "at most", 0.0, "holds"),
+        ([0.0] * 5, "above", 0.0, "does not hold"),
+        ([0.2, 0.3, 0.4, 0.3, 0.2], "above", 0.1, "holds"),
     ],
 )
 def test_the_rule(values: list[float], side: str, bound: float, expected: str):
     assert verdict(values, side, bound) == expected  # pyright: ignore[reportArgumentType]
+
+
+def test_the_interval_is_student_s_and_grows_with_the_number_of_claims():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]  # mean 3, deviation 1.5811, error of the mean 0.7071
+    # t of 4 degrees of freedom: 2.7764 for 95 %, 4.6041 for 99 % (any table)
+    assert interval(values) == pytest.approx((3 - 2.7764 * 0.70711, 3 + 2.7764 * 0.70711), abs=1e-4)
+    assert interval(values, claims=5) == pytest.approx(
+        (3 - 4.6041 * 0.70711, 3 + 4.6041 * 0.70711), abs=1e-4
+    )
+    assert interval([1.0]) is interval([1.0, math.inf]) is None
+    assert verdict(values, "above", 0.5) == "holds"
+    assert verdict(values, "above", 0.5, claims=5) == "undecided"
 
 
 def test_curves_meet_where_all_have_points():

@@ -1,0 +1,114 @@
+"""What beginners type, and what each of them is told: one line that names the mistake and the way out.
+
+Nothing is trained or prepared here: a mistake that is not noticed at once would make its test slow.
+"""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MISTAKES = """
+trainn                                          | did you mean train?
+sumbit smoke                                    | did you mean submit?
+export runs/mine                                | did you mean ckpt export?
+generate runs/mine                              | did you mean eval RUN --prompt TEXT?
+sweep smoke                                     | did you mean compare RECIPE --sweep section.key=A,B,…?
+tokenize text.txt                               | did you mean prepare?
+train                                           | arguments are required: RECIPE|FILE.toml
+train smok                                      | there is no recipe 'smok'; did you mean smoke?
+train nothere.toml                              | nothere.toml: cannot be read (No such file or directory)
+train smoke --steps 10                          | did you mean train.steps? Keys are written section.key=value
+train smoke --learning-rate 1e-3                | did you mean optim.learning_rate? Keys are written
+train smoke --lr=1e-3                           | did you mean optim.learning_rate? Keys are written
+train smoke --batch-size 8                      | did you mean train.global_batch? Keys are written
+train smoke --gpus 2                            | did you mean job.ranks_per_node? Keys are written
+train smoke --epochs 3                          | did you mean data.max_epochs? Keys are written
+train smoke --sweep optim.learning_rate=1,2     | a sweep is `moebius compare RECIPE --sweep
+train smoke --resume                            | moebius resume RUN continues a run
+train smoke steps=10                            | there is no key 'steps'; did you mean train.steps?
+train smoke lr=1e-3                             | there is no key 'lr'; did you mean optim.learning_rate?
+train smoke learning_rate=1e-3                  | did you mean optim.learning_rate?
+train smoke batch_size=8                        | did you mean train.global_batch?
+train smoke wandb=true                          | did you mean train.sinks?
+train smoke optim.lr=1e-3                       | optim.lr: unknown key; did you mean optim.learning_rate?
+train smoke optim.learning_rate=fast            | optim.learning_rate: Input should be a valid number
+train smoke model.hidden_size=64                | did you mean model.d_model?
+train smoke model.n_layers=4                    | did you mean model.num_layers?
+train smoke model.d_modle=64                    | did you mean model.d_model?
+train smoke model.d_model                       | write section.key=value, for example train.steps=200
+train smoke model.d_model=                      | model.d_model: Input should be a valid integer
+train smoke model.d_model=abc                   | (given: 'abc')
+train smoke model.d_model=-4                    | model.d_model: Input should be greater than 0 (given: -4)
+train smoke model.num_layers=5                  | choose num_layers as a multiple of 2
+train smoke model.feed_forward.top_k=2          | has no key 'top_k'; it has
+train smoke model.feed_forward.router.kind=topk | kind='topk' is no router; there are sigmoid
+train smoke model.feed_forward.router.top_k=999 | router.top_k=999 is more than num_experts=16
+train smoke train.epochs=3                      | did you mean data.max_epochs?
+train smoke train.precision=fp8                 | should be 'float32', 'bfloat16' or 'bfloat16_only'
+train smoke train.steps=1.5                     | train.steps: Input should be a valid integer
+train smoke train.steps=-1                      | train.steps: Input should be greater than 0
+train smoke train.sinks=wandbb                  | should be 'tensorboard', 'wandb' or 'mlflow'
+train smoke kernels.backend=cuda                | kernels.backend: Input should be 'auto', 'reference'
+train smoke mesh.tp=2                           | there is no tensor parallelism; mesh.ep spreads experts
+train smoke mesh.ep=3                           | mesh.ep may be one of [2], or start 6 ranks
+train smoke job.num_nodes=1                     | 4 ranks, but the world has 2; mesh.ep may be one of [1]
+train smoke job.gpus=8                          | did you mean job.ranks_per_node?
+train smoke data.input=text.txt                 | did you mean prepare.input
+train smoke prepare.input=nothere.txt           | input 'nothere.txt' does not exist
+train smoke prepare.input=empty                 | is a folder without files that are read
+train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2': it is 'bpe', 'bytes',
+resume nothere                                  | nothere: 
+status nothere                                  | nothere
+logs nothere                                    | nothere: there are no logs
+stop nothere                                    | nothere: 
+watch nothere                                   | nothere: 
+scale nothere 4                                 | nothere: 
+eval nothere                                    | nothere: is not a run folder (no config.json)
+eval nothere --prompt hello --tokens -3         | num_tokens=-3: at least 1 is needed
+eval nothere --prompt hello --temperature -1    | temperature=-1.0: a finite number from 0 on is needed
+eval nothere --prompt a --score b               | --score and --prompt are two things to do: ask for one
+eval nothere --tasks piqa                       | --tasks needs --data: the folder of the task files, or hub
+eval nothere --data eval                        | --data goes with --tasks
+models smok                                     | did you mean smoke?
+config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
+config train.stepz                              | did you mean train.steps?
+prepare                                         | arguments are required: --output
+prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
+prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5': it is 'bpe', 'bytes',
+data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
+data verify nothere                             | nothere
+ckpt verify nothere                             | nothere: has no checkpoint
+cluster down nothere                            | there is no simulated cluster 'nothere'
+plan smok                                       | did you mean smoke?
+simulate smok                                   | did you mean smoke?
+submit smoke --address nowhere                  | address 'nowhere': write host:port of the cluster's head
+"""
+
+
+@pytest.mark.parametrize(
+    "line", MISTAKES.strip().splitlines(), ids=lambda line: line.split(" | ")[0].strip()
+)
+def test_a_mistake_is_told_with_the_way_out(
+    line: str,
+    tmp_path: Path,
+    moebius: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    words, _, told = line.rpartition(" | ")
+    answer = moebius(*shlex.split(words))
+    assert answer.code == 2, answer.text
+    assert told.strip() in answer.text
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_the_name_alone_shows_the_commands(moebius: Callable[..., Any]) -> None:
+    answer = moebius()
+    assert answer.code == 0
+    assert "submit" in answer.out
