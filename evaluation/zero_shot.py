@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as parquet
 
+from ..data_pipeline.sources.columns import write_rows
 from ..distributed.process.process import start_process
 from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
 from .scoring import Advance, RowScore, Scorer, open_scorer
@@ -121,7 +120,7 @@ def measure_tasks(
         too_long: what is done with items that have a longer answer than that.
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
-        per_item: a Parquet file for what each item scored (`item_table`); None: none is written.
+        per_item: a Parquet file for what each item scored (`item_rows`); None: none is written.
         on_task: told of the progress.
 
     Returns:
@@ -151,7 +150,7 @@ def measure_tasks(
         if process.rank > 0:
             return None
         if per_item is not None:
-            parquet.write_table(item_table(items, judged), per_item)
+            write_rows(per_item, item_rows(items, judged))
         results = tuple(
             _result(one, own, drawn=scorer.needs_draws)
             for one, own in zip(items, judged, strict=True)
@@ -234,14 +233,16 @@ def _judged(
     return [judge(questions, one) for one in scores]
 
 
-def item_table(items: Sequence[TaskItems], judged: "Sequence[Sequence[Judged]]") -> pa.Table:
+def item_rows(
+    items: Sequence[TaskItems], judged: "Sequence[Sequence[Judged]]"
+) -> list[dict[str, object]]:
     """Returns what each item scored, a row for each of its metrics, so that models compare in pairs.
 
-    Columns: task; item, its place in the task's file from 0; group; metric; value, 0 or 1, or the
+    Keys: task; item, its place in the task's file from 0; group; metric; value, 0 or 1, or the
     log-probability of a perplexity in nats, as the mean over draws; weight, the words, bytes or tokens
     that a perplexity divides by.
     """
-    rows = [
+    return [
         {
             "task": one.name,
             "item": number,
@@ -254,7 +255,6 @@ def item_table(items: Sequence[TaskItems], judged: "Sequence[Sequence[Judged]]")
         for place, (number, question) in enumerate(zip(one.numbers, one.questions, strict=True))
         for metric, judgement in own[0][place].items()
     ]
-    return pa.Table.from_pylist(rows)
 
 
 def _result(items: TaskItems, judged: "Sequence[Judged]", *, drawn: bool) -> TaskResult:

@@ -7,6 +7,7 @@ its row, or dropped alone. A missing value is an empty document: dropped and cou
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
@@ -18,6 +19,13 @@ from .files import opened
 from .records import NOT_UTF8, RecordRules, document_of, shown
 
 _ROWS = 64  # of long documents, enough to read at full speed
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows with equal keys as a Parquet file, which is there whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    partial.replace(path)
 
 
 def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
