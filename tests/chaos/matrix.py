@@ -6,17 +6,6 @@
 
 from dataclasses import dataclass
 
-_CLUSTER = "tests/cluster"
-_DATA = "tests/data_pipeline"
-_CHECKPOINT = "tests/distributed/checkpoint"
-_GENERATIONS = f"{_CLUSTER}/supervise/test_job_supervisor.py"
-_LOCAL_JOBS = f"{_CLUSTER}/test_local_jobs.py"
-_SUPERVISOR = f"{_CLUSTER}/supervise/test_actor.py"
-_WATCHING = f"{_CLUSTER}/watch"
-_REAL_RANKS = f"{_WATCHING}/test_real_ranks.py"
-_NODE_LOSS = f"{_CLUSTER}/supervise/test_node_loss.py"
-_SAVES = "tests/chaos/test_checkpoint_faults.py"
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -25,12 +14,13 @@ class Fault:
     id: str
     injected: str
     expected: str
-    tests: tuple[str, ...]  # node ids, without parameters
+    node_ids: str  # of its tests, a line each, without parameters
     missing: str = ""  # what no test shows, and why
 
-
-def _in(file: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{file}::{name}" for name in names)
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Returns the node ids of the tests that show it."""
+        return tuple(self.node_ids.split())
 
 
 MATRIX = (
@@ -38,424 +28,308 @@ MATRIX = (
         "F1",
         "kill -9 a rank",
         "a new generation from the last checkpoint; curve bit for bit that of an undisturbed run",
-        (
-            *_in(
-                _SUPERVISOR,
-                "test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened",
-            ),
-            *_in("tests/test_main_job.py", "test_a_killed_rank_leaves_no_trace_in_the_curve"),
-        ),
+        """
+        tests/cluster/supervise/test_actor.py::test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened
+        tests/test_main_job.py::test_a_killed_rank_leaves_no_trace_in_the_curve
+        """,
     ),
     Fault(
         "F2",
         "a rank raises at the same step every time",
         "FAILED after three times, with rank, step and traceback; a mistake ends the job at once",
-        _in(
-            _GENERATIONS,
-            "test_how_a_job_ends",
-        )
-        + _in(_REAL_RANKS, "test_the_same_error_at_the_same_step_ends_the_run"),
+        """
+        tests/cluster/supervise/test_job_supervisor.py::test_how_a_job_ends
+        tests/cluster/watch/test_real_ranks.py::test_the_same_error_at_the_same_step_ends_the_run
+        """,
     ),
     Fault(
         "F3",
         "a rank exits 0 early",
         "no success: named as the cause, a new generation",
-        _in(
-            _GENERATIONS,
-            "test_how_a_job_ends",
-        )
-        + _in(
-            _LOCAL_JOBS,
-            "test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened",
-        )
-        + _in(_REAL_RANKS, "test_a_rank_that_leaves_early_is_the_cause"),
+        """
+        tests/cluster/supervise/test_job_supervisor.py::test_how_a_job_ends
+        tests/cluster/test_local_jobs.py::test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened
+        tests/cluster/watch/test_real_ranks.py::test_a_rank_that_leaves_early_is_the_cause
+        """,
     ),
     Fault(
         "F4",
         "kill -9 an agent",
         "its ranks die, a new generation",
-        (
-            *_in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
-            *_in(
-                f"{_CLUSTER}/nodes/test_agent.py",
-                "test_every_layer_dies_with_the_one_above",
-                "test_an_agent_that_was_killed_is_reported_as_a_failure",
-            ),
-        ),
+        """
+        tests/cluster/supervise/test_actor.py::test_whoever_is_killed_the_job_goes_on
+        tests/cluster/nodes/test_agent.py::test_every_layer_dies_with_the_one_above
+        tests/cluster/nodes/test_agent.py::test_an_agent_that_was_killed_is_reported_as_a_failure
+        """,
     ),
     Fault(
         "F5",
         "kill -9 a node's actor",
         "a new actor, a new generation",
-        _in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
+        """
+        tests/cluster/supervise/test_actor.py::test_whoever_is_killed_the_job_goes_on
+        """,
     ),
     Fault(
         "F6",
         "power off a node, a spare is there",
         "goes on on the spare, charged to infrastructure; the curve as undisturbed",
-        _in(_NODE_LOSS, "test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits"),
+        """
+        tests/cluster/supervise/test_node_loss.py::test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits
+        """,
     ),
     Fault(
         "F7",
         "power off a node, no spare, fewer nodes are enough",
         "goes on with fewer after the wait, grows again; digests equal on 2, 1 and 2 ranks",
-        (
-            *_in(
-                _NODE_LOSS,
-                "test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others",
-                "test_f7_the_samples_are_the_same_on_any_number_of_nodes",
-            ),
-            *_in(f"{_CLUSTER}/supervise/test_placing.py", "test_then_it_goes_on_with_fewer"),
-        ),
+        """
+        tests/cluster/supervise/test_node_loss.py::test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others
+        tests/cluster/supervise/test_node_loss.py::test_f7_the_samples_are_the_same_on_any_number_of_nodes
+        tests/cluster/supervise/test_placing.py::test_then_it_goes_on_with_fewer
+        """,
     ),
     Fault(
         "F8",
         "power off a node, no spare, all are needed",
         "PLACING until a node joins, then goes on",
-        (
-            *_in(_NODE_LOSS, "test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits"),
-            *_in(
-                f"{_CLUSTER}/places/test_standing.py",
-                "test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another",
-            ),
-            *_in(
-                f"{_CLUSTER}/supervise/test_placing.py",
-                "test_with_too_few_it_waits_for_ever_unless_told_otherwise",
-            ),
-        ),
+        """
+        tests/cluster/supervise/test_node_loss.py::test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits
+        tests/cluster/places/test_standing.py::test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another
+        tests/cluster/supervise/test_placing.py::test_with_too_few_it_waits_for_ever_unless_told_otherwise
+        """,
     ),
     Fault(
         "F9",
         "power off the node of rank 0, which holds the store",
         "as F6",
-        _in("tests/chaos/test_node_of_rank_0.py", "test_a_spare_takes_its_place"),
+        """
+        tests/chaos/test_node_of_rank_0.py::test_a_spare_takes_its_place
+        """,
     ),
     Fault(
         "F10",
         "kill -9 the supervisor",
         "restarted by Ray; takes over the generation that goes on, and nobody trains twice",
-        (
-            *_in(
-                _SUPERVISOR,
-                "test_whoever_is_killed_the_job_goes_on",
-                "test_a_node_that_died_with_the_supervisor_costs_a_generation",
-                "test_nodes_whose_supervisor_was_ended_for_good_end_themselves",
-            ),
-            *_in(
-                _GENERATIONS,
-                "test_a_restarted_supervisor_takes_over_the_generation_that_goes_on",
-                "test_a_supervisor_with_a_successor_ends_nothing",
-                "test_a_restarted_supervisor_goes_on_and_remembers_the_failures",
-                "test_a_supervisor_that_was_superseded_writes_nothing_more",
-            ),
-        ),
+        """
+        tests/cluster/supervise/test_actor.py::test_whoever_is_killed_the_job_goes_on
+        tests/cluster/supervise/test_actor.py::test_a_node_that_died_with_the_supervisor_costs_a_generation
+        tests/cluster/supervise/test_actor.py::test_nodes_whose_supervisor_was_ended_for_good_end_themselves
+        tests/cluster/supervise/test_job_supervisor.py::test_a_restarted_supervisor_takes_over_the_generation_that_goes_on
+        tests/cluster/supervise/test_job_supervisor.py::test_a_supervisor_with_a_successor_ends_nothing
+        tests/cluster/supervise/test_job_supervisor.py::test_a_restarted_supervisor_goes_on_and_remembers_the_failures
+        tests/cluster/supervise/test_job_supervisor.py::test_a_supervisor_that_was_superseded_writes_nothing_more
+        """,
     ),
     Fault(
         "F11",
         "kill -9 the command that submitted",
         "the job goes on, and `status` knows it",
-        (
-            *_in(_NODE_LOSS, "test_f11_the_command_that_watches_is_killed_and_the_job_goes_on"),
-            *_in(
-                f"{_CLUSTER}/test_submit.py",
-                "test_a_detached_job_outlives_its_submitter_and_can_be_stopped",
-            ),
-        ),
+        """
+        tests/cluster/supervise/test_node_loss.py::test_f11_the_command_that_watches_is_killed_and_the_job_goes_on
+        tests/cluster/test_submit.py::test_a_detached_job_outlives_its_submitter_and_can_be_stopped
+        """,
     ),
     Fault(
         "F12",
         "SIGSTOP a rank",
         "found by the limit of its phase, stacks kept, the rank named, a new generation",
-        (
-            *_in(_REAL_RANKS, "test_a_stopped_rank_is_named_and_the_run_goes_on"),
-            *_in(
-                f"{_WATCHING}/test_watcher.py",
-                "test_a_stall_ends_the_generation_with_rank_operation_and_place",
-            ),
-        ),
+        """
+        tests/cluster/watch/test_real_ranks.py::test_a_stopped_rank_is_named_and_the_run_goes_on
+        tests/cluster/watch/test_watcher.py::test_a_stall_ends_the_generation_with_rank_operation_and_place
+        """,
     ),
     Fault(
         "F13",
         "the store blocks",
         "waited for and told; nobody is killed",
-        (
-            *_in(
-                f"{_DATA}/read/test_loader.py",
-                "test_a_store_that_blocks_is_waited_for_and_named",
-                "test_all_ranks_wait_at_the_same_step_and_say_what_for",
-            ),
-            *_in(_REAL_RANKS, "test_a_loader_that_blocks_is_told_and_not_killed"),
-        ),
+        """
+        tests/data_pipeline/read/test_loader.py::test_a_store_that_blocks_is_waited_for_and_named
+        tests/data_pipeline/read/test_loader.py::test_all_ranks_wait_at_the_same_step_and_say_what_for
+        tests/cluster/watch/test_real_ranks.py::test_a_loader_that_blocks_is_told_and_not_killed
+        """,
     ),
     Fault(
         "F14",
         "freeze a generation, thaw it when a newer one was announced",
         "no commit, no word in the journal, its ranks end",
-        (
-            *_in(
-                "tests/chaos/test_split_brain.py",
-                "test_a_frozen_generation_that_thaws_late_changes_nothing",
-            ),
-            *_in(
-                f"{_CHECKPOINT}/test_checkpointer.py",
-                "test_a_stale_generation_may_not_commit",
-                "test_a_stale_generation_cleans_nothing_up",
-            ),
-        ),
+        """
+        tests/chaos/test_split_brain.py::test_a_frozen_generation_that_thaws_late_changes_nothing
+        tests/distributed/checkpoint/test_checkpointer.py::test_a_stale_generation_may_not_commit
+        tests/distributed/checkpoint/test_checkpointer.py::test_a_stale_generation_cleans_nothing_up
+        """,
     ),
     Fault(
         "F15",
         "kill a rank in each phase of writing a checkpoint",
         "the last committed one loads; what was left is removed",
-        (
-            *_in(
-                f"{_CHECKPOINT}/test_checkpointer.py",
-                "test_a_crash_leaves_the_last_good_one",
-                "test_leftovers_are_cleaned_but_not_those_of_a_later_generation",
-                "test_a_crash_between_the_two_renames_of_a_replacement_is_undone",
-            ),
-            *_in(_SAVES, "test_f15_a_rank_is_killed_in_each_phase_of_a_save"),
-        ),
+        """
+        tests/distributed/checkpoint/test_checkpointer.py::test_a_crash_leaves_the_last_good_one
+        tests/distributed/checkpoint/test_checkpointer.py::test_leftovers_are_cleaned_but_not_those_of_a_later_generation
+        tests/distributed/checkpoint/test_checkpointer.py::test_a_crash_between_the_two_renames_of_a_replacement_is_undone
+        tests/chaos/test_checkpoint_faults.py::test_f15_a_rank_is_killed_in_each_phase_of_a_save
+        """,
     ),
     Fault(
         "F16",
         "flip a byte of a checkpoint, truncate or delete a file",
         "found by its hash, set aside; the one before is used, and the journal says so",
-        (
-            *_in(
-                f"{_CHECKPOINT}/test_recovery.py",
-                "test_the_one_before_is_taken_by_all_ranks",
-                "test_several_damaged_ones_are_passed_over",
-                "test_with_none_left_nothing_is_moved_and_the_error_lists_all",
-            ),
-            *_in("tests/train/test_damaged_checkpoint.py", "test_the_losses_do_not_notice"),
-            *_in(_GENERATIONS, "test_trouble_with_checkpoints_and_spikes_is_in_the_journal"),
-            *_in(_SAVES, "test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed"),
-        ),
+        """
+        tests/distributed/checkpoint/test_recovery.py::test_the_one_before_is_taken_by_all_ranks
+        tests/distributed/checkpoint/test_recovery.py::test_several_damaged_ones_are_passed_over
+        tests/distributed/checkpoint/test_recovery.py::test_with_none_left_nothing_is_moved_and_the_error_lists_all
+        tests/train/test_damaged_checkpoint.py::test_the_losses_do_not_notice
+        tests/cluster/supervise/test_job_supervisor.py::test_trouble_with_checkpoints_and_spikes_is_in_the_journal
+        tests/chaos/test_checkpoint_faults.py::test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed
+        """,
     ),
     Fault(
         "F17",
         "flip a bit of a token batch, truncate or delete a shard",
         "fail, refetch or skip as configured; what is skipped is the same on resume and any layout",
-        _in(
-            f"{_DATA}/read/test_corruption.py",
-            "test_by_default_damage_ends_the_run_and_is_named",
-            "test_a_replica_heals_and_nobody_notices",
-            "test_all_ranks_and_every_restart_decide_alike",
-            "test_a_file_that_is_cut_off_or_gone_is_passed_over_alike_on_every_layout",
-            "test_a_shard_that_is_gone_is_too_much",
-        ),
+        """
+        tests/data_pipeline/read/test_corruption.py::test_by_default_damage_ends_the_run_and_is_named
+        tests/data_pipeline/read/test_corruption.py::test_a_replica_heals_and_nobody_notices
+        tests/data_pipeline/read/test_corruption.py::test_all_ranks_and_every_restart_decide_alike
+        tests/data_pipeline/read/test_corruption.py::test_a_file_that_is_cut_off_or_gone_is_passed_over_alike_on_every_layout
+        tests/data_pipeline/read/test_corruption.py::test_a_shard_that_is_gone_is_too_much
+        """,
     ),
     Fault(
         "F18",
         "kill tokenising tasks, their node, the preparing process",
         "shards and manifest byte for byte as undisturbed",
-        (
-            *_in(
-                f"{_CLUSTER}/test_ray_tasks.py",
-                "test_killed_tasks_and_a_killed_driver_change_no_byte",
-                "test_a_killed_node_changes_no_byte",
-            ),
-            *_in(
-                f"{_DATA}/make/test_same_bytes.py",
-                "test_killing_the_whole_preparation_at_any_moment_changes_nothing",
-                "test_killing_workers_at_any_moment_changes_nothing",
-            ),
-        ),
+        """
+        tests/cluster/test_ray_tasks.py::test_killed_tasks_and_a_killed_driver_change_no_byte
+        tests/cluster/test_ray_tasks.py::test_a_killed_node_changes_no_byte
+        tests/data_pipeline/make/test_same_bytes.py::test_killing_the_whole_preparation_at_any_moment_changes_nothing
+        tests/data_pipeline/make/test_same_bytes.py::test_killing_workers_at_any_moment_changes_nothing
+        """,
     ),
     Fault(
         "F19",
         "poison documents and files",
         "quarantined; the rest is complete and its order defined",
-        (
-            *_in(
-                f"{_CLUSTER}/test_ray_tasks.py",
-                "test_poison_is_quarantined_and_the_rest_has_the_same_bytes",
-            ),
-            *_in(
-                f"{_DATA}/make/test_poison.py",
-                "test_a_crash_of_the_process_is_quarantined_after_three_tries",
-                "test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was",
-            ),
-        ),
+        """
+        tests/cluster/test_ray_tasks.py::test_poison_is_quarantined_and_the_rest_has_the_same_bytes
+        tests/data_pipeline/make/test_poison.py::test_a_crash_of_the_process_is_quarantined_after_three_tries
+        tests/data_pipeline/make/test_poison.py::test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was
+        """,
     ),
     Fault(
         "F20",
         "F18 while ranks train on what is sealed",
         "samples, losses and weights as when prepared first",
-        (
-            *_in(
-                f"{_CLUSTER}/test_train_while_tokenising.py",
-                "test_submit_trains_while_workers_and_the_preparing_process_are_killed",
-            ),
-            *_in(
-                f"{_DATA}/read/test_growth.py",
-                "test_training_while_workers_are_killed_is_training_after",
-            ),
-        ),
+        """
+        tests/cluster/test_train_while_tokenising.py::test_submit_trains_while_workers_and_the_preparing_process_are_killed
+        tests/data_pipeline/read/test_growth.py::test_training_while_workers_are_killed_is_training_after
+        """,
     ),
     Fault(
         "F21",
         "a user's stop, a notice of preemption",
         "a checkpoint at the step boundary, STOPPED or PREEMPTED; resumed exactly",
-        (
-            *_in(
-                _LOCAL_JOBS,
-                "test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on",
-            ),
-            *_in(
-                _GENERATIONS,
-                "test_how_a_job_ends",
-            ),
-            *_in(
-                "tests/train/test_parity.py",
-                "test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint",
-                "test_resumed_equals_uninterrupted_bit_for_bit",
-            ),
-            *_in(
-                "tests/chaos/test_preemption.py",
-                "test_sigterm_preempts_and_resume_makes_the_same_run",
-            ),
-        ),
+        """
+        tests/cluster/test_local_jobs.py::test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on
+        tests/cluster/supervise/test_job_supervisor.py::test_how_a_job_ends
+        tests/train/test_parity.py::test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint
+        tests/train/test_parity.py::test_resumed_equals_uninterrupted_bit_for_bit
+        tests/chaos/test_preemption.py::test_sigterm_preempts_and_resume_makes_the_same_run
+        """,
     ),
     Fault(
         "F22",
         "the disk is full when a checkpoint is written",
         "goes on or stops as configured, with a clear message; the one before stays",
-        (
-            *_in(
-                "tests/train/test_damaged_checkpoint.py",
-                "test_a_full_disk_costs_a_checkpoint_and_not_the_run",
-                "test_a_run_may_be_told_to_stop_where_it_cannot_save",
-            ),
-            *_in(
-                f"{_CHECKPOINT}/test_checkpointer.py",
-                "test_a_full_disk_spares_the_previous_one_and_all_ranks_hear",
-            ),
-            *_in(
-                _SAVES,
-                "test_f22_the_disk_is_full_for_a_while",
-                "test_f22_a_job_may_be_told_to_end_then",
-            ),
-        ),
+        """
+        tests/train/test_damaged_checkpoint.py::test_a_full_disk_costs_a_checkpoint_and_not_the_run
+        tests/train/test_damaged_checkpoint.py::test_a_run_may_be_told_to_stop_where_it_cannot_save
+        tests/distributed/checkpoint/test_checkpointer.py::test_a_full_disk_spares_the_previous_one_and_all_ranks_hear
+        tests/chaos/test_checkpoint_faults.py::test_f22_the_disk_is_full_for_a_while
+        tests/chaos/test_checkpoint_faults.py::test_f22_a_job_may_be_told_to_end_then
+        """,
     ),
     Fault(
         "F23",
         "resume with another layout, batch, seed or data",
         "layout: equal digests; anything that changes the run: refused with the difference",
-        (
-            *_in(
-                "tests/train/test_parity.py",
-                "test_resumed_on_another_layout_gives_the_same_losses",
-            ),
-            *_in(
-                f"{_DATA}/read/test_loader.py",
-                "test_any_number_of_ranks_sees_the_same_samples",
-                "test_a_position_of_another_order_is_refused_with_the_difference",
-            ),
-        ),
+        """
+        tests/train/test_parity.py::test_resumed_on_another_layout_gives_the_same_losses
+        tests/data_pipeline/read/test_loader.py::test_any_number_of_ranks_sees_the_same_samples
+        tests/data_pipeline/read/test_loader.py::test_a_position_of_another_order_is_refused_with_the_difference
+        """,
     ),
     Fault(
         "F24",
         "a request that cannot be met, nodes that lack something",
         "FAILED in time, before a rank is started, with what is missing and where",
-        (
-            *_in(
-                _SUPERVISOR,
-                "test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing",
-                "test_nodes_must_run_the_same_software",
-            ),
-            *_in(
-                _GENERATIONS,
-                "test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started",
-            ),
-        ),
+        """
+        tests/cluster/supervise/test_actor.py::test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing
+        tests/cluster/supervise/test_actor.py::test_nodes_must_run_the_same_software
+        tests/cluster/supervise/test_job_supervisor.py::test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started
+        """,
     ),
     Fault(
         "F25",
         "two jobs of one name on one cluster, one fails",
         "the other does not notice",
-        _in(_SUPERVISOR, "test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s"),
+        """
+        tests/cluster/supervise/test_actor.py::test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s
+        """,
     ),
     Fault(
         "F26",
         "a rank ignores SIGTERM, or hangs in the kernel",
         "named with its line and killed; a node with what cannot be killed is not used again",
-        (
-            *_in(_REAL_RANKS, "test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line"),
-            *_in(
-                f"{_CLUSTER}/nodes/test_unkillable.py",
-                "test_it_is_named_by_the_node_on_which_it_was_started",
-                "test_a_job_of_one_machine_ends_and_says_why",
-            ),
-            *_in(
-                _GENERATIONS,
-                "test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again",
-            ),
-            *_in(
-                _NODE_LOSS,
-                "test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out",
-            ),
-        ),
+        """
+        tests/cluster/watch/test_real_ranks.py::test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line
+        tests/cluster/nodes/test_unkillable.py::test_it_is_named_by_the_node_on_which_it_was_started
+        tests/cluster/nodes/test_unkillable.py::test_a_job_of_one_machine_ends_and_says_why
+        tests/cluster/supervise/test_job_supervisor.py::test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again
+        tests/cluster/supervise/test_node_loss.py::test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out
+        """,
     ),
     Fault(
         "F27",
         "no token, a wrong token",
         "refused, and told what to set",
-        _in(
-            f"{_CLUSTER}/places/test_simulated.py",
-            "test_a_stranger_is_refused_and_told_what_to_set",
-            "test_who_has_the_token_is_let_in",
-        ),
+        """
+        tests/cluster/places/test_simulated.py::test_a_stranger_is_refused_and_told_what_to_set
+        tests/cluster/places/test_simulated.py::test_who_has_the_token_is_let_in
+        """,
     ),
     Fault(
         "F28",
         "torch's elastic restarts in place, with its shared store",
         "not used: an agent never restarts by itself, and the store is not shared",
-        _in(
-            f"{_CLUSTER}/nodes/test_agent.py",
-            "test_ranks_get_nothing_of_ray_and_everything_of_ours",
-        ),
+        """
+        tests/cluster/nodes/test_agent.py::test_ranks_get_nothing_of_ray_and_everything_of_ours
+        """,
         missing="the defect of torch itself has no test here: generations are static",
     ),
     Fault(
         "F29",
         "ranks that write fast, logs of many generations followed across restarts, a full disk",
         "complete, in order and bounded; a full disk costs lines, which are counted, and no rank",
-        (
-            *_in(
-                f"{_CLUSTER}/report/test_logs.py",
-                "test_logs_are_followed_across_generations_until_the_job_ends",
-                "test_the_tail_of_a_rank_reaches_back_over_its_restarts",
-                "test_the_tail_of_a_log_longer_than_a_block",
-                "test_a_log_is_followed_over_rotations_and_gaps_are_told",
-            ),
-            *_in(
-                "tests/train/record/test_process_log.py",
-                "test_a_rank_that_writes_fast_is_followed_line_by_line",
-                "test_logs_are_bounded_and_the_newest_lines_are_kept",
-                "test_a_full_disk_costs_lines_and_says_how_many",
-            ),
-        ),
+        """
+        tests/cluster/report/test_logs.py::test_logs_are_followed_across_generations_until_the_job_ends
+        tests/cluster/report/test_logs.py::test_the_tail_of_a_rank_reaches_back_over_its_restarts
+        tests/cluster/report/test_logs.py::test_the_tail_of_a_log_longer_than_a_block
+        tests/cluster/report/test_logs.py::test_a_log_is_followed_over_rotations_and_gaps_are_told
+        tests/train/record/test_process_log.py::test_a_rank_that_writes_fast_is_followed_line_by_line
+        tests/train/record/test_process_log.py::test_logs_are_bounded_and_the_newest_lines_are_kept
+        tests/train/record/test_process_log.py::test_a_full_disk_costs_lines_and_says_how_many
+        """,
     ),
     Fault(
         "F30",
         "a clock that jumps, ranks without CPU",
         "nobody is taken for dead: life is judged by change, phases by the monotonic clock",
-        (
-            *_in(
-                f"{_CLUSTER}/test_liveness.py",
-                "test_a_clock_that_jumped_since_the_last_beat_deceives_nobody",
-                "test_who_watches_judges_by_change_alone",
-            ),
-            *_in(
-                "tests/train/record/test_heartbeat.py", "test_the_clock_on_the_wall_does_not_matter"
-            ),
-            *_in(_REAL_RANKS, "test_a_rank_without_cpu_is_slow_and_no_hang"),
-            *_in(
-                f"{_WATCHING}/test_heartbeats.py",
-                "test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before",
-            ),
-        ),
+        """
+        tests/cluster/test_liveness.py::test_a_clock_that_jumped_since_the_last_beat_deceives_nobody
+        tests/cluster/test_liveness.py::test_who_watches_judges_by_change_alone
+        tests/train/record/test_heartbeat.py::test_the_clock_on_the_wall_does_not_matter
+        tests/cluster/watch/test_real_ranks.py::test_a_rank_without_cpu_is_slow_and_no_hang
+        tests/cluster/watch/test_heartbeats.py::test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before
+        """,
     ),
 )

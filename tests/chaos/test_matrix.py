@@ -67,7 +67,7 @@ def test_a_line_is_as_good_as_its_worst_test(tmp_path, tests, outcome):
     results = read_results(tmp_path / "junit.xml")
     assert results["tests/a/test_b.py::test_one"].seconds == 2.5
     fault = MATRIX[0]
-    named = tuple(f"tests/a/test_b.py::test_{name}" for name in tests)
+    named = " ".join(f"tests/a/test_b.py::test_{name}" for name in tests)
     line = judge(type(fault)(fault.id, "", "", named), results)
     assert line.outcome == outcome
     assert line.recovery_s == (4.5 if tests else None)
