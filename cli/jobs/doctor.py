@@ -60,7 +60,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.gpu:
         if options.address is not None or options.links is not None:
             raise ValueError("--gpu is of this machine, and does not go with --address or --links")
-        from ...cluster.check.gpus import look_at_gpus
+        from ...cluster.check.doctor import look_at_gpus
 
         findings, links = look_at_gpus(), None
     else:

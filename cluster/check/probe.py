@@ -1,22 +1,24 @@
 """What a node does when it is checked; on another machine as a Ray actor (ray_probes.py)."""
 
 import contextlib
+import os
 import secrets
 import shutil
 import socket
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..nodes.assignment import AgentReport, Assignment
 from ..nodes.node import Node
-from . import folder
 from .exchange import RESULT
 from .facts import NodeFacts, gather_facts
-from .findings import Reached
+from .findings import Reached, Written
 
+LOOK_EVERY_S = 0.01
+PREFIX = ".moebius-doctor-"  # of files in the shared folder
 _NONCE_BYTES = 16
 
 
@@ -26,6 +28,15 @@ class NodeSilent(Exception):
 
 class NodeFault(Exception):
     """Says that a node answers, and cannot do what it is asked for; with its own words."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Says what became of a wait for a file's new content."""
+
+    seconds: float | None  # None: it did not come
+    why: str = ""
+    gap: str = ""  # what was there between the old content and the new, if anything
 
 
 class Probe:
@@ -68,10 +79,56 @@ class Probe:
             return Reached(None, "somebody else answers there")
         return Reached(time.perf_counter() - started)
 
-    publish = staticmethod(folder.publish)
-    await_text = staticmethod(folder.await_text)
-    claim = staticmethod(folder.claim)
-    clean = staticmethod(folder.clean)
+    # Runs rely on three things of a shared folder: what one node has written and renamed is whole
+    # where others see it, a rename replaces without a gap, and of several that create the same file
+    # one alone succeeds (so a checkpoint is committed once).
+
+    @staticmethod
+    def publish(path: str, text: str) -> Written:
+        """Writes a file beside its place, fsyncs it and renames it into place."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f"{target.name}.{os.getpid()}")
+        started = time.perf_counter()
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+        return Written(time.perf_counter() - started, shutil.disk_usage(target.parent).free)
+
+    @staticmethod
+    def await_text(path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
+        """Waits until a file holds a text; what it held `before` until now is no gap."""
+        started, gap, why = time.perf_counter(), "", ""
+        while (elapsed := time.perf_counter() - started) < limit_s:
+            try:
+                found = Path(path).read_text(encoding="utf-8")
+            except OSError as error:
+                found, why = None, error.strerror or str(error)
+            if found == text:
+                return Seen(elapsed, gap=gap)
+            if before is not None and found != before:
+                gap = "no file" if found is None else f"{len(found)} of {len(text)} characters"
+            if found is not None:
+                why = "it holds another text"
+            time.sleep(LOOK_EVERY_S)
+        return Seen(None, why, gap)
+
+    @staticmethod
+    def claim(path: str) -> bool:
+        """Creates a file that must not be there; returns False where it was."""
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+    @staticmethod
+    def clean(folder: str, token: str) -> None:
+        """Removes from a folder the files that the check with this token left behind."""
+        for path in Path(folder).glob(f"{PREFIX}{token}*"):
+            path.unlink(missing_ok=True)
 
     def free_port(self) -> int:
         """Returns a port of this node's address that is free now."""

@@ -35,10 +35,9 @@ from ..stop import STOP_PREEMPT, stop_requested
 from .background_data import BackgroundData
 from .budgets import Budgets
 from .fencing import ReplacedError, Superseded, SupervisorNumber
-from .generation import POLL_S, GenerationWatch, Outcome
+from .generation import POLL_S, GenerationWatch, Outcome, RecoveryClock
 from .network import NetworkWatch
 from .placing import Placing
-from .recovery_clock import RecoveryClock
 from .retrying_journal import RetryingJournal, announce, waiting_to_write
 from .takeover import Predecessor
 

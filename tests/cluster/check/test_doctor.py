@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moebius.cli.main import main
-from moebius.cluster.check import doctor, folder
+from moebius.cluster.check import doctor
 from moebius.cluster.check.doctor import Examination, examine
 from moebius.cluster.check.exchange import rounds
 from moebius.cluster.check.facts import UNLIMITED, NodeFacts
@@ -33,8 +33,7 @@ from moebius.cluster.check.findings import (
     judge_memory,
     judge_versions,
 )
-from moebius.cluster.check.folder import Seen
-from moebius.cluster.check.probe import NodeFault, NodeSilent, Probe
+from moebius.cluster.check.probe import PREFIX, NodeFault, NodeSilent, Probe, Seen
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.watch.resources import Gpu
 from moebius.planning.measured import fit_hockney, read_table
@@ -91,19 +90,19 @@ class FakeNode:
     def publish(self, path: str, text: str) -> Written:
         if "read_only" in self.faults:
             raise NodeFault("PermissionError: [Errno 13] Permission denied")
-        written = folder.publish(self._own(path), text)
+        written = Probe.publish(self._own(path), text)
         return replace(written, free_bytes=100 * GIB, seconds=0.001)
 
     def await_text(self, path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
         if before is not None and "gap" in self.faults:
             return Seen(0.1, gap=self.faults["gap"])
-        return folder.await_text(self._own(path), text, limit_s, before)
+        return Probe.await_text(self._own(path), text, limit_s, before)
 
     def claim(self, path: str) -> bool:
-        return self.faults.get("claims_always") or folder.claim(self._own(path))
+        return self.faults.get("claims_always") or Probe.claim(self._own(path))
 
     def clean(self, path: str, token: str) -> None:
-        folder.clean(self._own(path), token)
+        Probe.clean(self._own(path), token)
 
     def _own(self, path: str) -> str:
         """The path as this node sees it: below a root that may be another than the others'."""
@@ -152,7 +151,7 @@ def checked(tmp_path: Path, *faults: dict[str, Any], **more: Any) -> Examination
     nodes = [FakeNode(number, tmp_path, **each) for number, each in enumerate(faults, 1)]
     named = {node.name: node for node in nodes}
     done = examine(named, "/runs", fit=fit_hockney, limit_s=30, **more)
-    left = [path.name for path in tmp_path.rglob("*") if path.name.startswith(folder.PREFIX)]
+    left = [path.name for path in tmp_path.rglob("*") if path.name.startswith(PREFIX)]
     assert left == []
     return done
 
