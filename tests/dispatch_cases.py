@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moebius.distributed.dispatch.base import NodeGroups, build_node_groups
 from moebius.distributed.dispatch.choose import make_dispatcher
+from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.dispatch.table import needs_outbox
 from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
@@ -164,6 +165,16 @@ def own_layer(
     layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
     layer.dispatcher = dispatcher
     return layer
+
+
+def placed_layer(expert_map: ExpertMap, rank: int) -> SparseLayer:
+    """A rank's slots of the bank, by the table."""
+    experts = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
+    whole, own = bank(torch.float32), bank(torch.float32, 0, len(experts))
+    with torch.no_grad():
+        for parameter, full in zip(own.parameters(), whole.parameters(), strict=True):
+            parameter.copy_(full[experts])
+    return SparseLayer(own)  # pyright: ignore[reportArgumentType]
 
 
 def worst(result: dict[str, Tensor], expected: dict[str, Tensor], rank: int, size: int) -> float:

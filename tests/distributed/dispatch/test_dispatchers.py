@@ -23,18 +23,19 @@ from dispatch_cases import (
     local_results,
     outbox_for,
     own_layer,
+    placed_layer,
     run_layer,
     scene_case,
     shuffled,
     world,
     worst,
 )
-from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, run_pass
+from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import every_pair, slow_but
 from torch import Tensor
-from world import RankFailed, run_ranks
+from world import run_ranks
 
 from moebius.distributed.dispatch import alltoall as dispatch_alltoall
 from moebius.distributed.dispatch import dedup_hop, exchange
@@ -51,9 +52,7 @@ from moebius.distributed.dispatch.exchange import (
 )
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.table import DISPATCHERS, needs_outbox
-from moebius.distributed.process.process import Process
 from moebius.kernels.functional import routed_mlp
-from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import (
     Routes,
     token_routes,
@@ -258,18 +257,6 @@ def order_of_events(name: str) -> tuple[list[str], int]:
         return log, reads["reads"]
 
 
-class Unseen(AllToAll):
-    """An exchange whose launch is not noted."""
-
-    def start(self, rows: Tensor, launch: Callable[..., Pending] = AllToAll.start) -> Pending:
-        return launch(self, rows)
-
-
-def order_with_an_unseen_exchange() -> None:
-    exchange.AllToAll = Unseen
-    order_of_events("alltoall")
-
-
 def label(rows: Tensor) -> str:
     if not rows.is_floating_point():
         return "counts"
@@ -334,11 +321,6 @@ def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str)
             "meanwhile",
             "wait counts",
         ]
-
-
-def test_no_exchange_escapes_the_order() -> None:
-    with pytest.raises(RankFailed, match="are waited for that no collective launched"):
-        run_ranks(order_with_an_unseen_exchange, 4)
 
 
 def test_the_host_reads_nothing_where_all_counts_are_known() -> None:
@@ -569,22 +551,6 @@ def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> No
 # Where the experts live.
 
 
-def placed_layer(process: Process, dispatcher: Dispatcher, expert_map: ExpertMap) -> SparseLayer:
-    """A bank whose slots hold what the table says."""
-    whole: Any = bank(torch.float32)
-    assert expert_map.slot_E is not None
-    expert_of = {slot: expert for expert, slot in enumerate(expert_map.slot_E)}
-    first = sum(expert_map.slots_P[: process.rank])
-    experts = [expert_of[slot] for slot in range(first, first + expert_map.slots_P[process.rank])]
-    own: Any = bank(torch.float32, 0, len(experts))
-    with torch.no_grad():
-        own.w_up.copy_(whole.w_up[experts])
-        own.w_down.copy_(whole.w_down[experts])
-    layer = SparseLayer(own)
-    layer.dispatcher = dispatcher
-    return layer
-
-
 def nearly(a: Tensor, b: Tensor) -> bool:
     """Equal up to the order of sums."""
     return not len(a) or bool((a - b).abs().max() <= 1e-6 * b.abs().max())
@@ -604,7 +570,8 @@ def relabelled() -> dict[tuple, list[str]]:
             for table, expert_map in tables.items():
                 for name in NAMES:
                     dispatcher = dispatcher_of(name, group, nodes, expert_map=expert_map)
-                    layer = placed_layer(process, dispatcher, expert_map)
+                    layer = placed_layer(expert_map, process.rank)
+                    layer.dispatcher = dispatcher
                     result = run_layer(layer, given)
                     same = torch.equal if name == "alltoall" else nearly
                     wrong = [
@@ -778,4 +745,3 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
             assert part in message
     with pytest.raises(ValueError, match="experts in slots"):
         ExpertMap((2, 2), (0, 4))
-    assert isinstance(bank(torch.float32), Bank)

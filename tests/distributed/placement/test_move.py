@@ -9,13 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_cases import outbox_for
-from dispatch_scenes import EXPERTS, SCENES, bank, forward_backward, parts
+from dispatch_cases import dispatcher_of, placed_layer, world
+from dispatch_scenes import EXPERTS, SCENES, forward_backward, parts
 from torch import Tensor, nn
 from world import run_ranks
 
-from moebius.distributed.dispatch.base import build_node_groups
-from moebius.distributed.dispatch.choose import counters_of, make_dispatcher
+from moebius.distributed.dispatch.choose import counters_of
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -30,7 +29,6 @@ from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
-from moebius.model.moe import SparseLayer
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.state import allocate_moments
@@ -130,58 +128,22 @@ LONE = ExpertMap(
 )  # a rank without experts
 
 
-def placed_layer(expert_map: ExpertMap, rank: int) -> SparseLayer:
-    """This rank's slots of the bank."""
-    experts = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
-    whole, own = bank(torch.float32), bank(torch.float32, 0, len(experts))
-    with torch.no_grad():
-        for parameter, full in zip(own.parameters(), whole.parameters(), strict=True):
-            parameter.copy_(full[experts])
-    return SparseLayer(own)  # pyright: ignore[reportArgumentType]
-
-
-def answers(
-    name: str, cases: list[tuple[ExpertMap, str]], order: list[int] | None = None
-) -> list[dict[str, Tensor]]:
-    """Results of this rank, gradients of the slots after the reduction; experts renumbered by
-    `order`.
-    """
-    with meshed(4) as mesh:
-        nodes = (
-            build_node_groups(mesh.ep_group, 2, timeout_s=20) if name == "hierarchical" else None
-        )
-        outbox = outbox_for(name, mesh.ep_group)
-        labels, found = torch.tensor(order or list(range(EXPERTS))), []
+def answers(name: str, cases: list[tuple[ExpertMap, str]]) -> list[dict[str, Tensor]]:
+    """Results of this rank, gradients of the slots after the reduction."""
+    found = []
+    with world() as (process, group, nodes):
+        mesh = build_mesh(plan_layout(MeshConfig(ep=4), 4), process)
         for expert_map, scene in cases:
-            layer, seen = (
-                placed_layer(expert_map, mesh.rank),
-                relabelled(expert_map, order) if order else expert_map,
-            )
-            layer.dispatcher = make_dispatcher(
-                name, mesh.ep_group, expert_map=seen, nodes=nodes, outbox=outbox
-            )
-            x, experts, weights, grad = parts(SCENES[scene], torch.float32)[mesh.rank]
-            result = forward_backward(layer, x, labels[experts], weights, grad)
+            layer = placed_layer(expert_map, process.rank)
+            layer.dispatcher = dispatcher_of(name, group, nodes, expert_map=expert_map)
+            result = forward_backward(layer, *parts(SCENES[scene], torch.float32)[process.rank])
             parameters = dict(layer.experts.named_parameters())
-            CopyReducer(
-                GradientReducer([], list(parameters.values()), mesh),
-                [(seen, parameters.values())],
-                mesh,
-            ).reduce()
-            served = torch.tensor(counters_of(nn.ModuleDict({"bank": layer}))["bank"].routes_served)
-            found.append(
-                result
-                | {key: parameter.grad for key, parameter in parameters.items()}
-                | {"served": served}
-            )
-        return found
-
-
-def relabelled(expert_map: ExpertMap, order: list[int]) -> ExpertMap:
-    """The same slots for experts with other numbers."""
-    slots = [expert_map.slots_E[order.index(expert)] for expert in range(EXPERTS)]
-    copies = tuple((expert, slot) for expert, own in enumerate(slots) for slot in own[1:])
-    return ExpertMap(expert_map.slots_P, tuple(own[0] for own in slots), copies)
+            reducer = GradientReducer([], list(parameters.values()), mesh)
+            CopyReducer(reducer, [(expert_map, parameters.values())], mesh).reduce()
+            served = counters_of(nn.ModuleDict({"bank": layer}))["bank"].routes_served
+            result |= {key: parameter.grad for key, parameter in parameters.items()}
+            found.append(result | {"served": torch.tensor(served)})
+    return found
 
 
 def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -232,38 +194,6 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
                     slots[copies[0]], total[expert], atol=1e-4 * total.abs().max().item()
                 )
                 assert all(torch.equal(slots[copies[0]], slots[other]) for other in copies[1:])
-
-
-def test_names_of_experts_mean_nothing() -> None:
-    """Experts renumbered, in routes and expert map alike: every bit stays."""
-    order = [5, 2, 7, 0, 1, 6, 3, 4]
-    cases = [
-        (contiguous_map(EXPERTS, 4), "uneven"),
-        (ExpertMap((2, 2, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4)), "uneven"),
-    ]
-    straight, renamed = (run_ranks(answers, 4, "alltoall", cases, each) for each in (None, order))
-    for rank in range(4):
-        for one, other in zip(straight[rank], renamed[rank], strict=True):
-            assert one.keys() == other.keys()
-            assert [key for key in one if not torch.equal(one[key], other[key])] == []
-
-
-def test_names_of_ranks_mean_nothing() -> None:
-    """The ranks' blocks of slots exchanged: outputs and the gradient of every expert keep every
-    bit.
-    """
-    order, first = [2, 0, 3, 1], ExpertMap((3, 1, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4))
-    slots = [slot for rank in order for slot in first.own_slots(rank)]
-    second = ExpertMap(
-        tuple(first.slots_P[rank] for rank in order),
-        tuple(slots.index(slot) for slot in first.slot_E or ()),
-    )
-    by_rank = run_ranks(answers, 4, "alltoall", [(first, "uneven"), (second, "uneven")])
-    for one, other in by_rank:
-        assert [key for key in ("y", "x", "gates") if not torch.equal(one[key], other[key])] == []
-    for key in ("w_up", "w_down"):
-        one, other = (torch.cat([results[number][key] for results in by_rank]) for number in (0, 1))
-        assert torch.equal(one[list(first.slot_E or ())], other[list(second.slot_E or ())])
 
 
 def test_every_rank_without_copies_reduces_as_before() -> None:
