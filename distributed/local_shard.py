@@ -27,18 +27,14 @@ class Slice:
 
     def view(self, local: Tensor) -> Tensor:
         """Returns the view of this slice in the rank's own tensor."""
-        for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
-            local = local.narrow(dim, start, size)
-        return local
+        return block_of(local, self.local_offsets, self.sizes)
 
     def copy_from(self, global_tensor: Tensor) -> Tensor:
         """Returns a copy of this slice of the global tensor.
 
         It is no view: the whole tensor must not stay in memory behind it.
         """
-        for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            global_tensor = global_tensor.narrow(dim, start, size)
-        return global_tensor.clone()
+        return block_of(global_tensor, self.offsets, self.sizes).clone()
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,13 @@ class LocalShard:
     def first_views(self, local: Tensor) -> list[Tensor]:
         """Returns views of `local` that hold every element once, over the ranks of one copy."""
         return [slice_.view(local) for slice_ in self.slices if slice_.is_first]
+
+
+def block_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Returns the view of a block of a tensor, which begins at `offsets`."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def set_local_shard(parameter: Tensor, shard: LocalShard) -> None:

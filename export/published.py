@@ -26,9 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.checkpoint.checkpoint_folder import atomic_directory, refuse_existing
+from ..distributed.checkpoint.atomic_directory import (
+    atomic_directory,
+    refuse_existing,
+    write_checkpoint,
+)
 from ..distributed.checkpoint.format import step_name
-from ..distributed.checkpoint.writing import write_checkpoint
 from ..distributed.parallelize import expert_names
 from ..model.config.attention_config import SwitchHeadConfig
 from ..model.config.model_config import ModelConfig

@@ -10,6 +10,7 @@ buffers stay as they are, as in training, so the export of a bfloat16 run gives 
 Cost: three passes over the bytes; memory for one output file and the largest tensor.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -30,15 +31,18 @@ from ..data_pipeline.tokenizers.interface import (
 )
 from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-from ..distributed.checkpoint.checkpoint_folder import atomic_directory, refuse_existing
+from ..distributed.checkpoint.atomic_directory import (
+    atomic_directory,
+    refuse_existing,
+    refuse_name_of_another_step,
+)
 from ..distributed.checkpoint.format import (
+    SUM_BYTES,
     CheckpointError,
     StartProgress,
     StoredCheckpoint,
     open_checkpoint,
     open_verified,
-    refuse_name_of_another_step,
-    tensor_checksum,
 )
 from ..distributed.checkpoint.loading import dtype_named, read_tensor
 from ..distributed.checkpoint.writing import write_synced
@@ -155,7 +159,7 @@ def export(
         on_bytes, sums = start_progress("writing the files", total), {}
         for file, tensors in _cut(stored, plan, dtypes):
             _save(tensors, folder / file)
-            sums |= {key: tensor_checksum(tensor) for key, tensor in tensors.items()}
+            sums |= {key: _checksum(tensor) for key, tensor in tensors.items()}
             on_bytes(sum(tensor.nbytes for tensor in tensors.values()))
         _compare(folder, plan, sums)
         weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
@@ -320,7 +324,7 @@ def _compare(
         try:
             with library.safe_open(folder / file, framework="pt") as opened:
                 keys = (piece.key for piece in pieces)
-                unlike = [k for k in keys if tensor_checksum(opened.get_tensor(k)) != sums[k]]
+                unlike = [k for k in keys if _checksum(opened.get_tensor(k)) != sums[k]]
         except library.SafetensorError as error:
             unlike = [str(error)]
         if unlike:
@@ -471,3 +475,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: is no JSON object")
     return found
+
+
+def _checksum(tensor: Tensor) -> str:
+    """Returns the checksum of the bytes of a tensor on the CPU."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()

@@ -43,8 +43,9 @@ from moebius.distributed.checkpoint.format import (
     digest_of_sums,
 )
 from moebius.distributed.checkpoint.loading import load
-from moebius.distributed.checkpoint.writing import SummingWriter, seal
+from moebius.distributed.checkpoint.writing import seal, write_tensors
 from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.local_shard import whole_shard
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
@@ -400,12 +401,11 @@ def _write_run(run_dir: Path) -> dict[str, bytes]:
 
 def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """Writes a checkpoint of one rank, and returns what is in it."""
-    from moebius.distributed.checkpoint.writing import ShardSavePlanner, finish_save, write_plan
-
     path.mkdir(parents=True)
     tensors = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5)}
-    writer, planner = SummingWriter(path), ShardSavePlanner(flatten_state_dict=False)
-    finish_save(writer, planner, [write_plan(dict(tensors), writer, planner, rank=0)])
+    file = path / "__0_0.distcp"
+    whole = ((name, tensor, whole_shard(tensor.shape)) for name, tensor in tensors.items())
+    index, file_sum = write_tensors(file, whole)
     meta = CheckpointMeta(
         step=4,
         generation=1,
@@ -414,7 +414,7 @@ def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
         versions={},
         meta={"progress": {"step": 4}},
     )
-    seal(path, writer.index, meta, writer.files.sums)
+    seal(path, index, meta, {file.name: file_sum})
     return tensors
 
 

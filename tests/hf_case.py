@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.checkpoint.writing import write_checkpoint
+from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
 from moebius.distributed.parallelize import expert_names
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer

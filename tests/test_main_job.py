@@ -13,7 +13,7 @@ from world import run_ranks
 
 from moebius.cluster.job import Journal, read_status
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.distributed.checkpoint.format import list_checkpoints, verify
+from moebius.distributed.checkpoint.format import list_checkpoints, open_verified
 from moebius.evaluation.perplexity import measure
 from moebius.evaluation.text import write_text
 from moebius.train.config.resolve import resolve
@@ -109,7 +109,7 @@ def test_the_journal_tells_the_story(disturbed: tuple[Path, str]) -> None:
 def test_what_a_run_leaves_behind(disturbed: tuple[Path, str]) -> None:
     run_dir, said = disturbed
     assert [c.step for c in list_checkpoints(run_dir / "checkpoints")] == [20, 24]
-    meta = verify(list_checkpoints(run_dir / "checkpoints")[-1].path)
+    meta = open_verified(list_checkpoints(run_dir / "checkpoints")[-1].path).meta
     assert (meta.layout.dp_replicate, meta.layout.ep) == (2, 2)
     assert (run_dir / "summary.png").read_bytes().startswith(b"\x89PNG")
     for generation in ("g001", "g002"):

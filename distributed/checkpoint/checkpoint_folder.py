@@ -1,5 +1,4 @@
-"""The folder with a run's checkpoints: who may change it, what is kept, cleaned up and set aside; and
-directories that appear whole or not at all.
+"""The folder with a run's checkpoints: who may change it, what is kept, cleaned up and set aside.
 
     step_00000050/                             a committed checkpoint
     step_00000060.g3.tmp/                      being written by generation 3, or left by it
@@ -13,16 +12,12 @@ All acts here are rank 0's. Nothing is read but names and the supervisor's fence
 rename, so half a directory never looks like a checkpoint.
 """
 
-import errno
-import fcntl
-import io
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted|fetched)\.tmp")
 _ASIDE_NAME = re.compile(r"step_\d{8,}\.(?P<why>damaged|abandoned)-\d{8}-\d{6}")
-_LOCK_NAME = "lock"
-
 
 OnFailure = Literal["go_on", "stop"]
 
@@ -241,132 +234,6 @@ def publish(temporary: Path, final: Path) -> None:
     discard(aside)
 
 
-# A directory that appears whole or not at all ----------------------------------------------------
-
-
-@contextmanager
-def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
-
-    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock in
-    there. What a process left there that was killed is removed, and a warning says so.
-
-    Raises:
-        CheckpointError: `out` exists, another process writes it, its disk has less than
-            `needed_bytes` left, or a file in it cannot be written; or it is there, whole, but its
-            name could not be synced. An OSError about a file elsewhere is raised as it is.
-    """
-    refuse_existing(out)
-    part = out.with_name(f"{out.name}.part.tmp")
-    with ExitStack() as stack:
-        with _blamed_on(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            _refuse_small_disk(out, needed_bytes)
-            lock = stack.enter_context(_locked(part, out))
-            stack.callback(discard, part)
-        with _blamed_on(out, within=part):
-            yield part
-        with _blamed_on(out):
-            os.unlink(lock.name)
-            sync_directory(part)
-            _rename_to_new(part, out)
-    _sync_name(out)
-
-
-def refuse_existing(out: Path) -> None:
-    """Refuses a name that exists, even a link to nothing.
-
-    Raises:
-        CheckpointError: there is something of that name.
-    """
-    if os.path.lexists(out):
-        raise CheckpointError(
-            f"{out} exists already and is not overwritten: choose another name, or remove it first"
-        )
-
-
-@contextmanager
-def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError about `out`.
-
-    With `within`, only if it is about a file in there, or about none.
-    """
-    try:
-        yield
-    except OSError as error:
-        is_elsewhere = error.filename and within and within not in Path(error.filename).parents
-        if is_elsewhere:
-            raise
-        raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
-            "nothing was left there"
-        ) from error
-
-
-def _sync_name(out: Path) -> None:
-    """Writes the name of a complete `out` to the disk.
-
-    `out` is not taken back if that fails: whoever wants it has it.
-    """
-    try:
-        sync_directory(out.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out} is complete, but its name may not survive a power cut: "
-            f"{error.strerror or error} ({out.parent})"
-        ) from error
-
-
-def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
-    if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
-        raise CheckpointError(
-            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
-            f"{free_bytes / 2**20:,.0f} MiB left; nothing was written"
-        )
-
-
-def _locked(part: Path, out: Path) -> io.FileIO:
-    """Makes the directory `part` and returns its lock file, locked until it is closed.
-
-    A directory without a lock file is somebody's own, and stays as it is.
-    """
-    is_new = not part.exists()
-    part.mkdir(exist_ok=True)
-    try:
-        lock = _opened_lock(part / _LOCK_NAME, is_new=is_new)
-    except OSError as error:
-        raise CheckpointError(
-            f"{part} is being written by another process, or was left by one that was killed and "
-            f"cannot be told from one that lives ({error.strerror}): remove it if nothing writes "
-            f"{out}, or choose another name"
-        ) from error
-    if is_new:
-        return lock
-    with lock:
-        logger.warning("%s was left by a process that was killed; it is removed", part)
-        discard(part)
-    part.mkdir()
-    return _opened_lock(part / _LOCK_NAME, is_new=True)
-
-
-def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
-    """Opens a lock file and locks it. A new one will do where the file system has no locks.
-
-    Raises:
-        OSError: another process holds it, it is gone, or that cannot be told.
-    """
-    file = io.FileIO(path, "x" if is_new else "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            raise FileNotFoundError(errno.ENOENT, "its lock was replaced", str(path))
-    except OSError as error:
-        if not is_new or isinstance(error, BlockingIOError):
-            file.close()
-            raise
-    return file
-
-
 def discard(path: Path) -> None:
     """Deletes a directory, or what is left of it; warns if it cannot.
 
@@ -375,16 +242,6 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be deleted; it holds nothing that is needed", path)
-
-
-def _rename_to_new(path: Path, out: Path) -> None:
-    """Renames a directory to a name that must not exist."""
-    refuse_existing(out)
-    try:
-        path.rename(out)
-    except OSError:
-        refuse_existing(out)  # it came between that look and the rename
-        raise
 
 
 def sync_directory(path: Path) -> None:

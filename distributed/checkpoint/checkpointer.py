@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
@@ -51,20 +51,11 @@ from .format import (
     step_name,
     without_advice,
 )
-from .loading import TensorShard, dtype_name, misfits, open_share
+from .loading import dtype_name, misfits, open_share
 from .recovery import WholeCheckpoint, WhyNot, newest_whole
 from .second_copy import CopyRecord, SecondCopy
-from .together import causes, gathered, gloo_group, together
-from .writing import (
-    ShardSavePlanner,
-    SummingWriter,
-    drop_cached,
-    encoded,
-    finish_save,
-    seal,
-    software_versions,
-    write_plan,
-)
+from .together import causes, gathered, together
+from .writing import drop_cached, encoded, merged, seal, software_versions, write_tensors
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,7 +85,8 @@ class _Job:
     """One save, ready to be written."""
 
     step: int
-    tensors: dict[str, Any]  # this rank's part, in the staging buffers
+    # this rank's part, in the staging buffers
+    tensors: list[tuple[str, Tensor, LocalShard]]
     num_experts: dict[str, int]
     meta: dict[str, Any]
     started_s: float  # time.monotonic() when `save` was called
@@ -146,7 +138,10 @@ class Checkpointer:
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
-        self._group = gloo_group(timeout)
+        # apart from training's own collectives, and on the CPU
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        assert isinstance(group, dist.ProcessGroup), "a group of all ranks has this rank in it"
+        self._group = group
         self.on_rank_0(self._prepare)
 
     def save(
@@ -269,7 +264,7 @@ class Checkpointer:
 
     def _stage(
         self, signature: Signature, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
-    ) -> dict[str, Any]:
+    ) -> list[tuple[str, Tensor, LocalShard]]:
         """Copies what this rank will write into its buffers, and returns it from there."""
         owners = owners_of(signature, self._layout.world_size)
         mine = [
@@ -285,12 +280,8 @@ class Checkpointer:
             buffer.copy_(source, non_blocking=True)
         if any(tensors[name].is_cuda for name in mine):
             torch.cuda.current_stream().synchronize()
-        return {
-            name: TensorShard(self._buffers[name], shards[name])
-            if name in shards
-            else self._buffers[name]
-            for name in mine
-        }
+        buffers = [(name, self._buffers[name]) for name in mine]
+        return [(name, each, shards.get(name) or whole_shard(each.shape)) for name, each in buffers]
 
     def _signature(
         self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
@@ -348,7 +339,7 @@ class Checkpointer:
             verify_s = self._read_back(temporary)
             self.on_rank_0(lambda: self._commit(job.step, temporary, final))
         # A thread has nobody to raise to: `wait` does.
-        except (Exception, CheckpointException) as cause:  # noqa: BLE001
+        except Exception as cause:  # noqa: BLE001
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
             error = (
                 f"the checkpoint of step {job.step} was not saved: {causes(cause)}; "
@@ -367,25 +358,23 @@ class Checkpointer:
     def _write(self, job: _Job, temporary: Path) -> int:
         """Writes this rank's part, and rank 0 what describes all; returns the bytes of all."""
         self.on_rank_0(lambda: self._folder.make_temporary(temporary))
-        writer, planner = SummingWriter(temporary), ShardSavePlanner(flatten_state_dict=False)
+        file = temporary / f"__{self._rank}_0.distcp"
 
-        def write() -> list[dict[str, Any]]:
+        def write() -> tuple[Index, FileSum]:
             try:
-                return write_plan(job.tensors, writer, planner, rank=self._rank)
+                return write_tensors(file, job.tensors)
             except Exception as error:
                 raise CheckpointError(f"rank {self._rank}: {causes(error)}") from error
 
-        chunks = together(self._group, write)
-        sums = {name: found.model_dump() for name, found in writer.files.sums.items()}
-        by_rank = gather_json({"chunks": chunks, "sums": sums}, self._group)
+        index, file_sum = together(self._group, write)
+        written = {"file": file.name, "index": index.model_dump(), "sum": file_sum.model_dump()}
+        by_rank = gather_json(written, self._group)
 
         def describe() -> int:
             assert by_rank is not None, "what ranks wrote comes to rank 0"
-            finish_save(writer, planner, [written["chunks"] for written in by_rank])
-            sums = dict(writer.files.sums)  # with that of DCP's index, which was just written
-            for written in by_rank[1:]:
-                sums |= {name: FileSum(**found) for name, found in written["sums"].items()}
-            return self._seal(job, temporary, writer.index, sums)
+            sums = {each["file"]: FileSum(**each["sum"]) for each in by_rank}
+            index = merged(Index.model_validate(each["index"]) for each in by_rank)
+            return self._seal(job, temporary, index, sums)
 
         return self.on_rank_0(describe) or 0
 
@@ -395,15 +384,25 @@ class Checkpointer:
         Returns:
             The size of the checkpoint in bytes.
         """
-        unseen = [
-            name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)
-        ]
-        if unseen:
+        files = {name: temporary / name for name in sums}
+        if unseen := [
+            name
+            for name, file in files.items()
+            if not (file.is_file() and file.stat().st_size == sums[name].num_bytes)
+        ]:
             raise CheckpointError(
                 f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
                 "the run folder must be the same shared folder on all nodes"
             )
-        return seal(temporary, index, self._meta_of(job), sums)
+        meta = CheckpointMeta(
+            step=job.step,
+            generation=self._folder.generation,
+            layout=self._layout,
+            num_experts=job.num_experts,
+            versions=software_versions(),
+            meta=job.meta,
+        )
+        return seal(temporary, index, meta, sums)
 
     def _read_back(self, temporary: Path) -> float:
         """Reads from the disk what the next rank has written; returns the seconds that took.
@@ -435,16 +434,6 @@ class Checkpointer:
         if self._second:
             self._second.copy_later(final)
         self._folder.delete_old(step, spare=self._second.reading if self._second else None)
-
-    def _meta_of(self, job: _Job) -> CheckpointMeta:
-        return CheckpointMeta(
-            step=job.step,
-            generation=self._folder.generation,
-            layout=self._layout,
-            num_experts=job.num_experts,
-            versions=software_versions(),
-            meta=job.meta,
-        )
 
     def on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
@@ -488,10 +477,3 @@ def _signature_of(plain: Mapping[str, Any]) -> Signature:
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
-
-
-# Small acts -------------------------------------------------------------------------------------
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == num_bytes

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from ..layout import Layout
 
@@ -140,34 +138,6 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step_"))
 
 
-def refuse_name_of_another_step(path: Path, step: int | None) -> None:
-    """Refuses a directory whose name would let runs take it for a checkpoint that it is not.
-
-    Runs find their checkpoints by name: one of another step is resumed from in place of the newest,
-    or never.
-
-    Args:
-        path: the directory.
-        step: of the checkpoint in it; None: it is no checkpoint at all.
-
-    Raises:
-        CheckpointError: the name is that of another step.
-    """
-    if re.fullmatch(r"step_\d+", path.name) is None or (
-        step is not None and path.name == step_name(step)
-    ):
-        return
-    if step is None:
-        raise CheckpointError(
-            f"{path}: only a checkpoint may be called step_<number>; choose another name"
-        )
-    raise CheckpointError(
-        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it "
-        f"{step_name(step)}, or something that does "
-        "not look like another step"
-    )
-
-
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
     """Lists the committed checkpoints, oldest first; none if the directory does not exist."""
     if not directory.is_dir():
@@ -226,17 +196,12 @@ def missing_files(path: Path) -> list[str]:
     return problems
 
 
-def verify(path: Path, on_bytes: OnBytes | None = None) -> CheckpointMeta:
-    """Reads every byte of a checkpoint: checks the sums, and that every expert is there once.
+def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
+    """Opens a checkpoint and reads every byte: checks the sums, and that every expert is there once.
 
     Raises:
         CorruptCheckpointError: tells all that is wrong.
     """
-    return open_verified(path, on_bytes).meta
-
-
-def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
-    """Verifies a checkpoint as `verify` does, and opens it as `open_checkpoint` does."""
     manifest = _manifest_of(path)
     try:
         stored = open_checkpoint(path)
@@ -246,7 +211,8 @@ def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoi
             [f"{name} {problem}" for name, problem in _damages(path, manifest.files, on_bytes)],
         )
         raise
-    refuse(path, audit(stored) + damaged_files(stored, sorted(manifest.files), on_bytes))
+    damaged = damaged_files(stored, sorted(manifest.files), on_bytes)
+    refuse(path, audit(stored.index, stored.meta.num_experts) + damaged)
     return stored
 
 
@@ -297,12 +263,12 @@ def damaged_files(
     ]
 
 
-def audit(stored: StoredCheckpoint) -> list[str]:
+def audit(index: Index, num_experts: Mapping[str, int]) -> list[str]:
     """Lists which parts of tensors the index has not, or more than once.
 
-    Of sharded tensors it names the experts.
+    Of tensors with experts, whose numbers are given by name, it names the experts.
     """
-    tensors, num_experts = stored.index.tensors, stored.meta.num_experts
+    tensors = index.tensors
     problems = [
         f"{name}: all {count} experts are missing"
         for name, count in num_experts.items()
@@ -463,13 +429,6 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
 def blake2b(data: bytes) -> str:
     """Returns the checksum of bytes, as manifest.json spells it."""
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
-
-
-def tensor_checksum(tensor: Tensor) -> str:
-    """Returns the checksum of the bytes of a tensor on the CPU."""
-    return hashlib.blake2b(
-        tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES
-    ).hexdigest()
 
 
 def digest_of_sums(sums: Mapping[str, FileSum]) -> str:

@@ -5,12 +5,9 @@ it fits, and nothing that a file says is executed.
 """
 
 import io
-import itertools
-import os
 import pickle
 import struct
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,27 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from ..local_shard import LocalShard
+from ..local_shard import LocalShard, block_of, whole_shard
 from ..mesh import Mesh
 from .format import (
     CheckpointError,
@@ -46,7 +24,6 @@ from .format import (
     Chunk,
     CorruptCheckpointError,
     StoredCheckpoint,
-    StoredTensor,
     audit,
     damaged_files,
     open_checkpoint,
@@ -86,15 +63,15 @@ def check_for_all(path: Path, group: dist.ProcessGroup, *, reading: int = 0) -> 
     return together(group, lambda: open_share(path, group.rank() + reading, group.size()).meta)
 
 
-def open_share(path: Path, part: int, parts: int) -> StoredCheckpoint:
+def open_share(path: Path, part: int, parts: int, *, check_bytes: bool = True) -> StoredCheckpoint:
     """Opens a checkpoint and checks that it holds everything, and the bytes of a part of its files.
 
     Raises:
         CorruptCheckpointError: it is damaged.
     """
     stored = open_checkpoint(path)
-    share = sorted(stored.manifest.files)[part % parts :: parts]
-    refuse(path, audit(stored) + damaged_files(stored, share))
+    share = sorted(stored.manifest.files)[part % parts :: parts] if check_bytes else []
+    refuse(path, audit(stored.index, stored.meta.num_experts) + damaged_files(stored, share))
     return stored
 
 
@@ -121,22 +98,21 @@ def load(
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
 
     def check() -> StoredCheckpoint:
-        if check_bytes:
-            stored = open_share(path, rank, world_size)
-        else:
-            stored = open_checkpoint(path)
-            refuse(path, audit(stored))
+        stored = open_share(path, rank, world_size, check_bytes=check_bytes)
         if unlike := _differences(stored, tensors, shards, allow_unexpected):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
         return stored
 
     stored = together(group, check)
-    state = {
-        name: TensorShard(tensor.detach(), shards[name]) if name in shards else tensor.detach()
-        for name, tensor in tensors.items()
-    }
-    _read_into(state, stored, group)
+
+    def read() -> None:
+        try:
+            _read_into(tensors, shards, stored)
+        except Exception as error:
+            raise CheckpointError(f"rank {rank}: {path} cannot be read: {causes(error)}") from error
+
+    together(group, read)
     return stored.meta.meta
 
 
@@ -172,26 +148,36 @@ def _differences(
 
 
 def _read_into(
-    state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard], stored: StoredCheckpoint
 ) -> None:
-    """Fills the tensors of `state`, each rank those that it needs.
+    """Fills this rank's tensors, in the order of the files, each chunk read once.
 
-    DCP's own collectives unpickle, so it must not know of ranks.
+    Experts that have moved are many slices of one chunk.
     """
-    rank = 0 if group is None else group.rank()
+    wanted = [
+        (chunk, name, blocks)
+        for name, tensor in tensors.items()
+        for chunk in stored.index.tensors[name].chunks
+        if (blocks := list(_blocks(chunk, shards.get(name) or whole_shard(tensor.shape))))
+    ]
+    for chunk, name, blocks in sorted(wanted, key=lambda each: (each[0].file, each[0].start)):
+        values, target = _read_chunk(stored, name, chunk), tensors[name].detach()
+        for there, here, sizes in blocks:
+            block_of(target, here, sizes).copy_(block_of(values, there, sizes))
 
-    def read() -> None:
-        planner = ShardLoadPlanner(flatten_state_dict=False)
-        try:
-            with warnings.catch_warnings():  # it warns that a world of one is one
-                warnings.filterwarnings("ignore", message="torch.distributed is")
-                dcp_load(state, storage_reader=SafeReader(stored), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"rank {rank}: {stored.path} cannot be read: {causes(error)}"
-            ) from None
 
-    together(group, read)
+def _blocks(chunk: Chunk, shard: LocalShard) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Yields what a chunk and a rank's slices have in common: where it begins in the chunk and in
+    the rank's tensor, and its sizes.
+    """
+    for slice_ in shard.slices:
+        ends = zip(chunk.offsets, chunk.sizes, slice_.offsets, slice_.sizes, strict=True)
+        spans = [(max(a, b), min(a + size_a, b + size_b)) for a, size_a, b, size_b in ends]
+        if all(start < end for start, end in spans):
+            there = [start - a for (start, _), a in zip(spans, chunk.offsets, strict=True)]
+            own = zip(spans, slice_.offsets, slice_.local_offsets, strict=True)
+            here = [start - b + local for (start, _), b, local in own]
+            yield there, here, [end - start for start, end in spans]
 
 
 # The bytes of tensors ----------------------------------------------------------------------------
@@ -204,10 +190,7 @@ def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
         return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
     whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
     for chunk in tensor.chunks:
-        part = whole
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, size)
-        part.copy_(_read_chunk(stored, name, chunk))
+        block_of(whole, chunk.offsets, chunk.sizes).copy_(_read_chunk(stored, name, chunk))
     return whole
 
 
@@ -241,80 +224,6 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
     return tensor
 
 
-class SafeReader(StorageReader):
-    """A reader for DCP that can execute nothing.
-
-    It reads index.json instead of the pickle `.metadata`, and tensors with weights_only.
-    """
-
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        self._stored = stored
-        self.checkpoint_id = str(stored.path)
-        self._chunks = {
-            MetadataIndex(name, chunk.offsets): chunk
-            for name, tensor in stored.index.tensors.items()
-            for chunk in tensor.chunks
-        }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: one object reads one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accepts everything: the checkpoint was opened before."""
-        return True
-
-    def read_metadata(self) -> Metadata:
-        """Returns the index, as DCP describes it."""
-        return Metadata(
-            {name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()}
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Does nothing: the index is known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keeps the plan of this rank as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Keeps the plans of all ranks as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for, in the order of the files, each chunk once."""
-        items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
-        for index, wanted in itertools.groupby(items, key=lambda item: item.storage_index):
-            # Once: moved experts are many slices of one chunk.
-            chunk = _read_chunk(self._stored, index.fqn, self._chunks[index])
-            for item in wanted:
-                part = chunk
-                for dim, (start, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    part = part.narrow(dim, start, length)
-                target = planner.resolve_tensor(item)
-                target.copy_(part)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _place(self, index: MetadataIndex) -> tuple[str, int]:
-        return self._chunks[index].file, self._chunks[index].start
-
-
-def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Describes a stored tensor in DCP's words."""
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        for chunk in tensor.chunks
-    ]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks
-    )
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a type as index.json spells it: "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -326,76 +235,6 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpointError(f"index.json: {name!r} is no dtype")
     return dtype
-
-
-# Shards in the words of torch.distributed.checkpoint ----------------------------------------------
-
-
-class TensorShard:
-    """A rank's shard of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
-
-    def __init__(self, tensor: Tensor, shard: LocalShard) -> None:
-        self.tensor, self.shard = tensor, shard
-
-    def size(self) -> torch.Size:
-        """Returns the shape of the global tensor."""
-        return torch.Size(self.shard.global_shape)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes))
-            for slice_ in self.shard.slices
-        ]
-
-    def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(slice_.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(
-                        torch.Size(slice_.offsets), torch.Size(slice_.sizes)
-                    ),
-                    properties=TensorProperties.create_from_tensor(self.tensor),
-                    size=self.size(),
-                ),
-            )
-            for slice_ in self.shard.slices
-            if slice_.is_first
-        ]
-
-    def at(self, offsets: Sequence[int]) -> Tensor:
-        """Returns the view of the slice that begins at `offsets` in the global tensor."""
-        return next(
-            slice_ for slice_ in self.shard.slices if slice_.offsets == tuple(offsets)
-        ).view(self.tensor)
-
-
-class ShardLoadPlanner(DefaultLoadPlanner):
-    """A planner of DCP that finds the slices of a `TensorShard` to be read."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Takes the state as it is, `TensorShard`s among it."""
-        # An empty one: it would put None in the place of what it does not know.
-        super().set_up_planner({}, metadata, is_coordinator)
-        self.state_dict = state_dict
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Returns the tensor into which the value of `index` is read."""
-        return lookup_shard(self.state_dict, index, super().lookup_tensor)
-
-
-def lookup_shard(
-    state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]
-) -> Any:
-    """Returns what DCP asks for; by itself it finds parts of tensors in tensors only."""
-    part = state[index.fqn]
-    return part.at(index.offset or ()) if isinstance(part, TensorShard) else otherwise(index)
 
 
 def misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:

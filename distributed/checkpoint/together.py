@@ -1,11 +1,9 @@
 """Acts of all ranks on a checkpoint: each acts, and an error of one is raised on all."""
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..process.json_messages import all_gather_json
 from .format import CheckpointError, CorruptCheckpointError, StaleGenerationError
@@ -68,19 +66,6 @@ def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
 
 
 def causes(error: BaseException) -> str:
-    """Returns an error's text; for DCP's, the texts of the errors that it wraps."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(causes(cause) for cause, _ in error.failures.values())
-    return (
-        str(error)
-        if isinstance(error, CheckpointError | OSError)
-        else f"{type(error).__name__}: {error}"
-    )
-
-
-def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Makes a group of all ranks, on the CPU, apart from training's own collectives."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-    if not isinstance(group, dist.ProcessGroup):
-        raise AssertionError("a group of all ranks has this rank in it")
-    return group
+    """Returns an error's text, with its type where the text alone may say little."""
+    known = isinstance(error, CheckpointError | OSError)
+    return str(error) if known else f"{type(error).__name__}: {error}"

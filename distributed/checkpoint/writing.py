@@ -1,31 +1,29 @@
-"""Writes a checkpoint's files: summed on the way, synced, and without torch.distributed.checkpoint's
-collectives, which unpickle what other ranks send.
+"""Writes a checkpoint's files: summed on the way and synced.
 
-DCP sends every rank's plan to one rank, the joint plan back, and what was written to that rank
-again. Here no plan needs to travel before the writing: `owners_of` has chosen already, alike on all
-ranks, who writes what. So each rank writes its own plan, tells rank 0 in JSON what it wrote and
-where, and rank 0 lets DCP check that all of every tensor is there and make its index of it.
+Every rank writes its slices of tensors into a file of its own and tells rank 0 in JSON what it wrote
+and where; rank 0 merges these lists into the index. All ranks know alike who writes what
+(`owners_of`), so nothing has to be planned together before. torch.distributed.checkpoint (DCP) reads
+the result through `.metadata`; its own writer is not used, because its collectives unpickle what
+other ranks send.
 
-Cost: one pass over the bytes, since checksums are taken while writing; one message per rank, some
-200 bytes per chunk. What stands in the files says format.py.
+Cost: one pass over the bytes; one message per rank, some 200 bytes per chunk. What stands in the
+files says format.py.
 """
 
 import hashlib
 import io
 import json
 import os
+import pickle
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,17 +31,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
-from ..layout import MeshConfig, plan_layout
-from .checkpoint_folder import atomic_directory, sync_directory
+from ..local_shard import LocalShard, Slice
+from .checkpoint_folder import sync_directory
 from .format import (
     SUM_BYTES,
     CheckpointError,
@@ -55,14 +45,9 @@ from .format import (
     StoredTensor,
     audit,
     blake2b,
-    damaged_files,
     digest_of_sums,
-    open_checkpoint,
-    refuse_name_of_another_step,
 )
-from .loading import dtype_name, dtype_named, lookup_shard, storage_metadata
-
-_FILE = "__0_0.distcp"
+from .loading import dtype_name, dtype_named
 
 # The tensors' files ------------------------------------------------------------------------------
 
@@ -92,187 +77,81 @@ class _SummedFile(io.FileIO):
         return FileSum(num_bytes=self._num_bytes, blake2b=self._digest.hexdigest())
 
 
-class _SummingFiles(FileSystem):
-    """DCP's file system, which takes the checksum of each file that it writes."""
+def write_tensors(
+    file: Path, tensors: Iterable[tuple[str, Tensor, LocalShard]]
+) -> tuple[Index, FileSum]:
+    """Writes into a new file, and to the disk, the slices of tensors that are the first of their copy.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+    Args:
+        file: its name goes into the index.
+        tensors: names, what this rank stores of each, and which shard that is; on the CPU.
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            raise AssertionError(f"a writer writes, it was asked for mode {mode!r}")
-        file = _SummedFile(path)
-        try:
-            with io.BufferedWriter(file, buffer_size=2**20) as stream:
-                yield stream
-        except Exception:
-            if file.failure is not None:  # torch.save says "unexpected pos" when the disk is full
-                raise file.failure from None
-            raise
-        self.sums[Path(path).name] = file.sum()
+    Returns:
+        Where everything is, and the file's size and checksum.
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class SummingWriter(FileSystemWriter):
-    """DCP's writer: one file per rank, synced, with checksums, without the machine's path in it.
-
-    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where
-    everything is.
+    Raises:
+        OSError: the disk is full, or cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        # Copying ahead would touch the first GPU from this thread; the staged tensors are in main
-        # memory already.
-        super().__init__(path, per_thread_copy_ahead=0)
-        self.files = _SummingFiles()
-        self.fs = self.files
-        self.index = Index(tensors={})
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.index = _index_of(
-            metadata, {result.index: result.storage_data for part in results for result in part}
-        )
-
-    def storage_meta(self) -> None:
-        return None
-
-
-def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    tensors = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        tensor = cast(TensorStorageMetadata, stored)  # `write_plan` has refused all else
-        chunks = []
-        for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            chunks.append(
-                Chunk(
-                    offsets=tuple(chunk.offsets),
-                    sizes=tuple(chunk.sizes),
-                    file=place.relative_path,
-                    start=place.offset,
-                    length=place.length,
+    stored: dict[str, StoredTensor] = {}
+    target = _SummedFile(file)
+    try:
+        with io.BufferedWriter(target, buffer_size=2**20) as stream:
+            for name, tensor, shard in tensors:
+                chunks = [
+                    _write_chunk(stream, file.name, slice_, tensor.detach())
+                    for slice_ in shard.slices
+                    if slice_.is_first
+                ]
+                stored[name] = StoredTensor(
+                    dtype=dtype_name(tensor.dtype), shape=shard.global_shape, chunks=chunks
                 )
-            )
-        tensors[name] = StoredTensor(
-            dtype=dtype_name(tensor.properties.dtype), shape=tuple(tensor.size), chunks=chunks
-        )
+            stream.flush()
+            os.fsync(stream.fileno())
+    except Exception:
+        if target.failure is not None:  # torch.save says "unexpected pos" when the disk is full
+            raise target.failure from None
+        raise
+    return Index(tensors=stored), target.sum()
+
+
+def _write_chunk(stream: Any, file: str, slice_: Slice, tensor: Tensor) -> Chunk:
+    part, start = slice_.view(tensor), stream.tell()
+    if part.untyped_storage().size() != part.nbytes:
+        part = part.clone()  # a view would bring its whole storage along
+    torch.save(part, stream)
+    return Chunk(
+        offsets=slice_.offsets,
+        sizes=slice_.sizes,
+        file=file,
+        start=start,
+        length=stream.tell() - start,
+    )
+
+
+def merged(indices: Iterable[Index]) -> Index:
+    """Returns the index of all tensors from those of what each rank wrote."""
+    tensors: dict[str, StoredTensor] = {}
+    for index in indices:
+        for name, found in index.tensors.items():
+            known = tensors.get(name)
+            chunks = [*(known.chunks if known else ()), *found.chunks]
+            tensors[name] = found.model_copy(update={"chunks": chunks})
     return Index(tensors=tensors)
 
 
-class ShardSavePlanner(DefaultSavePlanner):
-    """A planner of DCP that finds the slices of a `TensorShard` to be written."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns the tensor that is to be written under `index`."""
-        return lookup_shard(self.state_dict, index, super().lookup_object)
-
-
-@dataclass(frozen=True)
-class WrittenChunk:
-    """One chunk of a tensor as a rank wrote it; every field is a plain value."""
-
-    name: str
-    is_part: bool  # of a tensor that several chunks make up
-    shape: Sequence[int]  # of the whole tensor
-    dtype: str
-    requires_grad: bool
-    pin_memory: bool
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    file: str
-    start: int
-    length: int
-
-
-def write_plan(
-    tensors: Mapping[str, Any], writer: FileSystemWriter, planner: SavePlanner, *, rank: int
-) -> list[dict[str, Any]]:
-    """Writes this rank's part of a checkpoint; returns what it wrote, as plain values.
-
-    Args:
-        tensors: what this rank writes, by name: tensors, or `TensorShard`s of them.
-        rank: names the file, __<rank>_0.distcp.
-
-    Raises:
-        CheckpointError: a value is no tensor.
-    """
-    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
-    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names files by a plan's place in the list of all ranks' plans.
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    plan = planner.finish_plan(plan)
-    places = {result.index: result for result in writer.write_data(plan, planner).wait()}
-    return [asdict(_written(item, places[item.index])) for item in plan.items]
-
-
-def finish_save(
-    writer: FileSystemWriter, planner: SavePlanner, written: Sequence[Sequence[Mapping[str, Any]]]
-) -> None:
-    """Rank 0: checks that the chunks make up every tensor and writes DCP's index, `.metadata`.
-
-    Args:
-        planner: the one that rank 0 wrote with.
-        written: what `write_plan` returned, by rank.
-    """
-    chunks = [[WrittenChunk(**chunk) for chunk in of_rank] for of_rank in written]
-    plans = [SavePlan([_item(chunk) for chunk in of_rank]) for of_rank in chunks]
-    plans, metadata = planner.create_global_plan(plans)
-    results = [
-        [_result(item, chunk) for item, chunk in zip(plan.items, of_rank, strict=True)]
-        for plan, of_rank in zip(plans, chunks, strict=True)
-    ]
-    writer.finish(metadata, results)
-
-
-def _written(item: WriteItem, result: WriteResult) -> WrittenChunk:
-    data, place = item.tensor_data, result.storage_data
-    if data is None:
-        raise CheckpointError(
-            f"{item.index.fqn} is no tensor; values that are none belong into meta"
-        )
-    return WrittenChunk(
-        name=item.index.fqn,
-        is_part=item.type is WriteItemType.SHARD,
-        shape=list(data.size),
-        dtype=dtype_name(data.properties.dtype),
-        requires_grad=data.properties.requires_grad,
-        pin_memory=data.properties.pin_memory,
-        offsets=list(data.chunk.offsets),
-        sizes=list(data.chunk.sizes),
-        file=place.relative_path,
-        start=place.offset,
-        length=place.length,
-    )
-
-
-def _item(chunk: WrittenChunk) -> WriteItem:
-    """What the rank that wrote the chunk had planned."""
-    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
-    properties = TensorProperties(
-        dtype=dtype_named(chunk.dtype),
-        requires_grad=chunk.requires_grad,
-        pin_memory=chunk.pin_memory,
-    )
-    return WriteItem(
-        index=MetadataIndex(chunk.name, offsets),
-        type=WriteItemType.SHARD if chunk.is_part else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, sizes),
-            properties=properties,
-            size=torch.Size(chunk.shape),
-        ),
-    )
-
-
-def _result(item: WriteItem, chunk: WrittenChunk) -> WriteResult:
-    place = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    return WriteResult(index=item.index, size_in_bytes=chunk.length, storage_data=place)
+def _dcp_metadata(index: Index) -> Metadata:
+    """Returns the index as torch.distributed.checkpoint describes it."""
+    tensors, places = {}, {}
+    for name, stored in index.tensors.items():
+        chunks = []
+        for number, chunk in enumerate(stored.chunks):
+            offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            place = _StorageInfo(chunk.file, chunk.start, chunk.length)
+            places[MetadataIndex(name, offsets, number)] = place
+        properties = TensorProperties(dtype=dtype_named(stored.dtype))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+    return Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)
 
 
 # Small files -------------------------------------------------------------------------------------
@@ -283,10 +162,19 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
 
     Returns:
         The bytes of all files but the manifest.
+
+    Raises:
+        CheckpointError: the index does not have every part of every tensor once.
     """
-    all_sums = dict(sums)
-    for name, record in {"index.json": index, "meta.json": meta}.items():
+    if problems := audit(index, meta.num_experts):
+        listed = "\n  ".join(problems)
+        raise CheckpointError(
+            f"what was written is not every part of every tensor once:\n  {listed}"
+        )
+    all_sums, small = dict(sums), {"index.json": index, "meta.json": meta}
+    for name, record in small.items():
         all_sums[name] = write_synced(path / name, record.model_dump_json())
+    all_sums[".metadata"] = write_synced(path / ".metadata", pickle.dumps(_dcp_metadata(index)))
     manifest = CheckpointManifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
     write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
     sync_directory(path)
@@ -340,84 +228,3 @@ def software_versions() -> dict[str, str]:
     except PackageNotFoundError:
         own = "unknown"
     return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-# Tensors that no run has written -----------------------------------------------------------------
-
-
-def write_checkpoint(
-    out: Path,
-    tensors: Mapping[str, Callable[[], Tensor]],
-    *,
-    step: int,
-    num_experts: Mapping[str, int],
-    meta: dict[str, Any],
-) -> CheckpointMeta:
-    """Writes the checkpoint of a step as one rank would, reads it back, and calls it `out`.
-
-    Args:
-        out: appears whole or not at all.
-        tensors: by their names in a checkpoint; each is made when it is written.
-        step: optimizer steps done.
-        num_experts: of the tensors that have experts.
-        meta: the caller's; JSON.
-
-    Raises:
-        CheckpointError: `out` exists or is called as another step's, or the disk is full or unsound.
-    """
-    refuse_name_of_another_step(out, step)
-    with atomic_directory(out, needed_bytes=0) as temporary:
-        writer = SummingWriter(temporary)
-        writer.set_up_storage_writer(is_coordinator=True)
-        stored, results = _write_whole(tensors, writer, temporary / _FILE)
-        writer.finish(Metadata({k: storage_metadata(v) for k, v in stored.items()}), [results])
-        layout = plan_layout(MeshConfig(), 1)
-        written = CheckpointMeta(
-            step=step,
-            generation=0,
-            layout=layout,
-            num_experts=dict(num_experts),
-            versions=software_versions(),
-            meta=meta,
-        )
-        seal(temporary, writer.index, written, writer.files.sums)
-        found = open_checkpoint(temporary)
-        if problems := audit(found) + damaged_files(found, sorted(found.manifest.files)):
-            listed = "\n  ".join(problems)
-            raise CheckpointError(
-                f"{out} does not read as it was written; is the disk sound? Nothing was left of "
-                f"it:\n  {listed}"
-            )
-    return written
-
-
-def _write_whole(
-    tensors: Mapping[str, Callable[[], Tensor]], writer: SummingWriter, file: Path
-) -> tuple[dict[str, StoredTensor], list[WriteResult]]:
-    """Writes all tensors into one file; returns what they are, and where each one is."""
-    stored: dict[str, StoredTensor] = {}
-    results: list[WriteResult] = []
-    with writer.files.create_stream(file, "wb") as opened:
-        stream: Any = opened
-        for name, make in tensors.items():
-            tensor = make().detach().contiguous()
-            start = stream.tell()
-            torch.save(tensor.clone(), stream)  # a view would bring its whole storage along
-            length = stream.tell() - start
-            offsets = (0,) * tensor.ndim
-            whole = Chunk(
-                offsets=offsets,
-                sizes=tuple(tensor.shape),
-                file=file.name,
-                start=start,
-                length=length,
-            )
-            stored[name] = StoredTensor(
-                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), chunks=[whole]
-            )
-            place = _StorageInfo(file.name, start, length)
-            index = MetadataIndex(name, torch.Size(offsets))
-            results.append(WriteResult(index, length, place))
-        stream.flush()
-        os.fsync(stream.fileno())
-    return stored, results

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.distributed.checkpoint.format import verify
+from moebius.distributed.checkpoint.format import open_verified
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
 from moebius.export.published import import_published, our_name, read_tensors, translate
@@ -55,7 +55,7 @@ def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> Non
     config = Config(model=golden.config, prepare=prepare)
     imported = import_published(tmp_path / "model.pth", tmp_path / "out", config)
     assert imported.num_parameters == sum(w.numel() for w in published(golden).values())
-    assert verify(step_0(tmp_path / "out")).step == 0
+    assert open_verified(step_0(tmp_path / "out")).meta.step == 0
     model = Transformer(golden.config)
     load(step_0(tmp_path / "out"), *model_tensors(model), allow_unexpected=True)
     with torch.no_grad():

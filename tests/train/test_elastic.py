@@ -16,7 +16,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.format import audit, open_checkpoint, read_meta, verify
+from moebius.distributed.checkpoint.format import audit, open_checkpoint, open_verified, read_meta
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.mesh import build_mesh
@@ -166,13 +166,15 @@ def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
     assert run_ranks(load_states, 1, folders, [{}], FEW) == [[]]
     meshes = [LAYOUTS[name][1] for name in ("fsdp4", "fsdp4 ep2")]
     assert run_ranks(load_states, 4, folders, meshes, FEW) == [[]] * 4
-    assert audit(stored) == []
+    assert audit(stored.index, stored.meta.num_experts) == []
     taken = chunks.pop()
-    assert audit(stored) == [
+    assert audit(stored.index, stored.meta.num_experts) == [
         f"{CUT}: experts 0-1 of 2 have 135 of 180 elements each, some missing or more than once"
     ]
     chunks += [taken, taken]
-    assert audit(stored) == [f"{CUT}: experts 0-1 of 2 are stored more than once"]
+    assert audit(stored.index, stored.meta.num_experts) == [
+        f"{CUT}: experts 0-1 of 2 are stored more than once"
+    ]
 
 
 @pytest.mark.parametrize("origins", ORIGINS)
@@ -182,7 +184,7 @@ def test_checkpoints_of_all_layouts_have_the_same_tensors_and_every_expert_once(
     shapes = []
     for name in origins:
         path = saved(name) / "step_00000007"
-        assert set(verify(path).num_experts.values()) == {12, 8}
+        assert set(open_verified(path).meta.num_experts.values()) == {12, 8}
         tensors = json.loads((path / "index.json").read_text())["tensors"]
         shapes.append({key: (stored["dtype"], stored["shape"]) for key, stored in tensors.items()})
         assert read_meta(path).num_experts.keys() < tensors.keys()
@@ -204,12 +206,12 @@ def test_a_part_of_a_sharded_tensor_that_is_missing_or_twice_is_found(
     damage: str, saved: Saved, tmp_path: Path
 ) -> None:
     stored = open_checkpoint(saved("fsdp4 ep4") / "step_00000007")
-    assert audit(stored) == []
+    assert audit(stored.index, stored.meta.num_experts) == []
     chunks = stored.index.tensors[CUT].chunks
     if damage == "missing":
         chunks.pop()
     else:
         chunks.append(chunks[0])
-    [problem] = audit(stored)
+    [problem] = audit(stored.index, stored.meta.num_experts)
     assert problem.startswith(CUT)
     assert ("missing" if damage == "missing" else "more than once") in problem

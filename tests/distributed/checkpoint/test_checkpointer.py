@@ -37,12 +37,11 @@ from moebius.distributed.checkpoint.format import (
     digest_of_sums,
     latest,
     list_checkpoints,
+    open_verified,
     read_meta,
-    verify,
 )
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.recovery import newest_whole
-from moebius.distributed.checkpoint.writing import ShardSavePlanner, write_plan
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
 from moebius.distributed.mesh import build_mesh
@@ -228,7 +227,7 @@ def test_a_save_commits_and_reports(saved_by_every_layout, world_size, ep):
     path, records = saved_by_every_layout[world_size, ep]
     assert latest(path.parent) == path
     assert list(path.parent.iterdir()) == [path]
-    meta = verify(path)
+    meta = open_verified(path).meta
     assert (meta.step, meta.generation, meta.meta) == (50, 3, META)
     assert (meta.layout.dp_replicate, meta.layout.ep) == (world_size // ep, ep)
     assert meta.num_experts == dict.fromkeys(SHARDED, 8)
@@ -346,14 +345,13 @@ def newest(directory) -> Path:
 
 def save_and_mutate(directory, ep):
     """The write is held back until the tensors have been overwritten."""
-    may_write = threading.Event()
-    write_data = checkpoint_writing.SummingWriter.write_data
+    may_write, write_tensors = threading.Event(), checkpoint.write_tensors
 
     def held_back(*args):
         assert may_write.wait(10)
-        return write_data(*args)
+        return write_tensors(*args)
 
-    checkpoint_writing.SummingWriter.write_data = held_back  # pyright: ignore[reportAttributeAccessIssue]
+    checkpoint.write_tensors = held_back
     with Rank(directory, ep) as rank:
         part = local_part(whole_state(), rank.mesh)
         rank.checkpointer.save(50, part, held(rank.mesh), META)
@@ -374,15 +372,15 @@ def test_tensors_may_change_while_they_are_written(tmp_path):
 
 
 def save_twice_quickly(directory):
-    write_data, running = checkpoint_writing.SummingWriter.write_data, []
+    write_tensors, running = checkpoint.write_tensors, []
 
     def slow(*args):
         running.append("start")
         time.sleep(0.1)
         running.append("end")
-        return write_data(*args)
+        return write_tensors(*args)
 
-    checkpoint_writing.SummingWriter.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
+    checkpoint.write_tensors = slow
     with Rank(directory) as rank:
         rank.save(1, seed=1)
         buffers = {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()}
@@ -426,7 +424,7 @@ def test_the_same_step_is_replaced(tmp_path):
     run_ranks(save_steps, 2, tmp_path, 2, [10], {"generation": 4})
     assert (tmp_path / "step_00000010" / "meta.json").read_text() != before
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000010"]
-    assert verify(tmp_path / "step_00000010").generation == 4
+    assert open_verified(tmp_path / "step_00000010").meta.generation == 4
 
 
 def save_and_load_on_gpu(directory):
@@ -459,8 +457,7 @@ def die_while_saving(directory, where, victim):
 
     with Rank(directory, 2) as rank:
         if rank.process.rank == victim:
-            owner = checkpoint if where == "publish" else checkpoint_writing.SummingWriter
-            setattr(owner, where, die)
+            setattr(checkpoint, where, die)
         rank.save(60, seed=60)
         try:
             rank.checkpointer.wait()
@@ -473,7 +470,7 @@ def die_while_saving(directory, where, victim):
 
 
 @pytest.mark.parametrize(
-    ("where", "victim"), [("write_data", 0), ("write_data", 1), ("publish", 0)]
+    ("where", "victim"), [("write_tensors", 0), ("write_tensors", 1), ("publish", 0)]
 )
 def test_a_crash_leaves_the_last_good_one(saved, where, victim):
     with pytest.raises(
@@ -482,7 +479,7 @@ def test_a_crash_leaves_the_last_good_one(saved, where, victim):
     ):
         run_ranks(die_while_saving, 2, saved.parent, where, victim, timeout_s=20)
     assert latest(saved.parent) == saved
-    verify(saved)
+    open_verified(saved)
     if victim == 0:
         assert (saved.parent / "step_00000060.g3.tmp").is_dir()
     run_ranks(save_steps, 2, saved.parent, 2, [], {"generation": 4})  # the next start cleans up
@@ -512,13 +509,13 @@ def test_a_crash_between_the_two_renames_of_a_replacement_is_undone(saved):
     assert latest(saved.parent) is None
     run_ranks(save_steps, 2, saved.parent, 2, [])
     assert latest(saved.parent) == saved
-    verify(saved)
+    open_verified(saved)
 
 
 def test_a_replacement_that_fails_puts_the_old_one_back(saved):
     with pytest.raises(FileNotFoundError):
         checkpoint.publish(saved.with_name("step_00000050.g3.tmp"), saved)
-    verify(saved)
+    open_verified(saved)
 
 
 def run_out_of_disk(directory, how):
@@ -568,8 +565,8 @@ def test_a_full_disk_spares_the_previous_one_and_all_ranks_hear(saved, how, word
         assert "__1_0.distcp" in message
         assert "step_00000050 is still there and untouched" in message
         assert records == [(60, False), (80, True)]
-    verify(saved)
-    verify(saved.with_name("step_00000080"))
+    open_verified(saved)
+    open_verified(saved.with_name("step_00000080"))
 
 
 def full_at_commit(directory):
@@ -598,28 +595,19 @@ def save_when_replaced(directory, generation_file, when):
         if when == "before":
             generation_file.write_text("4\n")
         else:
-            write = SummingWriterThatIsOvertaken(generation_file)
-            checkpoint_writing.SummingWriter.finish = write  # pyright: ignore[reportAttributeAccessIssue]
+            seal = checkpoint.seal
+
+            def overtaken(*args):
+                """The next generation starts while we write."""
+                generation_file.write_text("4")
+                return seal(*args)
+
+            checkpoint.seal = overtaken
         rank.save(70)
         try:
             rank.checkpointer.wait()
         except StaleGenerationError as error:
             return str(error)
-
-
-class SummingWriterThatIsOvertaken:
-    """The next generation starts while we write."""
-
-    def __init__(self, generation_file):
-        self.generation_file = generation_file
-        self.finish = checkpoint_writing.SummingWriter.finish
-
-    def __get__(self, writer, owner):
-        def finish(*args, **kwargs):
-            self.generation_file.write_text("4")
-            return self.finish(writer, *args, **kwargs)
-
-        return finish
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -646,7 +634,7 @@ def test_without_a_supervisor_there_is_no_fence(tmp_path):
     run_ranks(
         save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"}
     )
-    assert verify(tmp_path / "checkpoints" / "step_00000001").step == 1
+    assert open_verified(tmp_path / "checkpoints" / "step_00000001").meta.step == 1
 
 
 def wrong_call(directory, which):
@@ -727,7 +715,7 @@ def truncate(file):
 def test_a_damaged_file_is_found(saved, name, damage):
     damage(saved / name)
     with pytest.raises(CorruptCheckpointError, match=name):
-        verify(saved)
+        open_verified(saved)
     with pytest.raises(CorruptCheckpointError, match=name):
         load(saved, blank(whole_state()))
 
@@ -804,7 +792,7 @@ NO_BLOCKS = r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks"
 def test_an_index_that_does_not_fit_is_refused(saved, name, change, told):
     edit(saved, name, change)
     with pytest.raises(CorruptCheckpointError, match=told):
-        verify(saved)
+        open_verified(saved)
 
 
 def fewer_experts(part):
@@ -859,23 +847,13 @@ def test_an_old_one_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path, monk
     assert "step_00000010 could not be deleted: [Errno 16] Device or resource busy" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_value_that_is_no_tensor_is_refused(tmp_path):
-    """DCP would pickle it, and whoever loads it would execute what is in there."""
-    writer = checkpoint_writing.SummingWriter(tmp_path)
-    with pytest.raises(
-        CheckpointError, match="step is no tensor; values that are none belong into"
-    ):
-        write_plan({"step": 7}, writer, ShardSavePlanner(flatten_state_dict=False), rank=0)
-
-
 def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
     def broken(*given):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoint_files, "_blake2b_of", broken)
     with pytest.raises(CorruptCheckpointError, match=r"distcp cannot be read: Input/output error"):
-        verify(saved)
+        open_verified(saved)
     monkeypatch.setattr(Path, "stat", broken)
     found = checkpoint_files._misfit(saved / "index.json", FileSum(num_bytes=1, blake2b=""))
     assert found == "cannot be read: Input/output error"
@@ -918,7 +896,7 @@ def test_a_directory_in_the_place_of_a_file_is_told(saved):
     (saved / "__1_0.distcp").unlink()
     (saved / "__1_0.distcp").mkdir()
     with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is no file"):
-        verify(saved)
+        open_verified(saved)
 
 
 def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):

@@ -20,7 +20,7 @@ from moebius.distributed.checkpoint.format import (
     CheckpointError,
     CorruptCheckpointError,
     list_checkpoints,
-    verify,
+    open_verified,
 )
 from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -247,13 +247,13 @@ def test_what_does_not_read_back_is_never_committed(saved):
         assert "step_00000030 is still there" in told
     assert [each.step for each in list_checkpoints(saved)] == STEPS
     assert not list(saved.glob("*.tmp"))
-    verify(saved / NEWEST)
+    open_verified(saved / NEWEST)
 
 
 def test_without_reading_back_nobody_notices(saved):
     assert run_ranks(save_on_a_bad_disk, 2, saved, {"verify": False}) == [None, None]
     with pytest.raises(CorruptCheckpointError):
-        verify(saved / "step_00000040")
+        open_verified(saved / "step_00000040")
 
 
 # A store that cannot be written ------------------------------------------------------------------

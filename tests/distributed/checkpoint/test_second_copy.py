@@ -13,7 +13,7 @@ import torch
 from world import run_ranks
 
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
-from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, verify
+from moebius.distributed.checkpoint.format import CheckpointError, list_checkpoints, open_verified
 from moebius.distributed.checkpoint.second_copy import MARK, SecondCopy
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
@@ -195,7 +195,7 @@ def test_a_run_goes_on_from_the_copy_of_what_is_gone_or_damaged(
     first, second = run_ranks(save_and_go_on, 2, run_dir, place, [])
     assert first[:2] == second[:2] == (30, True)  # the copy of the same step, not the one before
     assert first[2][0].startswith("step_00000030.damaged-")
-    verify(folder / "step_00000030")
+    open_verified(folder / "step_00000030")
     shutil.rmtree(folder)
     assert run_ranks(save_and_go_on, 2, run_dir, place, []) == [(30, True, [])] * 2
     assert [each.step for each in list_checkpoints(folder)] == [30]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from world import RankFailed, run_ranks
 
+from moebius.distributed.checkpoint import atomic_directory as directory
 from moebius.distributed.checkpoint import checkpoint_folder
-from moebius.distributed.checkpoint.checkpoint_folder import atomic_directory
+from moebius.distributed.checkpoint.atomic_directory import atomic_directory
 from moebius.distributed.checkpoint.format import CheckpointError
 
 
@@ -177,14 +178,14 @@ def test_where_there_are_no_locks_what_was_left_stays_and_is_named(tmp_path: Pat
 def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = checkpoint_folder.sync_directory
+    sync = directory.sync_directory
 
     def fail_on_the_parent(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(path)
 
-    monkeypatch.setattr(checkpoint_folder, "sync_directory", fail_on_the_parent)
+    monkeypatch.setattr(directory, "sync_directory", fail_on_the_parent)
     with pytest.raises(
         CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/"
     ) as told:

@@ -1,0 +1,232 @@
+"""Directories that appear whole or not at all, and a checkpoint that no run has written in one."""
+
+import errno
+import fcntl
+import io
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import MeshConfig, plan_layout
+from ..local_shard import whole_shard
+from .checkpoint_folder import discard, sync_directory
+from .format import CheckpointError, CheckpointMeta, damaged_files, open_checkpoint, step_name
+from .writing import seal, software_versions, write_tensors
+
+logger = logging.getLogger(__name__)
+
+_LOCK_NAME = "lock"
+_FILE = "__0_0.distcp"
+
+
+def write_checkpoint(
+    out: Path,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    *,
+    step: int,
+    num_experts: Mapping[str, int],
+    meta: dict[str, Any],
+) -> CheckpointMeta:
+    """Writes the checkpoint of a step as one rank would, reads it back, and calls it `out`.
+
+    Args:
+        out: appears whole or not at all.
+        tensors: by their names in a checkpoint; each is made when it is written.
+        step: optimizer steps done.
+        num_experts: of the tensors that have experts.
+        meta: the caller's; JSON.
+
+    Raises:
+        CheckpointError: `out` exists or is called as another step's, or the disk is full or unsound.
+    """
+    refuse_name_of_another_step(out, step)
+    made = ((name, make().contiguous()) for name, make in tensors.items())
+    with atomic_directory(out, needed_bytes=0) as temporary:
+        index, file_sum = write_tensors(
+            temporary / _FILE, ((name, each, whole_shard(each.shape)) for name, each in made)
+        )
+        written = CheckpointMeta(
+            step=step,
+            generation=0,
+            layout=plan_layout(MeshConfig(), 1),
+            num_experts=dict(num_experts),
+            versions=software_versions(),
+            meta=meta,
+        )
+        seal(temporary, index, written, {_FILE: file_sum})
+        found = open_checkpoint(temporary)
+        if problems := damaged_files(found, sorted(found.manifest.files)):
+            listed = "\n  ".join(problems)
+            raise CheckpointError(
+                f"{out} does not read as it was written; is the disk sound? Nothing was left of "
+                f"it:\n  {listed}"
+            )
+    return written
+
+
+def refuse_name_of_another_step(path: Path, step: int | None) -> None:
+    """Refuses a directory whose name would let runs take it for a checkpoint that it is not.
+
+    Runs find their checkpoints by name: one of another step is resumed from in place of the newest,
+    or never.
+
+    Args:
+        path: the directory.
+        step: of the checkpoint in it; None: it is no checkpoint at all.
+
+    Raises:
+        CheckpointError: the name is that of another step.
+    """
+    if re.fullmatch(r"step_\d+", path.name) is None or (
+        step is not None and path.name == step_name(step)
+    ):
+        return
+    if step is None:
+        raise CheckpointError(
+            f"{path}: only a checkpoint may be called step_<number>; choose another name"
+        )
+    raise CheckpointError(
+        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it "
+        f"{step_name(step)}, or something that does "
+        "not look like another step"
+    )
+
+
+@contextmanager
+def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
+
+    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock in
+    there. What a process left there that was killed is removed, and a warning says so.
+
+    Raises:
+        CheckpointError: `out` exists, another process writes it, its disk has less than
+            `needed_bytes` left, or a file in it cannot be written; or it is there, whole, but its
+            name could not be synced. An OSError about a file elsewhere is raised as it is.
+    """
+    refuse_existing(out)
+    part = out.with_name(f"{out.name}.part.tmp")
+    with ExitStack() as stack:
+        with _blamed_on(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_small_disk(out, needed_bytes)
+            lock = stack.enter_context(_locked(part, out))
+            stack.callback(discard, part)
+        with _blamed_on(out, within=part):
+            yield part
+        with _blamed_on(out):
+            os.unlink(lock.name)
+            sync_directory(part)
+            _rename_to_new(part, out)
+    _sync_name(out)
+
+
+def refuse_existing(out: Path) -> None:
+    """Refuses a name that exists, even a link to nothing.
+
+    Raises:
+        CheckpointError: there is something of that name.
+    """
+    if os.path.lexists(out):
+        raise CheckpointError(
+            f"{out} exists already and is not overwritten: choose another name, or remove it first"
+        )
+
+
+@contextmanager
+def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError about `out`.
+
+    With `within`, only if it is about a file in there, or about none.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_elsewhere = error.filename and within and within not in Path(error.filename).parents
+        if is_elsewhere:
+            raise
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
+            "nothing was left there"
+        ) from error
+
+
+def _sync_name(out: Path) -> None:
+    """Writes the name of a complete `out` to the disk.
+
+    `out` is not taken back if that fails: whoever wants it has it.
+    """
+    try:
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} is complete, but its name may not survive a power cut: "
+            f"{error.strerror or error} ({out.parent})"
+        ) from error
+
+
+def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
+    if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
+        raise CheckpointError(
+            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
+            f"{free_bytes / 2**20:,.0f} MiB left; nothing was written"
+        )
+
+
+def _locked(part: Path, out: Path) -> io.FileIO:
+    """Makes the directory `part` and returns its lock file, locked until it is closed.
+
+    A directory without a lock file is somebody's own, and stays as it is.
+    """
+    is_new = not part.exists()
+    part.mkdir(exist_ok=True)
+    try:
+        lock = _opened_lock(part / _LOCK_NAME, is_new=is_new)
+    except OSError as error:
+        raise CheckpointError(
+            f"{part} is being written by another process, or was left by one that was killed and "
+            f"cannot be told from one that lives ({error.strerror}): remove it if nothing writes "
+            f"{out}, or choose another name"
+        ) from error
+    if is_new:
+        return lock
+    with lock:
+        logger.warning("%s was left by a process that was killed; it is removed", part)
+        discard(part)
+    part.mkdir()
+    return _opened_lock(part / _LOCK_NAME, is_new=True)
+
+
+def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
+    """Opens a lock file and locks it. A new one will do where the file system has no locks.
+
+    Raises:
+        OSError: another process holds it, it is gone, or that cannot be told.
+    """
+    file = io.FileIO(path, "x" if is_new else "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise FileNotFoundError(errno.ENOENT, "its lock was replaced", str(path))
+    except OSError as error:
+        if not is_new or isinstance(error, BlockingIOError):
+            file.close()
+            raise
+    return file
+
+
+def _rename_to_new(path: Path, out: Path) -> None:
+    """Renames a directory to a name that must not exist."""
+    refuse_existing(out)
+    try:
+        path.rename(out)
+    except OSError:
+        refuse_existing(out)  # it came between that look and the rename
+        raise
