@@ -48,7 +48,7 @@ class Mesh:
     rank: int
     device_type: str
     world_group: dist.ProcessGroup
-    groups: Mapping[str, dist.ProcessGroup]
+    groups: Mapping[str, dist.ProcessGroup]  # by axis: the ranks that differ from this in it only
     _device_meshes: dict[tuple[tuple[str, ...], str], DeviceMesh] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -57,10 +57,6 @@ class Mesh:
     def coordinates(self) -> Coordinates:
         """The place of this rank in the layout."""
         return coordinates(self.layout, self.rank)
-
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """Returns the group of the ranks that differ from this one in `axis` only."""
-        return self.groups[axis]
 
     @property
     def ep_group(self) -> dist.ProcessGroup:

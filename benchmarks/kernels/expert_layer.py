@@ -53,7 +53,7 @@ from benchmarks.kernels.layers import (
 )
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, save
-from moebius.distributed.process.host_memory import keep_freed_memory
+from moebius.distributed.process.process import keep_freed_memory
 from moebius.kernels.cpu import library
 from moebius.kernels.cpu.onednn import EXACT, relative_error
 

@@ -14,6 +14,7 @@ A process without torchrun's environment is a world of one, with a store in its 
 on one machine listens on the loopback alone; docs/security.md says what is open elsewhere.
 """
 
+import ctypes
 import errno
 import logging
 import os
@@ -31,7 +32,6 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from .agreement import agree, version_facts
 from .diagnosis import CollectiveError, Reporter, explain, report_exception
-from .host_memory import keep_freed_memory
 from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_S = 30.0  # at least: the store is there before any rank, but its machine may be busy
 _LET_GO_S = 0.02
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 # Where Gloo and NCCL listen. They answer anybody, so a world on one machine keeps to the loopback.
 _LISTEN_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ON_ALL_INTERFACES = "MOEBIUS_STORE_ON_ALL_INTERFACES"  # set to 1: the rendezvous store may
@@ -188,6 +189,27 @@ def stop_process() -> None:
         dist.destroy_process_group()
     while _chosen_here:  # the next world of this process may be on several machines
         os.environ.pop(_chosen_here.pop(), None)
+
+
+def keep_freed_memory() -> bool:
+    """Lets this process keep from here on the memory that it frees, if its C library is glibc.
+
+    glibc gives large freed blocks back to the system, which clears their pages when they are wanted
+    again: in every step, layer and exchange. Kept, they cost nothing. The price: a process never
+    becomes smaller, and where sizes vary, pieces too small for anybody lie between those in use
+    (tests/distributed/process/test_host_memory.py draws sizes up to 64 MiB, and bounds it at as much
+    again). What other threads than the first allocate beyond 64 MiB at a time is given back as
+    before, and a preloaded allocator has rules of its own.
+
+    Returns:
+        Whether the C library could be told so.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return (
+        mallopt is not None
+        and bool(mallopt(_MMAP_MAX, 0))
+        and bool(mallopt(_TRIM_THRESHOLD, -1))  # never
+    )
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:

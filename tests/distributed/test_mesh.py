@@ -56,8 +56,8 @@ def sum_of_ranks(group, rank):
 def describe(ep, dp_shard):
     with start_process("cpu", timeout_s=20) as process:
         mesh = make_mesh(process, ep, dp_shard)
-        sums = {axis: sum_of_ranks(mesh.group(axis), process.rank) for axis in AXES}
-        members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
+        sums = {axis: sum_of_ranks(mesh.groups[axis], process.rank) for axis in AXES}
+        members = {axis: dist.get_process_group_ranks(mesh.groups[axis]) for axis in AXES}
         for view in (DENSE_AXES, SPARSE_AXES):
             device_mesh = mesh.device_mesh(*view)
             assert device_mesh is mesh.device_mesh(*view)
@@ -65,13 +65,13 @@ def describe(ep, dp_shard):
             assert list(device_mesh.get_coordinate() or ()) == [
                 getattr(mesh.coordinates, axis) for axis in view
             ]
-            assert all(device_mesh.get_group(axis) is mesh.group(axis) for axis in view)
+            assert all(device_mesh.get_group(axis) is mesh.groups[axis] for axis in view)
         assert mesh.device_mesh("dp_replicate", "dp_shard").mesh.tolist() == [
             group_of(mesh.layout, "dp_shard", rank) for rank in members["dp_replicate"]
         ]
-        assert mesh.ep_group is mesh.group("ep")
-        assert mesh.expert_replica_group is mesh.group("expert_replicas")
-        num_groups = len({id(mesh.group(axis)) for axis in AXES} | {id(mesh.world_group)})
+        assert mesh.ep_group is mesh.groups["ep"]
+        assert mesh.expert_replica_group is mesh.groups["expert_replicas"]
+        num_groups = len({id(mesh.groups[axis]) for axis in AXES} | {id(mesh.world_group)})
         return (
             sums,
             members,
@@ -146,7 +146,7 @@ def group_times_out(axis):
         time.sleep(4)
         return "elsewhere"
     try:
-        group = mesh.world_group if axis == "world" else mesh.group(axis)
+        group = mesh.world_group if axis == "world" else mesh.groups[axis]
         dist.all_reduce(torch.zeros(1), group=group)
     except RuntimeError as error:
         return str(error)
@@ -219,7 +219,7 @@ def test_on_64_threads_groups_carry_real_values(threads):
         assert list(mesh.device_mesh(*SPARSE_AXES).get_coordinate() or ()) == [
             getattr(mesh.coordinates, axis) for axis in SPARSE_AXES
         ]
-        return {axis: sum_of_ranks(mesh.group(axis), rank) for axis in AXES}
+        return {axis: sum_of_ranks(mesh.groups[axis], rank) for axis in AXES}
 
     for rank, sums in enumerate(on_threads(live, 64)):
         assert sums == {
@@ -245,7 +245,7 @@ def test_one_rank_of_a_pretended_10_240(rank, layout):
             time.perf_counter() - started < 5
         )  # it is 0.1 s; making every group of the world would take minutes
         for axis in AXES:
-            assert dist.get_process_group_ranks(mesh.group(axis)) == group_of(layout, axis, rank)
+            assert dist.get_process_group_ranks(mesh.groups[axis]) == group_of(layout, axis, rank)
         assert shapes == tuple(
             tuple(getattr(layout, axis) for axis in view) for view in (DENSE_AXES, SPARSE_AXES)
         )

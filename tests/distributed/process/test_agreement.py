@@ -105,52 +105,40 @@ def test_all_ranks_hear_the_difference_though_rank_0_serves_the_store_and_ends(m
     assert "seed: 0 on ranks 0-2; 1 on rank 3" in heard[0]
 
 
-def changed_config():
-    return flat_facts("config", CONFIG | {"train": {"seed": 1, "steps": 10}}), flat_facts(
-        "config", CONFIG
-    )
-
-
-def changed_code():
-    facts = code_facts()
-    return facts | {"code model/moe.py": "of another commit"}, facts
-
-
-def changed_torch():
-    return version_facts() | {"torch version": "2.11.0"}, version_facts()
-
-
-def changed_layout():
-    return layout_facts(Layout(dp_replicate=1, dp_shard=4, ep=2)), layout_facts(
-        Layout(dp_replicate=2, dp_shard=2, ep=2)
-    )
-
-
-def changed_parameters():
-    model, other = nn.Linear(3, 4), nn.Linear(3, 5)
-    return parameter_facts(other), parameter_facts(model)
-
-
-def more_parameters():
-    return parameter_facts(nn.Linear(3, 4, bias=False)), parameter_facts(nn.Linear(3, 4))
+CHANGED = flat_facts("config", CONFIG | {"train": {"seed": 1, "steps": 10}})
+THREE, FOUR = parameter_facts(nn.Linear(3, 4)), parameter_facts(nn.Linear(3, 5))
+NO_BIAS = parameter_facts(nn.Linear(3, 4, bias=False))
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("unlike", "alike", "told"),
     [
-        (changed_config, ["config train.seed: 0 on ranks 0-1, 3; 1 on rank 2"]),
-        (changed_code, ["code model/moe.py: ", "of another commit on rank 2"]),
-        (changed_torch, [f"torch version: {torch.__version__} on ranks 0-1, 3; 2.11.0 on rank 2"]),
-        (changed_layout, ["layout: world 4 = dp_replicate 2 × dp_shard 2"]),
         (
-            changed_parameters,
-            ["parameter weight: [4, 3] float32 on ranks 0-1, 3; [5, 3] float32 on rank 2"],
+            CHANGED,
+            flat_facts("config", CONFIG),
+            ["config train.seed: 0 on ranks 0-1, 3; 1 on rank 2"],
         ),
-        (more_parameters, ["parameter bias: [4] float32 on ranks 0-1, 3; absent on rank 2"]),
+        (
+            code_facts() | {"code model/moe.py": "of another commit"},
+            code_facts(),
+            ["code model/moe.py: ", "of another commit on rank 2"],
+        ),
+        (
+            version_facts() | {"torch version": "2.11.0"},
+            version_facts(),
+            [f"torch version: {torch.__version__} on ranks 0-1, 3; 2.11.0 on rank 2"],
+        ),
+        (
+            layout_facts(Layout(dp_replicate=1, dp_shard=4, ep=2)),
+            layout_facts(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+            ["layout: world 4 = dp_replicate 2 × dp_shard 2"],
+        ),
+        (FOUR, THREE, ["weight: [4, 3] float32 on ranks 0-1, 3; [5, 3] float32 on rank 2"]),
+        (NO_BIAS, THREE, ["parameter bias: [4] float32 on ranks 0-1, 3; absent on rank 2"]),
     ],
+    ids=["config", "code", "torch", "layout", "parameters", "more parameters"],
 )
-def test_every_rank_is_told_who_differs(make, told):
-    unlike, alike = make()
+def test_every_rank_is_told_who_differs(unlike, alike, told):
     heard = together([alike, alike, unlike, alike])
     assert len(set(heard)) == 1
     for words in told:

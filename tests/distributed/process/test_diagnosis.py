@@ -17,6 +17,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import diagnosis
 from moebius.distributed.process.diagnosis import (
+    BlockedCollective,
     CollectiveCall,
     CollectiveError,
     RankReport,
@@ -231,6 +232,12 @@ def call(number, *, group="g", operation="all_reduce", sizes=((4,),), age_s=0.0)
     return CollectiveCall(group, f"{group} of ranks 0-3", number, operation, sizes, age_s, 10.0)
 
 
+def blocked_by(reports, **members) -> BlockedCollective:
+    found = find_blocked(0, reports, members or {"g": [0, 1]})
+    assert found is not None
+    return found
+
+
 def test_who_keeps_a_collective_from_completing():
     """Rank 0 waits in no. 3: rank 1 is behind, rank 2 ended, rank 3 is silent; other groups are as
     they should be.
@@ -240,14 +247,9 @@ def test_who_keeps_a_collective_from_completing():
         1: RankReport([call(2), call(9, group="far")]),
         2: RankReport([call(2)], ended="ValueError: no"),
     }
-    blocked = find_blocked(0, reports, {"g": [0, 1, 2, 3], "far": [0]})
-    assert blocked is not None
-    assert (blocked.call.number, blocked.behind, blocked.ended, blocked.silent) == (
-        3,
-        [1],
-        [2],
-        [3],
-    )
+    blocked = blocked_by(reports, g=[0, 1, 2, 3], far=[0])
+    assert blocked.call.number == 3
+    assert (blocked.behind, blocked.ended, blocked.silent) == ([1], [2], [3])
     text = describe_blocked(blocked, reports)
     assert (
         "rank 1 did not come (rank 1 last called all_reduce no. 9 of group 'far of ranks 0-3')"
@@ -261,9 +263,7 @@ def test_a_rank_that_is_only_slower_is_not_blamed_for_what_is_not_overdue():
     reports = {0: RankReport([call(3, age_s=1.0)]), 1: RankReport([call(2)])}
     assert find_blocked(0, reports, {"g": [0, 1]}) is None
     reports[1] = RankReport([call(2)], ended="ValueError: no")
-    blocked = find_blocked(0, reports, {"g": [0, 1]})
-    assert blocked is not None
-    assert blocked.ended == [1]
+    assert blocked_by(reports).ended == [1]
 
 
 def test_a_silent_rank_is_not_said_to_have_missed_what_completed():
@@ -275,20 +275,16 @@ def test_a_silent_rank_is_not_said_to_have_missed_what_completed():
         for number in range(85, 103)
     ]
     for calls in (old[:16], old):
-        blocked = find_blocked(0, {0: RankReport(calls)}, {"g": [0, 1]})
-        assert blocked is not None
+        blocked = blocked_by({0: RankReport(calls)})
         assert (blocked.call.number, blocked.silent) == (100, [1])
-    blocked = find_blocked(0, {0: RankReport(old[16:])}, {"g": [0, 1]})
-    assert blocked is not None
-    assert blocked.call.number == 101
+    assert blocked_by({0: RankReport(old[16:])}).call.number == 101
 
 
 def test_a_report_shows_more_than_a_silence():
     """No. 2 of three ranks: rank 1 has not come, which is certain; rank 2 is silent in no. 1 as well."""
     calls = [replace(call(number, age_s=9.9), is_over=True) for number in (1, 2, 3)]
     reports = {0: RankReport(calls), 1: RankReport([call(1)])}
-    blocked = find_blocked(0, reports, {"g": [0, 1, 2]})
-    assert blocked is not None
+    blocked = blocked_by(reports, g=[0, 1, 2])
     assert (blocked.call.number, blocked.behind, blocked.silent) == (2, [1], [2])
 
 
@@ -376,9 +372,7 @@ def test_where_the_first_rank_found_no_cause_the_others_say_that():
 
 def test_a_rank_that_was_never_seen_in_a_collective():
     reports = {0: RankReport([call(1, age_s=9.9)]), 1: RankReport([])}
-    blocked = find_blocked(0, reports, {"g": [0, 1]})
-    assert blocked is not None
-    assert "rank 1 has called no collective yet" in describe_blocked(blocked, reports)
+    assert "rank 1 has called no collective yet" in describe_blocked(blocked_by(reports), reports)
 
 
 def test_positions_tell_the_last_collective_of_each_group_and_the_oldest_that_has_not_ended(

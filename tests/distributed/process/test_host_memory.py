@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from moebius.distributed.process.host_memory import keep_freed_memory
+from moebius.distributed.process.process import keep_freed_memory
 
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 RANDOM_SIZES = """
 import random, torch
-from moebius.distributed.process.host_memory import keep_freed_memory
+from moebius.distributed.process.process import keep_freed_memory
 
 def resident(what):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
@@ -52,14 +52,7 @@ def output_of(program: str, *arguments: str) -> str:
 @pytest.mark.slow
 @needs_glibc
 def test_freed_memory_is_not_asked_for_again() -> None:
-    faults = {
-        way: int(
-            subprocess.run(
-                [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for way in ("keep", "leave")
-    }
+    faults = {way: int(output_of(PROGRAM, way)) for way in ("keep", "leave")}
     pages = 2**26 // resource.getpagesize()
     assert faults["leave"] >= 10 * pages / 512  # at least one per huge page and step
     assert faults["keep"] < faults["leave"] / 20

@@ -21,7 +21,6 @@ from world import RankFailed, run_ranks
 from moebius.distributed.process import process as process_module
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import (
-    DeviceError,
     Process,
     start_process,
     stop_process,
@@ -164,12 +163,9 @@ with start_process("cpu", timeout_s=20):
 @pytest.mark.slow
 def test_ranks_without_an_agent_end_in_good_order():
     """Rank 0 holds the store and may be gone first; nobody's thread may turn that into an abort."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    del server
     variables = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port("127.0.0.1")),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
     }
@@ -230,12 +226,20 @@ def test_which_worlds_are_on_one_machine(environment, local_world_size, expected
     assert told is expected
 
 
-def test_rank_0_serves_the_store_on_the_address_that_it_was_given(caplog):
-    free = bind("127.0.0.5")
+def free_port(host: str) -> int:
+    free = bind(host)
     port = free.getsockname()[1]
     free.close()
-    timeout = timedelta(seconds=5)
-    store = process_module._serve_store("127.0.0.5", port, place_of(0, 1), timeout)
+    return port
+
+
+def serve(host: str, port: int) -> TCPStore:
+    return process_module._serve_store(host, port, place_of(0, 1), timedelta(seconds=5))
+
+
+def test_rank_0_serves_the_store_on_the_address_that_it_was_given(caplog):
+    port = free_port("127.0.0.5")
+    store = serve("127.0.0.5", port)
     store.set("key", "value")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
@@ -244,9 +248,7 @@ def test_rank_0_serves_the_store_on_the_address_that_it_was_given(caplog):
 
 def behind_a_service(monkeypatch) -> int:
     """MASTER_ADDR is no address that others reach: a service's, or the loopback by /etc/hosts."""
-    free = bind("127.0.0.1")
-    port = free.getsockname()[1]
-    free.close()
+    port = free_port("127.0.0.1")
     real = process_module.bind
     monkeypatch.setattr(process_module, "bind", lambda host, port: real("127.0.1.1", port))
     monkeypatch.setattr(process_module, "is_loopback", lambda host: host.startswith("127.0.1"))
@@ -258,7 +260,7 @@ def test_a_store_that_cannot_be_bound_to_its_address_is_not_served(monkeypatch):
     with pytest.raises(
         ValueError, match=r"other machines cannot reach\. Set MASTER_ADDR to rank 0's"
     ):
-        process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+        serve("127.0.0.1", port)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
 
@@ -268,13 +270,13 @@ def test_an_address_of_another_machine_is_refused_with_the_system_s_reason(monke
     with pytest.raises(
         ValueError, match=r"MASTER_ADDR 192\.0\.2\.7 is not an address of this machine"
     ):
-        process_module._serve_store("192.0.2.7", 29500, place_of(0, 1), timedelta(seconds=5))
+        serve("192.0.2.7", 29500)
 
 
 def test_a_store_on_all_interfaces_must_be_asked_for_and_says_so(caplog, monkeypatch):
     port = behind_a_service(monkeypatch)
     monkeypatch.setenv("MOEBIUS_STORE_ON_ALL_INTERFACES", "1")
-    store = process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+    store = serve("127.0.0.1", port)
     store.set("key", "value")
     socket.create_connection(("127.0.0.1", port), timeout=2).close()
     assert "listens on all interfaces and answers anybody" in caplog.text
@@ -315,37 +317,24 @@ def test_a_rank_beyond_the_world_is_explained(alone):
         ("auto", 0, 1, "cpu"),
         ("auto", 1, 1, "cuda:0"),
         ("cpu", 8, 1, "cpu"),
+        ("cpu", 1, 4, "cpu"),
         ("cuda", 2, 2, "cuda:0"),
+        ("auto", 1, 4, r"rank 0 sees 1 GPUs, and its node has 4 ranks.*train\.device=cpu"),
+        ("gpu", 0, 1, r"device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
+        ("cuda", 0, 1, r"'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"),
     ],
 )
-def test_the_device_is_chosen_for_the_whole_node(
+def test_the_device_is_chosen_for_the_whole_node_or_refused(
     monkeypatch, wanted, num_gpus, local_world_size, chosen
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    place = process_module._Place(
-        rank=0, world_size=8, local_rank=0, local_world_size=local_world_size
-    )
-    assert str(process_module._choose_device(wanted, place)) == chosen
-
-
-def test_too_few_gpus_are_not_silently_left_idle(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    place = process_module._Place(rank=5, world_size=8, local_rank=1, local_world_size=4)
-    with pytest.raises(
-        DeviceError, match=r"rank 5 sees 1 GPUs, and its node has 4 ranks.*train\.device=cpu"
-    ):
-        process_module._choose_device("auto", place)
-    assert str(process_module._choose_device("cpu", place)) == "cpu"
-
-
-def test_cuda_without_a_gpu_is_a_clear_error(alone):
-    alone.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ValueError, match="'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"
-    ):
-        start_process("cuda")
+    place = process_module._Place(0, 8, 0, local_world_size)
+    if chosen in ("cpu", "cuda:0"):
+        assert str(process_module._choose_device(wanted, place)) == chosen
+        return
+    with pytest.raises(ValueError, match=chosen):
+        process_module._choose_device(wanted, place)
 
 
 def start_on(device):
@@ -357,12 +346,6 @@ def test_a_failing_rank_is_not_hidden():
         run_ranks(start_on, 1, "tpu")
 
 
-def test_an_unknown_device_is_refused():
-    place = process_module._Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    with pytest.raises(ValueError, match=r"device must be 'auto', 'cpu' or 'cuda', got 'gpu'"):
-        process_module._choose_device("gpu", place)
-
-
 @pytest.mark.parametrize(
     ("address", "expected"),
     [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("localhost", False)],
@@ -372,8 +355,7 @@ def test_which_addresses_only_this_machine_reaches(address, expected):
 
 
 def test_a_port_that_is_taken_is_no_foreign_address():
-    place = process_module._Place(rank=0, world_size=2, local_rank=0, local_world_size=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="Address already in use"):
-            process_module._serve_store("127.0.0.1", port, place, timedelta(seconds=5))
+            serve("127.0.0.1", port)
