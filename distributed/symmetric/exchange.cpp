@@ -496,10 +496,11 @@ void list_pairs(std::vector<int32_t>& mark, int64_t P, Pairs& pairs) {
 
 }  // namespace
 
+// Called from Python, where every argument is a pointer or an int64_t (kernels/cpu/build.py).
 extern "C" {
 
 // Makes this rank's outbox; nullptr where the system refuses.
-Exchange* moebius_exchange_create(uint64_t nonce, int rank, int num_ranks) {
+Exchange* moebius_exchange_create(int64_t nonce, int64_t rank, int64_t num_ranks) {
   int fd = memory_file(sizeof(Control));
   char* place = fd < 0 ? nullptr : mapped(fd, sizeof(Control), PROT_READ | PROT_WRITE);
   struct flock lock = lock_of(F_WRLCK);
@@ -517,13 +518,14 @@ Exchange* moebius_exchange_create(uint64_t nonce, int rank, int num_ranks) {
   return exchange;
 }
 
-int moebius_exchange_file(const Exchange* exchange) { return exchange->own_fd; }
+int64_t moebius_exchange_file(const Exchange* exchange) { return exchange->own_fd; }
 
 // Maps a peer's control block; 0, or an errno, or -1 where what is there is not the peer's.
-int moebius_exchange_connect(Exchange* exchange, int who, int64_t pid, int fd, uint64_t nonce) {
+int64_t moebius_exchange_connect(Exchange* exchange, int64_t who, int64_t pid, int64_t fd, int64_t nonce) {
   if (who == exchange->rank) return 0;
   char path[64];
-  std::snprintf(path, sizeof path, "/proc/%lld/fd/%d", static_cast<long long>(pid), fd);
+  std::snprintf(path, sizeof path, "/proc/%lld/fd/%lld", static_cast<long long>(pid),
+                static_cast<long long>(fd));
   int opened = open(path, O_RDWR | O_CLOEXEC);
   if (opened < 0) return errno;
   struct stat about {};
@@ -532,7 +534,8 @@ int moebius_exchange_connect(Exchange* exchange, int who, int64_t pid, int fd, u
     return -1;
   }
   Control* control = reinterpret_cast<Control*>(mapped(opened, sizeof(Control), PROT_READ | PROT_WRITE));
-  if (control == nullptr || control->magic != kMagic || control->nonce != nonce || control->rank != who ||
+  if (control == nullptr || control->magic != kMagic || control->nonce != static_cast<uint64_t>(nonce) ||
+      control->rank != who ||
       control->num_ranks != exchange->num_ranks) {
     if (control != nullptr) munmap(control, sizeof(Control));
     close(opened);
@@ -568,35 +571,35 @@ void moebius_exchange_close(Exchange* exchange) {
 }
 
 // Messages that this rank posts from now on get checksums, which readers verify; or none.
-void moebius_exchange_check(Exchange* exchange, int checking) { exchange->checking = checking != 0; }
+void moebius_exchange_check(Exchange* exchange, int64_t checking) { exchange->checking = checking != 0; }
 
 const char* moebius_exchange_fault(const Exchange* exchange) { return exchange->fault; }
 
-uint64_t moebius_exchange_bytes(const Exchange* exchange) {
-  uint64_t bytes = 0;
+int64_t moebius_exchange_bytes(const Exchange* exchange) {
+  int64_t bytes = 0;
   for (uint32_t i = 0; i < exchange->num_arenas; i++) bytes += exchange->own->arenas[i].bytes;
   return bytes;
 }
 
 // Waits until every rank has posted `number`; which rank did not is written to `who`.
-int moebius_exchange_wait(Exchange* exchange, uint32_t number, int* who) {
+int64_t moebius_exchange_wait(Exchange* exchange, int64_t number, int* who) {
   for (int i = 0; i < exchange->num_ranks; i++) {
     // beginning behind this rank: the ranks do not all look at the first
     *who = (exchange->rank + 1 + i) % exchange->num_ranks;
-    if (int status = exchange->wait(*who, number)) return status;
+    if (int status = exchange->wait(*who, static_cast<uint32_t>(number))) return status;
   }
   return 0;
 }
 
 // How many 8-byte words a plan takes.
-int64_t moebius_exchange_plan_words(const Exchange* exchange, int64_t U, int64_t T, int64_t N, int same) {
+int64_t moebius_exchange_plan_words(const Exchange* exchange, int64_t U, int64_t T, int64_t N, int64_t same) {
   return Plan(nullptr, exchange->num_ranks, U, T, N, same != 0).num_words;
 }
 
 // Writes down where every route goes. `same`: targets are the source rows, and are listed once.
-int moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t U, int64_t T, int64_t N, int64_t E, int same,
-                          const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N,
-                          const int32_t* rank_E, const int32_t* local_E) {
+int64_t moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t U, int64_t T, int64_t N, int64_t E,
+                              int64_t same, const int64_t* source_N, const int64_t* target_N,
+                              const int64_t* expert_N, const int32_t* rank_E, const int32_t* local_E) {
   int64_t P = exchange->num_ranks;
   Plan plan(buffer, P, U, T, N, same != 0);
   int64_t head[5] = {P, U, T, N, same};
@@ -645,8 +648,8 @@ void moebius_exchange_sent(const Exchange* exchange, int64_t* buffer, int64_t* c
 
 // Posts rows: with weights the source rows, and the routes that read them; without, the target rows
 // alone (their gradients).
-int moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const char* x, int64_t row_bytes,
-                              const char* weight_N, int64_t weight_bytes, uint32_t* number) {
+int64_t moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const char* x, int64_t row_bytes,
+                                  const char* weight_N, int64_t weight_bytes, uint32_t* number) {
   Plan plan = Plan::of(buffer);
   int P = exchange->num_ranks;
   bool described = weight_bytes > 0;
@@ -693,8 +696,9 @@ int moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const char* x
 
 // Where the rows, routes and targets of every rank begin, and the last end, (3, P + 1), of a message
 // that was waited for.
-int moebius_exchange_sizes(Exchange* exchange, uint32_t number, int64_t row_bytes, int64_t weight_bytes,
-                           int64_t* starts_3P1) {
+int64_t moebius_exchange_sizes(Exchange* exchange, int64_t posted, int64_t row_bytes, int64_t weight_bytes,
+                               int64_t* starts_3P1) {
+  uint32_t number = static_cast<uint32_t>(posted);
   int64_t P = exchange->num_ranks, *rows = starts_3P1, *routes = rows + P + 1, *targets = routes + P + 1;
   rows[0] = routes[0] = targets[0] = 0;
   for (int p = 0; p < P; p++) {
@@ -709,8 +713,10 @@ int moebius_exchange_sizes(Exchange* exchange, uint32_t number, int64_t row_byte
 }
 
 // Copies what came: rows in the order of ranks; routes with rows and targets numbered as they came.
-int moebius_exchange_take_out(Exchange* exchange, uint32_t number, int64_t row_bytes, int64_t weight_bytes,
-                              char* rows, int64_t* source_N, int64_t* slot_N, int64_t* target_N, char* weight_N) {
+int64_t moebius_exchange_take_out(Exchange* exchange, int64_t posted, int64_t row_bytes, int64_t weight_bytes,
+                                  char* rows, int64_t* source_N, int64_t* slot_N, int64_t* target_N,
+                                  char* weight_N) {
+  uint32_t number = static_cast<uint32_t>(posted);
   int64_t first_row = 0, first_route = 0, first_target = 0;
   for (int p = 0; p < exchange->num_ranks; p++) {
     const char* message = exchange->find(p, number, kOut, row_bytes, weight_bytes);
@@ -747,9 +753,9 @@ int moebius_exchange_take_out(Exchange* exchange, uint32_t number, int64_t row_b
 }
 
 // Posts rows by destination, and where weights have bytes a weight's gradient per route.
-int moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t row_bytes, const int64_t* rows_P1,
-                               const char* weight_N, const int64_t* routes_P1, int64_t weight_bytes,
-                               uint32_t* number) {
+int64_t moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t row_bytes, const int64_t* rows_P1,
+                                   const char* weight_N, const int64_t* routes_P1, int64_t weight_bytes,
+                                   uint32_t* number) {
   int P = exchange->num_ranks;
   int64_t routes = weight_bytes > 0 ? routes_P1[P] : 0;
   BackLayout layout(P, routes, rows_P1[P], row_bytes, weight_bytes);
@@ -771,8 +777,9 @@ int moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t row
 // order of ranks, zero where it has none. With weights: gradients of source rows, and those of the
 // weights go to where their routes stood; without: sums for target rows.
 // dtype 0: float32, 1: float64, 2: bfloat16.
-int moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, uint32_t number, int64_t row_bytes,
-                              int64_t weight_bytes, int dtype, char* out, char* weight_N) {
+int64_t moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, int64_t posted, int64_t row_bytes,
+                                  int64_t weight_bytes, int64_t dtype, char* out, char* weight_N) {
+  uint32_t number = static_cast<uint32_t>(posted);
   Plan plan = Plan::of(buffer);
   const Pairs& pairs = weight_bytes > 0 ? plan.sources : plan.targets;
   int P = exchange->num_ranks;

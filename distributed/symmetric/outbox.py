@@ -8,27 +8,54 @@ and takes is said in exchange.cpp, which does it; here are the waiting, the erro
 Legend: P ranks, U source rows, T target rows, N routes, M rows that came, D width.
 """
 
+import ctypes
+import functools
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_int64, c_uint32
+from ctypes import byref, c_int, c_uint32
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.cpu.build import CppLibrary, LoadedLibrary
 from ...model.routing import Routes
 from ..dispatch.exchange import gathered
 from ..layout import spell_ranks
 from ..process.diagnosis import CollectiveError
-from .build import load_library, reason_against
 
 _AGAIN, _DIED, _LEFT, _MISMATCH, _TOO_MANY, _NO_MEMORY, _OUT_OF_RANGE = range(1, 8)
 _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+LIBRARY = CppLibrary(
+    name="moebius_exchange",
+    sources=[Path(__file__).with_name("exchange.cpp")],
+    flags=["-O3", "-std=c++17"],
+    otherwise="set mesh.dispatcher=dedup to do without it",
+)
+
+
+def reason_against() -> str | None:
+    """Says why this machine cannot exchange rows through shared memory; None where it can."""
+    if sys.platform != "linux":
+        return f"it wants Linux (memfd, futex), and this is {sys.platform}"
+    return LIBRARY.reason_against()
+
+
+@functools.cache
+def load_library() -> LoadedLibrary:
+    """Loads exchange.cpp, compiled first if it must be.
+
+    Raises:
+        ValueError: it cannot be compiled; with the compiler's own words.
+    """
+    return LIBRARY.load()
 
 
 class OutboxError(RuntimeError):
@@ -43,11 +70,6 @@ class Plan:
     num_sources: int
     num_targets: int
     num_routes: int
-
-    @property
-    def address(self) -> int:
-        """Returns where the table is."""
-        return self.table.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -73,16 +95,16 @@ class Outbox:
         self.ranks, self.rank, self.num_ranks = tuple(ranks), rank, len(ranks)
         self._timeout_s = timeout_s
         self.waited_s = 0.0  # for messages that were not there yet
-        self.close = weakref.finalize(self, self._library.moebius_exchange_close, handle)
+        self.close = weakref.finalize(self, self._library.call, "exchange_close", handle)
 
     def check(self, checking: bool) -> None:
         """Gives the messages that this rank posts from now on checksums, or none."""
-        self._library.moebius_exchange_check(self._handle, checking)
+        self._call("check", checking)
 
     @property
     def num_bytes(self) -> int:
         """Returns how much memory this rank's messages have taken so far."""
-        return self._library.moebius_exchange_bytes(self._handle)
+        return self._call("bytes")
 
     def plan(self, routes: Routes, num_sources: int, *, rank_E: Tensor, slot_E: Tensor) -> Plan:
         """Writes down where every route goes.
@@ -94,31 +116,26 @@ class Outbox:
             ValueError: a route is out of range.
         """
         source_N, target_N = routes.source_N.contiguous(), routes.target_N.contiguous()
-        expert_N = routes.expert_N.contiguous()
         sizes = num_sources, routes.num_targets, source_N.shape[0]
         same = routes.target_N is routes.source_N and routes.num_targets == num_sources
-        words = self._library.moebius_exchange_plan_words(self._handle, *sizes, same)
+        words = self._call("plan_words", *sizes, same)
         plan = Plan(torch.empty(words, dtype=torch.int64), *sizes)
         self._checked(
-            self._library.moebius_exchange_plan(
-                self._handle,
-                plan.address,
-                *(*sizes, rank_E.shape[0], same),
-                *(source_N.data_ptr(), target_N.data_ptr(), expert_N.data_ptr()),
-                *(rank_E.data_ptr(), slot_E.data_ptr()),
-            )
+            "plan",
+            *(plan.table, *sizes, rank_E.shape[0], same),
+            *(source_N, target_N, routes.expert_N.contiguous(), rank_E, slot_E),
         )
         return plan
 
     def sent(self, plan: Plan) -> list[list[int]]:
         """Counts the rows, routes and targets of a pass by the rank that they go to, (3, P)."""
-        counts = (c_int64 * (3 * self.num_ranks))()
-        self._library.moebius_exchange_sent(self._handle, plan.address, counts)
-        return [list(counts[i * self.num_ranks : (i + 1) * self.num_ranks]) for i in range(3)]
+        counts_3P = torch.empty((3, self.num_ranks), dtype=torch.int64)
+        self._call("sent", plan.table, counts_3P)
+        return counts_3P.tolist()
 
     def post_rows(self, plan: Plan, x_UD: Tensor, weight_N: Tensor) -> int:
         """Posts rows and the routes that read them; returns the message's number."""
-        return self._post_out(plan, x_UD, weight_N.data_ptr(), weight_N.element_size())
+        return self._post_out(plan, x_UD, weight_N, weight_N.element_size())
 
     def post_gradients(self, plan: Plan, grad_TD: Tensor) -> int:
         """Posts the gradients of answers; returns the message's number."""
@@ -129,11 +146,7 @@ class Outbox:
         row_bytes, weight_bytes = _row_bytes(like), weight_dtype.itemsize
         self._wait(number)
         starts_3P1 = torch.empty((3, self.num_ranks + 1), dtype=torch.int64)
-        self._checked(
-            self._library.moebius_exchange_sizes(
-                self._handle, number, row_bytes, weight_bytes, starts_3P1.data_ptr()
-            )
-        )
+        self._checked("sizes", number, row_bytes, weight_bytes, starts_3P1)
         num_rows, num_routes = (starts[-1] for starts in starts_3P1.tolist()[:2])
         received = ReceivedRows(
             like.new_empty(num_rows, like.shape[1]),
@@ -141,13 +154,10 @@ class Outbox:
             torch.empty((3, num_routes), dtype=torch.int64),
             starts_3P1,
         )
-        source = received.places_3N.data_ptr()
-        places = [source + 8 * num_routes * i for i in range(3)] if num_routes else [None] * 3
+        places = received.places_3N.unbind(0) if num_routes else (None, None, None)
         self._checked(
-            self._library.moebius_exchange_take_out(
-                *(self._handle, number, row_bytes, weight_bytes, received.rows_MD.data_ptr()),
-                *(*places, received.weight_N.data_ptr()),
-            )
+            "take_out",
+            *(number, row_bytes, weight_bytes, received.rows_MD, *places, received.weight_N),
         )
         return received
 
@@ -155,23 +165,17 @@ class Outbox:
         """Waits for the gradients of answers of every rank, in the order of ranks."""
         self._wait(number)
         rows = like.new_empty(num_rows, like.shape[1])
-        self._checked(
-            self._library.moebius_exchange_take_out(
-                *(self._handle, number, _row_bytes(like), 0, rows.data_ptr()),
-                *(None, None, None, None),
-            )
-        )
+        self._checked("take_out", number, _row_bytes(like), 0, rows, None, None, None, None)
         return rows
 
     def post_answers(self, rows: Tensor, starts_3P1: Tensor) -> int:
         """Posts one row for every target that came; returns the message's number."""
-        targets = starts_3P1[2].data_ptr()
-        return self._post_back(rows, targets, None, None, 0)
+        return self._post_back(rows, starts_3P1[2], None, None, 0)
 
     def post_row_gradients(self, rows: Tensor, weight_N: Tensor, starts_3P1: Tensor) -> int:
         """Posts the gradients of rows and weights that came; returns the message's number."""
-        came, routes = starts_3P1[0].data_ptr(), starts_3P1[1].data_ptr()
-        return self._post_back(rows, came, weight_N.data_ptr(), routes, weight_N.element_size())
+        came, routes, _ = starts_3P1.unbind(0)
+        return self._post_back(rows, came, weight_N, routes, weight_N.element_size())
 
     def sum_answers(self, plan: Plan, number: int, like: Tensor) -> Tensor:
         """Waits for the answers and adds them up, (T, D), in the order of ranks."""
@@ -184,53 +188,39 @@ class Outbox:
         The weights' gradients are written into `grad_weight_N`.
         """
         sums = like.new_empty(plan.num_sources, like.shape[1])
-        weights, weight_bytes = grad_weight_N.data_ptr(), grad_weight_N.element_size()
-        return self._sum_back(plan, number, sums, weights, weight_bytes)
+        return self._sum_back(plan, number, sums, grad_weight_N, grad_weight_N.element_size())
 
-    def _post_out(self, plan: Plan, rows: Tensor, weights: int | None, weight_bytes: int) -> int:
+    def _post_out(self, plan: Plan, rows: Tensor, weights: Tensor | None, weight_bytes: int) -> int:
         number = c_uint32()
-        self._checked(
-            self._library.moebius_exchange_post_out(
-                *(self._handle, plan.address, rows.data_ptr(), _row_bytes(rows)),
-                *(weights, weight_bytes, byref(number)),
-            )
-        )
+        given = plan.table, rows, _row_bytes(rows), weights, weight_bytes
+        self._checked("post_out", *given, byref(number))
         return number.value
 
     def _post_back(
         self,
         rows: Tensor,
-        starts: int,
-        weights: int | None,
-        route_starts: int | None,
+        starts: Tensor,
+        weights: Tensor | None,
+        route_starts: Tensor | None,
         weight_bytes: int,
     ) -> int:
         number = c_uint32()
-        self._checked(
-            self._library.moebius_exchange_post_back(
-                *(self._handle, rows.data_ptr(), _row_bytes(rows), starts),
-                *(weights, route_starts, weight_bytes, byref(number)),
-            )
-        )
+        given = rows, _row_bytes(rows), starts, weights, route_starts, weight_bytes
+        self._checked("post_back", *given, byref(number))
         return number.value
 
     def _sum_back(
-        self, plan: Plan, number: int, sums: Tensor, weights: int | None, weight_bytes: int
+        self, plan: Plan, number: int, sums: Tensor, weights: Tensor | None, weight_bytes: int
     ) -> Tensor:
         self._wait(number)
-        self._checked(
-            self._library.moebius_exchange_sum_back(
-                *(self._handle, plan.address, number),
-                *(_row_bytes(sums), weight_bytes, _SUMMED[sums.dtype]),
-                *(sums.data_ptr(), weights),
-            )
-        )
+        given = number, _row_bytes(sums), weight_bytes, _SUMMED[sums.dtype]
+        self._checked("sum_back", plan.table, *given, sums, weights)
         return sums
 
     def _wait(self, number: int) -> None:
         """Waits until every rank has posted a message, and looks after them meanwhile."""
         who, began = c_int(), time.monotonic()
-        while status := self._library.moebius_exchange_wait(self._handle, number, byref(who)):
+        while status := self._call("wait", number, byref(who)):
             rank = self.ranks[who.value]
             what = f"exchange no. {number} of the ranks {spell_ranks(self.ranks)}"
             if status == _DIED:
@@ -243,7 +233,12 @@ class Outbox:
                 )
         self.waited_s += time.monotonic() - began
 
-    def _checked(self, status: int) -> None:
+    def _call(self, name: str, *arguments: Any) -> int:
+        return self._library.call(f"exchange_{name}", self._handle, *arguments)
+
+    def _checked(self, name: str, *arguments: Any) -> None:
+        """Calls a function that returns 0 where it did what it should."""
+        status = self._call(name, *arguments)
         if status == 0:
             return
         if status == _TOO_MANY:
@@ -252,7 +247,7 @@ class Outbox:
             raise OutboxError(
                 f"no shared memory for another message: this rank has {self.num_bytes} bytes of it"
             )
-        said = self._library.moebius_exchange_fault(self._handle).decode()
+        said = ctypes.string_at(self._call("fault")).decode()
         raise (ValueError if status == _OUT_OF_RANGE else OutboxError)(said)
 
 
@@ -265,12 +260,12 @@ def open_outbox(group: dist.ProcessGroup, *, timeout_s: float) -> Outbox | str:
     reason = reason_against()
     handle, nonce = 0, secrets.randbits(63)
     if reason is None:
-        handle = load_library().moebius_exchange_create(nonce, group.rank(), group.size()) or 0
+        handle = load_library().call("exchange_create", nonce, group.rank(), group.size())
         if not handle:
             reason = "the system gives no anonymous memory (memfd_create)"
     mine = [int(reason is None), os.getpid(), nonce, _machine(), os.getuid()]
     if handle:
-        mine.append(load_library().moebius_exchange_file(handle))
+        mine.append(load_library().call("exchange_file", handle))
     others = gathered(torch.tensor([*mine, *[0] * (6 - len(mine))]), group).tolist()
     if reason is None:
         reason = _connect(handle, group.rank(), others)
@@ -286,7 +281,7 @@ def _connect(handle: int, rank: int, others: Sequence[Sequence[int]]) -> str | N
             return "the ranks are on several machines"
         if user != others[rank][4]:
             return f"the ranks belong to several users ({others[rank][4]} and {user})"
-        status = load_library().moebius_exchange_connect(handle, who, pid, file, nonce)
+        status = load_library().call("exchange_connect", handle, who, pid, file, nonce)
         if status > 0:
             return (
                 f"the memory of process {pid} cannot be opened ({os.strerror(status)}): "
@@ -311,7 +306,7 @@ def _agreed(
     if not refusals:
         return Outbox(handle, ranks, group.rank(), timeout_s)
     if handle:
-        load_library().moebius_exchange_close(handle)
+        load_library().call("exchange_close", handle)
     return refusals[0]
 
 

@@ -328,7 +328,7 @@ def prepare() -> None:
     """
     loaded, found = library().load(), addresses()
     assert found is not None, "ask `reason_against` first"
-    loaded.moebius_use(*map(c_void_p, found))
+    loaded.handle.moebius_use(*map(c_void_p, found))
     if not (error := relative_error()) < EXACT:
         raise ValueError(
             f"float32 products of torch's micro-kernels have a relative error of {error:.1e} on "

@@ -20,12 +20,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Name, result and argument types of a C function.
-Function = tuple[str, Any, Sequence[Any]]
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ class CppLibrary:
         sources: the files.
         flags: of the compiler, without -march=native: machines may share the folder.
         otherwise: what works without the library; the end of a sentence of its errors.
-        functions: types of those functions that are called with Python's own numbers.
     """
 
     name: str
     sources: Sequence[Path]
     flags: Sequence[str]
     otherwise: str
-    functions: Sequence[Function] = ()
 
     @property
     def file(self) -> Path:
@@ -78,7 +76,7 @@ class CppLibrary:
             )
         return None
 
-    def load(self) -> ctypes.CDLL:
+    def load(self) -> "LoadedLibrary":
         """Loads the library, and compiles it first where no process has.
 
         Raises:
@@ -93,11 +91,7 @@ class CppLibrary:
                 raise ValueError(
                     f"{self.name} could not be compiled; {self.otherwise}. It was said:\n{said}"
                 ) from error
-        library = ctypes.CDLL(str(path))
-        for name, result, arguments in self.functions:
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, list(arguments)
-        return library
+        return LoadedLibrary(path)
 
     def compile(self, path: Path) -> None:
         """Compiles the sources into that file, unless another process has done so meanwhile."""
@@ -113,6 +107,34 @@ class CppLibrary:
                 command += [*map(str, self.sources), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 os.replace(built, path)
+
+
+class LoadedLibrary:
+    """A library whose functions take pointers and int64_t alone, and return one of them or nothing.
+
+    So there is no table of their signatures to keep in step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.handle = ctypes.CDLL(str(path))
+        self._functions: dict[str, Any] = {}
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Calls the function moebius_<name>.
+
+        The types of its first call stay: numbers, or addresses (tensors, `byref`, None). Tensors are
+        contiguous, or the arguments say how they lie. A result means something only for a function
+        that has one.
+        """
+        function = self._functions.get(name) or self._typed(name, arguments)
+        given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+        return function(*given)
+
+    def _typed(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        function = self._functions[name] = getattr(self.handle, f"moebius_{name}")
+        function.restype = c_int64
+        function.argtypes = [c_int64 if isinstance(each, int) else c_void_p for each in arguments]
+        return function
 
 
 def _compiler() -> list[str]:

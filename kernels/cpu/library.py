@@ -5,13 +5,11 @@
     brgemm.cpp  grouped products, on x86-64 with AVX2
 
 Where there is no compiler, torch's own operations give the same answers, in more passes (brgemm.cpp
-is a backend of its own, and `segments` stands in for it). All functions take pointers and int64_t
-(`call`), so there is no table of their signatures to keep in step. On x86-64 the library is compiled
-for AVX2, or for AVX-512 where the CPU has it; multiplications and additions are never contracted, so
-both give the same bits, and so does another kind of processor.
+is a backend of its own, and `segments` stands in for it). On x86-64 the library is compiled for AVX2,
+or for AVX-512 where the CPU has it; multiplications and additions are never contracted, so both give
+the same bits, and so does another kind of processor.
 """
 
-import ctypes
 import functools
 import math
 import os
@@ -19,14 +17,12 @@ import platform
 import threading
 import warnings
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .build import CppLibrary
+from .build import CppLibrary, LoadedLibrary
 
 AVX2 = frozenset({"avx2", "bmi2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -61,7 +57,7 @@ def library() -> CppLibrary:
 
 
 @functools.cache
-def loaded() -> ctypes.CDLL | None:
+def loaded() -> LoadedLibrary | None:
     """Loads the library; None where it cannot be had.
 
     Warns where a compiler is there and does not work.
@@ -86,26 +82,10 @@ def handles(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def call(name: str, *arguments: Tensor | int | None) -> int:
-    """Calls a function of the library with tensors' addresses and numbers.
-
-    The tensors are contiguous, or the arguments say how they lie. A result means something only for
-    a function that has one.
-    """
-    function = _functions.get(name) or _typed(name, arguments)
-    return function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
-
-
-_functions: dict[str, Any] = {}
-
-
-def _typed(name: str, arguments: tuple[Tensor | int | None, ...]) -> Any:
-    """Returns a function whose argument types are those of its first call: numbers, or addresses."""
+    """Calls a function of the library; callers ask `handles` first."""
     library = loaded()
     assert library is not None, "ask `handles` first"
-    function = _functions[name] = getattr(library, f"moebius_{name}")
-    function.restype = c_int64
-    function.argtypes = [c_int64 if isinstance(each, int) else c_void_p for each in arguments]
-    return function
+    return library.call(name, *arguments)
 
 
 # The CPU ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.process.process import start_process
-from moebius.distributed.symmetric import build
+from moebius.distributed.symmetric import outbox as outbox_module
 from moebius.distributed.symmetric.outbox import Outbox, open_outbox
 from moebius.model.routing import Routes, token_routes
 
@@ -30,8 +30,9 @@ def answer(x: Tensor, routes: Routes) -> Tensor:
 
 def three_passes(step: int) -> int:
     """Forward and backward; rank 2 dies at a step (0: at none). Returns how many steps it took."""
-    flags = [*build.LIBRARY.flags, "-DMOEBIUS_BETWEEN_STEPS", "-include", str(HOOK)]
-    build.LIBRARY = replace(build.LIBRARY, name="moebius_exchange_that_dies", flags=flags)
+    library = outbox_module.LIBRARY
+    flags = [*library.flags, "-DMOEBIUS_BETWEEN_STEPS", "-include", str(HOOK)]
+    outbox_module.LIBRARY = replace(library, name="moebius_exchange_that_dies", flags=flags)
     with start_process("cpu", timeout_s=60) as process:
         group = dist.group.WORLD
         assert group is not None
@@ -46,8 +47,8 @@ def three_passes(step: int) -> int:
         x = torch.randn(6, WIDTH, generator=generator, requires_grad=True)
         for _ in range(3):
             run_pass(dispatcher, x, routes, answer).sum().backward()
-        library = build.load_library()
-        return ctypes.c_int.in_dll(library, "moebius_steps").value
+        loaded = outbox_module.load_library()
+        return ctypes.c_int.in_dll(loaded.handle, "moebius_steps").value
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import threading
 import time
-from ctypes import c_int
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +22,11 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CppLibrary:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     (tmp_path / "compiled").mkdir()
     source = tmp_path / "sum.cpp"
-    source.write_text('extern "C" int sum(int a, int b) { return a + b; }')
+    source.write_text('extern "C" long moebius_sum(long a, long b) { return a + b; }')
     return CppLibrary(
         name="moebius_sum",
         sources=[source],
         flags=["-O1"],
-        functions=[("sum", c_int, [c_int, c_int])],
         otherwise="add by hand",
     )
 
@@ -37,14 +35,14 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CppLibrary:
 def test_it_is_compiled_once_and_nothing_else_is_left(
     library: CppLibrary, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert library.load().sum(2, 3) == 5
+    assert library.load().call("sum", 2, 3) == 5
     assert capsys.readouterr().err == "compiling moebius_sum, once on this machine\n"
     folder = library.file.parent
     assert set(folder.iterdir()) == {library.file, folder / "lock"}
     monkeypatch.setattr(cpp_library.subprocess, "run", pytest.fail)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert library.reason_against() is None
-    assert library.load().sum(2, 2) == 4
+    assert library.load().call("sum", 2, 2) == 4
 
 
 @needs_a_compiler

@@ -1,6 +1,7 @@
 """What `moebius doctor --gpu` says of kernels, in the interpreter."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,59 +47,48 @@ def test_a_wrong_kernel_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert "kernels.backend=segments" in finding.advice
 
 
-def test_a_wrong_router_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_experts(*args: Any, right: Any, **options: Any) -> tuple:
+    logits, experts, gates = right(*args, **options)
+    return logits, experts.flip(-1), gates  # only the gradients see it
+
+
+def larger_gradient(*args: Any, right: Any, **options: Any) -> tuple:
+    grad_x, grad_weight = right(*args, **options)
+    return grad_x, grad_weight * 1.001
+
+
+def other_rows(s_TD: torch.Tensor, *args: Any, right: Any, **options: Any) -> None:
+    right(s_TD + 0.01, *args, **options)
+
+
+def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
+    right(*args, scale=scale, back=False)  # only the gradients see it
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "found"),
+    [
+        (router, "route_top_k", other_experts, "router: gradients of rows are off by"),
+        (
+            router_gradients,
+            "route_top_k_backward",
+            larger_gradient,
+            "router: gradients of weights are off by",
+        ),
+        (norm, "add_norm_backward", other_rows, "residual and norm: gradient of rows is off"),
+        (rotary, "rotate_pair", never_back, "rotation: gradient of queries is off"),
+    ],
+    ids=["router", "its gradient", "norm", "rotation"],
+)
+def test_another_wrong_kernel_is_named(
+    module: Any, name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "_calls", lambda: iter(()))
     assert gpu_check.check_kernels(CPU, torch.float32).is_ok
-    right = router.route_top_k
-
-    def wrong(*args: Any, **options: Any) -> tuple:
-        logits, experts, gates = right(*args, **options)
-        return logits, experts.flip(-1), gates  # only the gradients see it
-
-    monkeypatch.setattr(router, "route_top_k", wrong)
+    monkeypatch.setattr(module, name, partial(wrong, right=getattr(module, name)))
     finding = gpu_check.check_kernels(CPU, torch.float32)
     assert not finding.is_ok
-    assert "router: gradients of rows are off by" in finding.found
-
-
-def test_a_wrong_gradient_of_a_router_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "_calls", lambda: iter(()))
-    right: Any = router_gradients.route_top_k_backward
-
-    def wrong(*args: Any, **options: Any) -> tuple:
-        grad_x, grad_weight = right(*args, **options)
-        return grad_x, grad_weight * 1.001
-
-    monkeypatch.setattr(router_gradients, "route_top_k_backward", wrong)
-    finding = gpu_check.check_kernels(CPU, torch.float32)
-    assert not finding.is_ok
-    assert "router: gradients of weights are off by" in finding.found
-
-
-def test_a_wrong_norm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "_calls", lambda: iter(()))
-    right = norm.add_norm_backward
-
-    def wrong(s_TD: torch.Tensor, *args: object, **options: bool) -> None:
-        right(s_TD + 0.01, *args, **options)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(norm, "add_norm_backward", wrong)
-    finding = gpu_check.check_kernels(CPU, torch.float32)
-    assert not finding.is_ok
-    assert "residual and norm: gradient of rows is off" in finding.found
-
-
-def test_a_wrong_rotation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "_calls", lambda: iter(()))
-    right = rotary.rotate_pair
-
-    def wrong(*args: Any, scale: float, back: bool) -> None:
-        right(*args, scale=scale, back=False)  # only the gradients see it
-
-    monkeypatch.setattr(rotary, "rotate_pair", wrong)
-    finding = gpu_check.check_kernels(CPU, torch.float32)
-    assert not finding.is_ok
-    assert "rotation: gradient of queries is off" in finding.found
+    assert found in finding.found
 
 
 def test_kernels_that_cannot_run_are_a_fault() -> None:
