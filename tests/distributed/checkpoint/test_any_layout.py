@@ -3,6 +3,7 @@ experts that have moved; models whose sizes no number of ranks divides.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,16 @@ from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.local_shard import block_shard
-from moebius.distributed.mesh import build_mesh
+from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import expert_maps_of, move_experts
-from moebius.distributed.process.process import start_process
+from moebius.distributed.process.process import Process, start_process
 from moebius.distributed.sharding import fsdp_shard
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.cosine import CosineConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
+from moebius.model.transformer import Transformer
 from moebius.train.optim import OptimConfig, make_optimizer
 from moebius.train.state import allocate_moments, state_tensors
 
@@ -86,47 +88,41 @@ def expert_map(num_experts: int) -> ExpertMap:
     return packed(load, [-(-num_experts // 4) + 1] * 4)
 
 
+def built(name: str, process: Process, seed: int) -> tuple[Mesh, Transformer, Any]:
+    """A layout's mesh, and the model and the optimizer with moments on it."""
+    _, model_name, mesh_config = LAYOUTS["ep4" if name == MOVED else name]
+    config = MeshConfig(**mesh_config)
+    mesh = build_mesh(plan_layout(config, process.world_size), process)
+    model = build_model(
+        MODELS[model_name],
+        mesh,
+        dispatcher="auto",
+        backend="auto",
+        seed=seed,
+        device=process.device,
+        sharding=config.sharding,
+    )
+    optimizer = make_optimizer(OptimConfig(), model.parameters())
+    allocate_moments(model, optimizer)
+    return mesh, model, optimizer
+
+
 def save_states(folder: Path, names: list[str]) -> None:
     """The same state, saved by every layout of so many ranks; the moments are the weights' halves
     and thirds.
     """
     with start_process("cpu", timeout_s=30) as process:
         for name in names:
-            _, model_name, mesh_config = LAYOUTS["ep4" if name == MOVED else name]
-            config = MeshConfig(**mesh_config)
-            mesh = build_mesh(plan_layout(config, process.world_size), process)
-            model = build_model(
-                MODELS[model_name],
-                mesh,
-                dispatcher="auto",
-                backend="auto",
-                seed=3,
-                device=process.device,
-                sharding=config.sharding,
-            )
-            optimizer = make_optimizer(OptimConfig(), model.parameters())
-            allocate_moments(model, optimizer)
+            mesh, model, optimizer = built(name, process, 3)
             for parameter in model.parameters():
                 for moment, part in {"exp_avg": 2, "exp_avg_sq": 3}.items():
                     optimizer.state[parameter][moment].copy_(parameter.detach() / part)
             if name == MOVED:
-                move_experts(
-                    model,
-                    optimizer,
-                    mesh,
-                    {
-                        bank: expert_map(own.num_experts)
-                        for bank, own in expert_maps_of(model).items()
-                    },
-                )
-            saver = Checkpointer(
-                folder / name,
-                mesh=mesh,
-                process=process,
-                keep_last=1,
-                generation=0,
-                generation_file=None,
-            )
+                maps = expert_maps_of(model)
+                moved = {bank: expert_map(own.num_experts) for bank, own in maps.items()}
+                move_experts(model, optimizer, mesh, moved)
+            options: dict[str, Any] = {"keep_last": 1, "generation": 0, "generation_file": None}
+            saver = Checkpointer(folder / name, mesh=mesh, process=process, **options)
             saver.save(7, *state_tensors(model, optimizer), META)
             saver.wait()
 
@@ -138,24 +134,11 @@ def load_states(names: list[str], paths: dict[str, Path]) -> list[tuple[str, str
     wrong = []
     with start_process("cpu", timeout_s=30) as process:
         for name in names:
-            _, model_name, mesh_config = LAYOUTS[name]
-            config = MeshConfig(**mesh_config)
-            mesh = build_mesh(plan_layout(config, process.world_size), process)
-            model = build_model(
-                MODELS[model_name],
-                mesh,
-                dispatcher="auto",
-                backend="auto",
-                seed=0,
-                device=process.device,
-                sharding=config.sharding,
-            )
-            optimizer = make_optimizer(OptimConfig(), model.parameters())
-            allocate_moments(model, optimizer)
+            mesh, model, optimizer = built(name, process, 0)
             tensors, held = state_tensors(model, optimizer)
             expected: dict[str, torch.Tensor] = {}
             for source, path in paths.items():
-                if model_of(source) != model_name:
+                if model_of(source) != LAYOUTS[name][1]:
                     continue
                 for tensor in tensors.values():
                     tensor.fill_(77)

@@ -5,6 +5,7 @@ One world serves many cases, for starting it costs more than they do.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,90 +106,32 @@ def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(
 # What is sent.
 
 
-def distinct(routes: Routes, place: Callable[[int], int], index: Tensor) -> int:
+def distinct(place_N: Tensor, row_N: Tensor) -> int:
     """Distinct (place of the expert, row) pairs, by a loop."""
-    return len(
-        {(place(e), u) for e, u in zip(routes.expert_N.tolist(), index.tolist(), strict=True)}
-    )
+    return len(set(zip(place_N.tolist(), row_N.tolist(), strict=True)))
 
 
-def rows_on_the_way(kind: str) -> dict[str, Any]:
-    """Rows that this rank sent out and got back, and what they must be."""
+def rows_on_the_way(kind: str) -> dict[str, tuple[Counters, list[int]]]:
+    """What a dispatcher counted on this rank, and the rows that it sent in each exchange."""
+    out = {}
     with world() as (process, group, nodes):
         given = scene_case("uneven", kind, process.rank)
-        share, routes = EXPERTS // 4, given.routes
-        launched: list[tuple[int, int]] = []
+        launched: list[int] = []
         start = AllToAll.start
 
         def recorded(self: AllToAll, rows: Tensor) -> Pending:
             if rows.dim() == 2 and rows.shape[1] == WIDTH:
-                launched.append((self.group.size(), sum(self.sent)))
+                launched.append(sum(self.sent))
             return start(self, rows)
 
         AllToAll.start = recorded  # for the rest of this process's life, which is this call
-        out = {}
-        dispatcher: Any = dispatcher_of("dedup", group, nodes)
-        layer = own_layer(process, dispatcher)
-        with torch.no_grad():
+        for name in ("dedup", "hierarchical"):
+            dispatcher: Any = dispatcher_of(name, group, nodes)
             launched.clear()
-            layer(given.x, routes)
-        stats = dispatcher.stats()
-        (_, sent), (_, answered) = launched
-        back, came_back = (
-            torch.tensor(count)
-            for count in (answered, distinct(routes, lambda e: e // share, routes.target_N))
-        )
-        dist.all_reduce(back)
-        dist.all_reduce(came_back)
-        served = distinct(routes, lambda e: e // share, routes.source_N)
-        out["dedup"] = (stats.rows_sent, sent, back.item(), stats.rows_one_per_route)
-        out["dedup expected"] = (served, served, came_back.item(), len(routes.expert_N))
-        hierarchical: Any = dispatcher_of("hierarchical", group, nodes)
-        with torch.no_grad():
-            launched.clear()
-            own_layer(process, hierarchical)(given.x, routes)
-        between, inside, _, back = launched
-        node = share * PER_NODE
-        out["nodes"] = between[1]
-        out["nodes expected"] = distinct(routes, lambda e: e // node, routes.source_N)
-        totals = torch.tensor(
-            [
-                inside[1],
-                back[1],
-                distinct(routes, lambda e: e // share, routes.source_N),
-                distinct(routes, lambda e: e // node, routes.target_N),
-            ]
-        )
-        dist.all_reduce(totals)
-        out["inside and back"], out["inside and back expected"] = (
-            totals[:2].tolist(),
-            totals[2:].tolist(),
-        )
-        remote = [
-            i
-            for i, e in enumerate(routes.expert_N.tolist())
-            if e // node != process.rank // PER_NODE
-        ]
-        away = Routes(
-            routes.source_N[remote],
-            routes.expert_N[remote],
-            routes.weight_N[remote],
-            routes.target_N[remote],
-            EXPERTS,
-            routes.num_targets,
-            0,
-            0,
-        )
-        sent_bytes = 4 * WIDTH * distinct(away, lambda _: 0, away.source_N) + 16 * len(remote)
-        answered = torch.tensor(4 * WIDTH * distinct(away, lambda _: 0, away.target_N))
-        out["bytes"], out["bytes expected"] = (
-            torch.tensor(hierarchical.stats().bytes_inter_node),
-            answered + sent_bytes,
-        )
-        for name in ("bytes", "bytes expected"):
-            dist.all_reduce(out[name])
-            out[name] = out[name].item()
-        return out
+            with torch.no_grad():
+                own_layer(process, dispatcher)(given.x, given.routes)
+            out[name] = (dispatcher.stats(), list(launched))
+    return out
 
 
 @pytest.mark.parametrize(
@@ -198,9 +141,33 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
 def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(
     kind: str,
 ) -> None:
-    for found in run_ranks(rows_on_the_way, 4, kind):
-        for name in [name for name in found if name.endswith("expected")]:
-            assert found[name.removesuffix(" expected")] == found[name], name
+    """What comes back, and what goes on inside a node, is the other ranks': equal in all."""
+    share = EXPERTS // 4
+    found = run_ranks(rows_on_the_way, 4, kind)
+    in_all, expected = Counter[str](), Counter[str]()
+    for rank, own in enumerate(found):
+        routes = scene_case("uneven", kind, rank).routes
+        ranks, nodes = routes.expert_N // share, routes.expert_N // (share * PER_NODE)
+        served = distinct(ranks, routes.source_N)
+        counted, (sent, answered) = own["dedup"]
+        assert (counted.rows_sent, sent) == (served, served)
+        assert counted.rows_one_per_route == len(routes.expert_N)
+        counted, (between, inside, _, back) = own["hierarchical"]
+        assert between == distinct(nodes, routes.source_N)
+        away = nodes != rank // PER_NODE
+        rows_away = sum(
+            distinct(nodes[away], index[away]) for index in (routes.source_N, routes.target_N)
+        )
+        in_all.update(
+            answers=answered, inside=inside, back=back, num_bytes=counted.bytes_inter_node
+        )
+        expected.update(
+            answers=distinct(ranks, routes.target_N),
+            inside=served,
+            back=distinct(nodes, routes.target_N),
+            num_bytes=4 * WIDTH * rows_away + 16 * int(away.sum()),
+        )
+    assert in_all == expected
 
 
 # When it is sent.
