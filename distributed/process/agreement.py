@@ -14,7 +14,7 @@ group is needed.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,27 @@ def agree(
     if world_size == 1:
         return
     turn = store.add(f"agreement/{what}/turn/{rank}", 1)  # the same question may be asked again
-    comparison = _Comparison(store, f"agreement/{what}/{turn}", world_size, timeout_s)
-    comparison.post("digest", rank, _digest(json.dumps(dict(facts), sort_keys=True).encode()))
-    result = (
-        comparison.compare_digests(what) if rank == 0 else comparison.await_result("result", what)
+    comparison = _Comparison(
+        store,
+        f"agreement/{what}/{turn}",
+        what,
+        rank=rank,
+        world_size=world_size,
+        timeout_s=timeout_s,
+    )
+    result = comparison.settle(
+        "digest",
+        _digest(json.dumps(dict(facts), sort_keys=True).encode()),
+        lambda digests: "agreed" if len(set(digests)) == 1 else "differ",
     )
     if result == "differ":
-        comparison.post("facts", rank, json.dumps(dict(facts)))
-        result = (
-            comparison.compare_facts(what)
-            if rank == 0
-            else comparison.await_result("difference", what)
+        result = comparison.settle(
+            "facts",
+            json.dumps(dict(facts)),
+            lambda texts: spell_difference(what, [json.loads(text) for text in texts]),
         )
     if result != "agreed":
-        comparison.leave(rank)
+        comparison.leave()
         raise AgreementError(result)
 
 
@@ -123,53 +130,54 @@ def version_facts() -> dict[str, str]:
 class _Comparison:
     """One comparison between all ranks: the keys of the store that they write and read for it."""
 
-    def __init__(self, store: Store, prefix: str, world_size: int, timeout_s: float) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._world_size = world_size
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        what: str,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        self._store, self._prefix, self._what = store, prefix, what
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
 
-    def post(self, kind: str, rank: int, text: str) -> None:
-        """Leaves one rank's text of that kind for rank 0."""
-        self._store.set(f"{self._prefix}/{kind}/{rank}", text)
+    def settle(self, kind: str, own: str, compare: Callable[[list[str]], str]) -> str:
+        """Posts this rank's text of that kind; returns what rank 0 finds in the texts of all."""
+        self._store.set(f"{self._prefix}/{kind}/{self._rank}", own)
+        if self._rank:
+            return self.await_result(kind)
+        keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
+        if _wait_for(self._store, keys, self._timeout_s):
+            found = compare([text.decode() for text in self._store.multi_get(keys)])
+        else:
+            came = [self._store.check([key]) for key in keys]
+            found = self._absence([rank for rank, has_come in enumerate(came) if not has_come])
+        self._store.set(f"{self._prefix}/{kind}", found)
+        return found
 
-    def compare_digests(self, what: str) -> str:
-        """Waits for all digests, on rank 0, and tells all ranks whether they are equal."""
-        if missing := self._missing("digest"):
-            return self._announce("result", self._absence(missing, what))
-        digests = set(self._collect("digest"))
-        return self._announce("result", "agreed" if len(digests) == 1 else "differ")
-
-    def compare_facts(self, what: str) -> str:
-        """Lays all facts side by side, on rank 0, and tells all ranks how they differ."""
-        if missing := self._missing("facts"):
-            return self._announce("difference", self._absence(missing, what))
-        return self._announce(
-            "difference",
-            spell_difference(what, [json.loads(text) for text in self._collect("facts")]),
-        )
-
-    def await_result(self, kind: str, what: str) -> str:
-        """Waits for what rank 0 announces, and returns it."""
+    def await_result(self, kind: str) -> str:
+        """Waits for what rank 0 finds, and returns it."""
         key = f"{self._prefix}/{kind}"
         for _ in range(2):  # rank 0 may have come late, and then waits as long as we did
             if _wait_for(self._store, [key], self._timeout_s + _GRACE_S):
                 return self._store.get(key).decode()
             if not self._store.check([f"{self._prefix}/digest/0"]):
-                return self._absence([0], what)
+                return self._absence([0])
         return (
             f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks "
-            f"agree on the {what}"
+            f"agree on the {self._what}"
         )
 
-    def leave(self, rank: int) -> None:
+    def leave(self) -> None:
         """Lets rank 0 leave after all that came, for with its process the store may end.
 
         The others would get an error of the network in place of what rank 0 found.
         """
-        if rank:
+        if self._rank:
             with contextlib.suppress(dist.DistError):  # rank 0 waits no longer than _LEAVE_S
-                self.post("heard", rank, "")
+                self._store.set(f"{self._prefix}/heard/{self._rank}", "")
             return
         came = [
             other
@@ -178,25 +186,10 @@ class _Comparison:
         ]
         _wait_for(self._store, [f"{self._prefix}/heard/{other}" for other in came], _LEAVE_S)
 
-    def _missing(self, kind: str) -> list[int]:
-        keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
-        if _wait_for(self._store, keys, self._timeout_s):
-            return []
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-
-    def _collect(self, kind: str) -> list[str]:
-        keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
-        return [answer.decode() for answer in self._store.multi_get(keys)]
-
-    def _announce(self, kind: str, text: str) -> str:
-        self._store.set(f"{self._prefix}/{kind}", text)
-        return text
-
-    def _absence(self, missing: list[int], what: str) -> str:
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {spell_ranks(missing)}"
+    def _absence(self, missing: list[int]) -> str:
         return (
-            f"{who} of {self._world_size} did not come within {self._timeout_s:g} s to compare the "
-            f"{what}: see the logs of "
+            f"{_spell(missing)} of {self._world_size} did not come within {self._timeout_s:g} s to "
+            f"compare the {self._what}: see the logs of "
             f"{'it' if len(missing) == 1 else 'these'} first (train.timeout_s is how long the "
             "others wait)"
         )

@@ -70,9 +70,9 @@ def test_all_ranks_hear_the_difference_though_rank_0_serves_the_store_and_ends(m
     monkeypatch.setattr(agreement, "_LEAVE_S", 60.0)
     await_result = agreement._Comparison.await_result
 
-    def slowly(self, kind, what):
-        time.sleep(0.3 if kind == "difference" else 0)
-        return await_result(self, kind, what)
+    def slowly(self, kind):
+        time.sleep(0.3 if kind == "facts" else 0)
+        return await_result(self, kind)
 
     monkeypatch.setattr(agreement._Comparison, "await_result", slowly)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -169,24 +169,28 @@ def test_a_late_leader_is_waited_for(monkeypatch):
     assert "rank 2 of 3 did not come" in heard[0]
 
 
+def comparison(store, rank, world_size):
+    options = {"rank": rank, "world_size": world_size, "timeout_s": 0.05}
+    return agreement._Comparison(store, "it", "run", **options)
+
+
 def test_a_rank_that_is_gone_before_it_says_what_differs_is_named(monkeypatch):
     """All came with their digests, which differ; then one died."""
     store = HashStore()
-    comparison = agreement._Comparison(store, "agreement/run/0", 3, 0.05)
-    for rank in (0, 2):
-        comparison.post("facts", rank, "{}")
-    told = comparison.compare_facts("run")
+    store.set("it/facts/2", "{}")
+    told = comparison(store, 0, 3).settle("facts", "{}", lambda texts: "nothing is missing")
     assert told.startswith("rank 1 of 3 did not come within 0.05 s to compare the run")
     monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    assert comparison.await_result("difference", "run") == told
+    assert comparison(store, 2, 3).await_result("facts") == told
 
 
 def test_a_leader_that_came_and_said_nothing_is_told_from_one_that_did_not_come(monkeypatch):
     monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
-    comparison = agreement._Comparison(HashStore(), "agreement/run/0", 2, 0.05)
-    assert comparison.await_result("result", "run").startswith("rank 0 of 2 did not come")
-    comparison.post("digest", 0, "")
-    assert comparison.await_result("result", "run") == (
+    store = HashStore()
+    second = comparison(store, 1, 2)
+    assert second.await_result("digest").startswith("rank 0 of 2 did not come")
+    store.set("it/digest/0", "")
+    assert second.await_result("digest") == (
         "rank 0 came, but did not say within 0.1 s whether the ranks agree on the run"
     )
 
