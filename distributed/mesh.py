@@ -8,7 +8,7 @@ number of groups. Axes that join the same ranks for the same use share a group, 
 1 share one group of this rank alone: callers need no special case, and it costs nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -113,25 +113,25 @@ def build_mesh(layout: Layout, process: Process) -> Mesh:
         if layout.world_size == 1:
             made[key] = world_group
         elif key not in made:
-            made[key] = _new_group(axis if len(ranks) > 1 else "itself", ranks, process)
+            name = axis if len(ranks) > 1 else "itself"
+            made[key] = new_group(f"{name} of ranks {spell_ranks(ranks)}", ranks, process.timeout_s)
         groups[axis] = made[key]
     return Mesh(layout, process.rank, process.device.type, world_group, groups)
 
 
-def _new_group(name: str, ranks: tuple[int, ...], process: Process) -> dist.ProcessGroup:
+def new_group(description: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     """Makes one group, together with the other ranks in it.
 
-    All ranks make their groups in the order of AXES, and each axis divides the world, so nobody
-    waits in a circle.
+    Nobody waits in a circle where all ranks make their groups in one order of tables, each of which
+    divides the ranks.
     """
     group = dist.new_group(
         list(ranks),
-        timeout=timedelta(seconds=process.timeout_s),
-        group_desc=f"{name} of ranks {spell_ranks(ranks)}",
+        timeout=timedelta(seconds=timeout_s),
+        group_desc=description,
         use_local_synchronization=True,
     )
-    if not isinstance(group, dist.ProcessGroup):
-        raise AssertionError(f"rank {process.rank} is not in its own group {name}: {ranks}")
+    assert isinstance(group, dist.ProcessGroup), f"{description}: this rank is not in {ranks}"
     return group
 
 

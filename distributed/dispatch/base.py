@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Self
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from ...model.execution.recompute import recomputing
 from ...model.moe import Dispatched
 from ...model.routing import Routes
+from ..mesh import new_group
 from ..symmetric.outbox import Outbox
 from .exchange import Communicator, Counters, gathered
 from .expert_map import ExpertMap, contiguous_map
@@ -181,16 +181,6 @@ def nodes_of(ranks: Sequence[int], ranks_per_node: int | None) -> tuple[int, ...
 
 
 def _own_group(name: str, tables: Sequence[list[int]], timeout_s: float) -> dist.ProcessGroup:
-    """Makes the one group that this rank is in; the tables part the ranks, so nobody waits in a
-    circle.
-    """
+    """Makes the one group that this rank is in; the tables divide the ranks."""
     [own] = [table for table in tables if dist.get_rank() in table]
-    group = dist.new_group(
-        own,
-        timeout=timedelta(seconds=timeout_s),
-        group_desc=f"{name}, ranks {own}",
-        use_local_synchronization=True,
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        raise AssertionError(f"rank {dist.get_rank()} is not in its own group {name}: {own}")
-    return group
+    return new_group(f"{name}, ranks {own}", own, timeout_s)

@@ -35,7 +35,7 @@ from .alltoall import RowSharingDispatcher
 from .base import rows_are_equal
 from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
 from .exchange import AllToAll
-from .expert_map import ExpertMap
+from .expert_map import ExpertMap, places
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DedupDispatcher(RowSharingDispatcher):
         exchange = DedupExchange(
             self.communicator,
             routes,
-            expert_map.places(x_UD.device),
+            places(expert_map, x_UD.device),
             num_sources=len(x_UD),
             num_slots=expert_map.slots_P[self.communicator.rank],
         )

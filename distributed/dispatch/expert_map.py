@@ -157,22 +157,6 @@ class ExpertMap:
         """Returns the map as tensors on a device; they are made once."""
         return _tables(self, device)
 
-    def places(self, device: torch.device) -> ExpertPlaces:
-        """Returns every expert's rank and its slot there; they are made once."""
-        return _places(self, device)
-
-    def places_on_nodes(self, device: torch.device, node_size: int) -> ExpertPlaces:
-        """Returns every expert's node, of so many ranks each, and its slot among those of all
-        ranks; they are made once.
-        """
-        return _places_on_nodes(self, device, node_size)
-
-    def places_in_node(self, device: torch.device, node_size: int) -> ExpertPlaces:
-        """Returns every slot's rank among those of its node and its number there; they are made
-        once.
-        """
-        return _places_in_node(self, device, node_size)
-
     def slots_of(self, expert_N: Tensor) -> Tensor:
         """Looks up the slot of every route's expert."""
         slot_E = self.tables(expert_N.device).slot_E
@@ -219,19 +203,22 @@ def _tables(expert_map: ExpertMap, device: torch.device) -> SlotTables:
 
 
 @lru_cache(maxsize=256)
-def _places(expert_map: ExpertMap, device: torch.device) -> ExpertPlaces:
+def places(expert_map: ExpertMap, device: torch.device) -> ExpertPlaces:
+    """Returns every expert's rank and its slot there; they are made once."""
     slot_E, tables = _slots(expert_map, device), expert_map.tables(device)
     return ExpertPlaces(tables.rank_S[slot_E].int(), tables.local_S[slot_E].int())
 
 
 @lru_cache(maxsize=256)
-def _places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
-    rank_E = expert_map.places(device).rank_E
+def places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+    """Returns every expert's node, of so many ranks each, and its slot among those of all ranks."""
+    rank_E = places(expert_map, device).rank_E
     return ExpertPlaces(rank_E // node_size, _slots(expert_map, device).int())
 
 
 @lru_cache(maxsize=256)
-def _places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+def places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
+    """Returns every slot's rank among those of its node and its number there."""
     tables = expert_map.tables(device)
     return ExpertPlaces((tables.rank_S % node_size).int(), tables.local_S.int())
 

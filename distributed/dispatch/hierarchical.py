@@ -28,8 +28,8 @@ from ...model.routing import Routes
 from .alltoall import RowSharingDispatcher
 from .base import Setup
 from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
-from .exchange import AllGather, Pending
-from .expert_map import ExpertMap, ExpertPlaces
+from .exchange import AllGather
+from .expert_map import ExpertMap, ExpertPlaces, places, places_in_node, places_on_nodes
 from .symmetric import start_exchange
 
 
@@ -96,12 +96,12 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         inter = DedupExchange(
             self.inter,
             routes,
-            expert_map.places_on_nodes(x_UD.device, self.intra.num_ranks),
+            places_on_nodes(expert_map, x_UD.device, self.intra.num_ranks),
             num_sources=len(x_UD),
             num_slots=expert_map.num_slots,
         )
         sizes, intra_sizes = save_decision(
-            lambda: self._exchange_sizes(inter, expert_map.places(x_UD.device))
+            lambda: self._exchange_sizes(inter, places(expert_map, x_UD.device))
         )
         came = inter.start(x_UD, sizes)
         self.setup.counters.add(
@@ -117,40 +117,36 @@ class HierarchicalDispatcher(RowSharingDispatcher):
     ) -> Dispatched:
         """Spreads what came to this rank among the ranks of its node."""
         x_UD, routes = came.x_UD, came.routes
-        places = expert_map.places_in_node(x_UD.device, self.intra.num_ranks)
+        inside = places_in_node(expert_map, x_UD.device, self.intra.num_ranks)
         num_slots = expert_map.slots_P[self.communicator.rank]
         if self.setup.outbox is not None:
             counters = self.intra.counters
             return start_exchange(
-                self.setup.outbox, counters, x_UD, routes, places=places, num_slots=num_slots
+                self.setup.outbox, counters, x_UD, routes, places=inside, num_slots=num_slots
             )
         exchange = DedupExchange(
-            self.intra, routes, places, num_sources=len(x_UD), num_slots=num_slots
+            self.intra, routes, inside, num_sources=len(x_UD), num_slots=num_slots
         )
         return exchange.start(x_UD, sizes)
 
     def _exchange_sizes(
-        self, inter: DedupExchange, places: ExpertPlaces
+        self, inter: DedupExchange, on_ranks: ExpertPlaces
     ) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Exchanges counts and reads them on the host; the routes are written down meanwhile.
 
         Returns:
             The sizes of the inter and of the intra exchange.
         """
-        pending = self._start_counts(inter, places)
-        inter.prepare()
-        return self._read_sizes(inter, self.setup.counters.wait(pending))
-
-    def _start_counts(self, inter: DedupExchange, places: ExpertPlaces) -> Pending:
-        """Starts to gather the table of all ranks' counts."""
         by_rank = replace(
             inter.addresses,
-            rank_E=places.rank_E,
-            slot_E=places.slot_E,
+            rank_E=on_ranks.rank_E,
+            slot_E=on_ranks.slot_E,
             num_ranks=self.communicator.num_ranks,
         )
         counts = torch.cat((count_sends(by_rank).counts_P3, inter.counts_P3))
-        return AllGather(self.communicator.group).start(counts)
+        pending = AllGather(self.communicator.group).start(counts)
+        inter.prepare()
+        return self._read_sizes(inter, self.setup.counters.wait(pending))
 
     def _read_sizes(
         self, inter: DedupExchange, gathered: Tensor

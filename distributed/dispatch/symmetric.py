@@ -38,7 +38,7 @@ from ...model.routing import Routes
 from ..symmetric.outbox import Outbox, Plan, ReceivedRows
 from .base import ExpertParallelDispatcher, Setup
 from .exchange import Counters
-from .expert_map import ExpertMap, ExpertPlaces
+from .expert_map import ExpertMap, ExpertPlaces, places
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
 
@@ -327,7 +327,7 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             self.setup.counters,
             x_UD,
             routes,
-            places=expert_map.places(x_UD.device),
+            places=places(expert_map, x_UD.device),
             num_slots=expert_map.slots_P[self.communicator.rank],
             counts_rows=True,
         )
