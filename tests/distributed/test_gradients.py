@@ -242,15 +242,21 @@ def poisoned(ep, bad_rank, where, value):
         return math.isfinite(norm), bool(sums[1])
 
 
-@pytest.mark.parametrize("where", ["dense", "experts"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
-def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(where, value):
-    assert run_ranks(poisoned, 4, 2, 3, where, value) == [(False, True)] * 4
+NAN, INF = float("nan"), float("inf")
 
 
-def test_one_rank_alone_agrees_with_itself():
-    assert run_ranks(poisoned, 1, 1, 0, "dense", float("nan")) == [(False, True)]
-
-
-def test_a_flag_that_nobody_raises_is_down():
-    assert run_ranks(poisoned, 2, 2, 7, "dense", 0.0) == [(True, False)] * 2
+@pytest.mark.parametrize(
+    ("ranks", "ep", "bad_rank", "where", "value", "told"),
+    [
+        *(
+            (4, 2, 3, where, bad, (False, True))
+            for where in ("dense", "experts")
+            for bad in (INF, NAN)
+        ),
+        (4, 2, 3, "dense", -INF, (False, True)),
+        (1, 1, 0, "dense", NAN, (False, True)),
+        (2, 2, 7, "dense", 0.0, (True, False)),  # no rank is bad, and none raises the flag
+    ],
+)
+def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(ranks, ep, bad_rank, where, value, told):
+    assert run_ranks(poisoned, ranks, ep, bad_rank, where, value) == [told] * ranks

@@ -552,25 +552,6 @@ def test_a_full_disk_spares_the_previous_one_and_all_ranks_hear(saved, how, word
     open_verified(saved.with_name("step_00000080"))
 
 
-def full_at_commit(directory):
-    """The disk is full when rank 0 writes its last small files."""
-
-    def no_space(path, text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with Rank(directory, 2) as rank:
-        checkpoint_writing.write_synced = no_space
-        rank.save(60)
-        with pytest.raises(CheckpointError, match=r"No space left on device: .*index.json"):
-            rank.checkpointer.wait()
-        rank.checkpointer.wait()  # told once
-
-
-def test_a_disk_that_is_full_at_the_commit_is_told_on_all_ranks(saved):
-    run_ranks(full_at_commit, 2, saved.parent)
-    assert list(saved.parent.iterdir()) == [saved]
-
-
 def save_when_replaced(directory, generation_file, when):
     with Rank(directory, 2, generation=3, generation_file=generation_file) as rank:
         rank.save(60)

@@ -191,16 +191,6 @@ def without_memory(directory):
         return str(caught.value)
 
 
-def test_a_run_without_checkpoints_starts_at_its_beginning(tmp_path):
-    assert run_ranks(find, 1, tmp_path / "none") == [None]
-
-
-def find(directory):
-    with start_process("cpu", timeout_s=20) as process:
-        mesh, _ = saver_in(directory, process)
-        return newest_whole(directory, mesh.world_group)
-
-
 def test_a_stale_generation_sets_nothing_aside(saved):
     fence = saved.parent / "generation"
     fence.write_text("9")
@@ -295,7 +285,8 @@ def test_the_last_save_must_not_fail(saved):
         assert records == [(40, False), (50, False)]
         (told,) = said
         assert "step 50 was not saved" in told
-        assert "No space left on device" in told
+        assert "No space left on device: " in told
+        assert "index.json" in told
         assert "MiB free" in told
     assert [each.step for each in list_checkpoints(saved)] == STEPS
 

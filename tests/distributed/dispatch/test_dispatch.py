@@ -258,15 +258,6 @@ def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(world_size: int)
             assert sorted(exchanges[3:], key=str) == sorted([rows, gates, rows], key=str)
 
 
-def test_a_row_that_no_expert_chose_gets_nothing() -> None:
-    scene = EqualScene("expert choice", torch.float32, "relu", False)
-    for rank, [(results, _)] in enumerate(run_ranks(equal_forward_backward, 2, [scene])):
-        alone = 5 + rank  # `equal_part` lets the experts choose among the others
-        assert results["y"].abs().sum(1).nonzero().max() < alone
-        assert not results["y"][alone].any()
-        assert not results["x"][alone].any()
-
-
 def wrong_count() -> str:
     with start_process("cpu", timeout_s=20) as process:
         dispatcher = make_dispatcher("alltoall", one_group(process.world_size, process).ep_group)

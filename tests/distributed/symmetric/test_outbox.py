@@ -151,14 +151,14 @@ def test_ranks_that_post_different_things_are_told_both() -> None:
         assert f"{16 + 4 * other} bytes per row" in said
 
 
-def own_arena() -> Path:
-    """The file of this rank's first arena: the second of the two that it has made."""
-    files = {}
+def arenas() -> dict[int, int]:
+    """The size of each memory file of this rank, by its descriptor."""
+    found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the folder's own
             if "moebius-exchange" in os.readlink(entry):
-                files[int(entry.name)] = entry.stat().st_size
-    return Path("/proc/self/fd") / str(max(files, key=lambda each: files[each]))
+                found[int(entry.name)] = entry.stat().st_size
+    return found
 
 
 def overwritten(what: str) -> str:
@@ -168,7 +168,8 @@ def overwritten(what: str) -> str:
         outbox.check(what == "a bit")
         number = post(outbox)
         if process.rank == 1:
-            with own_arena().open("r+b") as memory:
+            sizes = arenas()
+            with open(f"/proc/self/fd/{max(sizes, key=sizes.__getitem__)}", "r+b") as memory:
                 words = memory.read(4096)
                 if what == "a bit":
                     place = words.index(torch.ones(4).numpy().tobytes())  # a row
@@ -236,13 +237,9 @@ def memory_of_a_stranger() -> str:
     with start_process("cpu", timeout_s=60):
         outbox = opened()
         post(outbox)
-        files = []
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the folder's own
-                if "moebius-exchange" in os.readlink(entry):
-                    files.append(entry)
+        files = arenas()
         assert len(files) >= 2
-        path = f"/proc/{os.getpid()}/fd/{files[0].name}"
+        path = f"/proc/{os.getpid()}/fd/{min(files)}"
         child = os.fork()
         if child == 0:
             os.setgid(65534)
