@@ -2,16 +2,18 @@
 executed.
 
 A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes,
-experts as [E, ...]; files.py says what stands in it. What a rank holds of a tensor, its
+experts as [E, ...]; format.py says what stands in it. What a rank holds of a tensor, its
 `LocalShard` says (local_shard.py).
 
-Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all
-that training waits for).
-3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing
-   while they write. 4. Rank 0
-checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything
-fails on any rank, the temporary directory goes, what was there before stays, and all ranks raise
-the same error at the next `save` or `wait`.
+Saving:
+  1. ranks compare what they hold;
+  2. each copies its part into buffers that it keeps: all that training waits for;
+  3. in a thread, over a process group of their own, the ranks write `step_00000050.g3.tmp`, summing
+     while they write;
+  4. rank 0 checks that its generation is still the current one, and renames;
+  5. old checkpoints go.
+If anything fails on any rank, the temporary directory goes, what was there before stays, and all
+ranks raise the same error at the next `save` or `wait`.
 
 Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense
 state and 1/replicas of its experts: that much memory, and one copy of it per save.

@@ -81,26 +81,22 @@ def newest_whole(
     """
     own, aside = _seen_by_rank_0(directory, group)
     own = [path for path in own if at_most is None or step_of(path.name) <= at_most]
-    damaged: list[DamagedCheckpoint] = []
-    tried: list[str] = []
-    if own and (found := _try_own(own[0], group, damaged, tried, why_not)):
+    search = _Search(group, second, why_not)
+    if own and (found := search.try_own(own[0])):
         return found
     copies = [
         step
         for step in _copies(second, group, must_answer=not own)
         if at_most is None or step <= at_most
     ]
-    candidates = [(path, False) for path in own[1:]]
-    candidates += [(directory / step_name(step), True) for step in copies]
-    for path, is_copy in sorted(candidates, key=lambda each: (-step_of(each[0].name), each[1])):
-        if is_copy and second is not None:
-            found = _try_copy(second, path, group, damaged, tried, why_not)
-        else:
-            found = _try_own(path, group, damaged, tried, why_not)
-        if found is not None:
+    candidates = [(path, search.try_own) for path in own[1:]]
+    candidates += [(directory / step_name(step), search.try_copy) for step in copies]
+    # newest first, and of the same step this folder's before its copy
+    for path, attempt in sorted(candidates, key=lambda each: -step_of(each[0].name)):
+        if found := attempt(path):
             return found
-    if at_most is None and (tried or aside):
-        raise CheckpointError(_nothing_left(directory, tried, aside))
+    if at_most is None and (search.tried or aside):
+        raise CheckpointError(_nothing_left(directory, search.tried, aside))
     return None
 
 
@@ -140,54 +136,50 @@ def _copies(second: SecondCopy | None, group: dist.ProcessGroup, *, must_answer:
     return gathered(group, look)[0]
 
 
-def _try_own(
-    path: Path,
-    group: dist.ProcessGroup,
-    damaged: list[DamagedCheckpoint],
-    tried: list[str],
-    why_not: WhyNot,
-) -> WholeCheckpoint | None:
-    """Returns a checkpoint of the run folder if it is whole; else notes what is wrong with it."""
-    meta, why = _checked(path, group)
-    if meta is None:
-        damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
-    elif reason := why_not(meta):
-        why = f"{path.name} {reason}"
-    else:
-        return WholeCheckpoint(path, meta, tuple(damaged))
-    tried.append(why)
-    return None
+class _Search:
+    """What was found damaged, and in words all that was tried, until one is whole."""
 
+    def __init__(
+        self, group: dist.ProcessGroup, second: SecondCopy | None, why_not: WhyNot
+    ) -> None:
+        self._group, self._second, self._why_not = group, second, why_not
+        self._damaged: list[DamagedCheckpoint] = []
+        self.tried: list[str] = []
 
-def _try_copy(
-    second: SecondCopy,
-    path: Path,
-    group: dist.ProcessGroup,
-    damaged: list[DamagedCheckpoint],
-    tried: list[str],
-    why_not: WhyNot,
-) -> WholeCheckpoint | None:
-    """Fetches the copy of a checkpoint and returns it if it is whole; else notes what is wrong."""
-    fetched = path.with_name(f"{path.name}.fetched.tmp")
+    def try_own(self, path: Path) -> WholeCheckpoint | None:
+        """Returns a checkpoint of the run folder if it is whole; else notes what is wrong with it."""
+        meta, why = _checked(path, self._group)
+        if meta is None:
+            self._damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
+        elif reason := self._why_not(meta):
+            why = f"{path.name} {reason}"
+        else:
+            return WholeCheckpoint(path, meta, tuple(self._damaged))
+        self.tried.append(why)
+        return None
 
-    def fetch() -> str:
-        if group.rank() == 0:
-            try:
-                second.fetch(path.name, fetched)
-            except CheckpointError as error:
-                return str(error)
-        return ""
+    def try_copy(self, path: Path) -> WholeCheckpoint | None:
+        """Fetches the copy of a checkpoint and returns it if it is whole; else notes what is wrong."""
+        second, fetched = self._second, path.with_name(f"{path.name}.fetched.tmp")
+        assert second is not None, "copies are in a second place"
 
-    why = gathered(group, fetch)[0]
-    meta = None
-    if not why:
-        meta, why = _checked(fetched, group)
-    if meta is not None:
-        why = why_not(meta)
-    if meta is not None and not why:
-        return WholeCheckpoint(fetched, meta, tuple(damaged), fetched_for=path)
-    tried.append(f"the copy in {second.url}: {why}")
-    return None
+        def fetch() -> str:
+            if self._group.rank() == 0:
+                try:
+                    second.fetch(path.name, fetched)
+                except CheckpointError as error:
+                    return str(error)
+            return ""
+
+        meta, why = None, gathered(self._group, fetch)[0]
+        if not why:
+            meta, why = _checked(fetched, self._group)
+        if meta is not None:
+            why = self._why_not(meta)
+        if meta is not None and not why:
+            return WholeCheckpoint(fetched, meta, tuple(self._damaged), fetched_for=path)
+        self.tried.append(f"the copy in {second.url}: {why}")
+        return None
 
 
 def _checked(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointMeta | None, str]:

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from router_cases import GATES, RECORDED, recorded_choices, step_by_step
+from router_cases import GATES, step_by_step
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -248,17 +248,3 @@ def test_three_products_are_within_the_bound(width: int) -> None:
     assert error.max() < BOUND
     assert error.max() > BOUND / 8  # the worst numbers come near it
     assert error[100:, 50:].square().mean().sqrt() < 2**-16 / width**0.5
-
-
-@pytest.mark.needs_shared
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_routers_choose_the_same_by_three_products(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = recorded_choices(name, monkeypatch)
-    assert asked
-    for one in asked:
-        logits_TE = three_products(one.x_TD, one.weight_ED).float()
-        chosen = logits_TE.unflatten(1, (one.heads, -1)).topk(one.top_k, dim=-1).indices
-        first_H1 = torch.arange(one.heads)[:, None] * (len(one.weight_ED) // one.heads)
-        assert torch.equal(chosen + first_H1, one.experts_THK)
