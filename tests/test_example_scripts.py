@@ -1,13 +1,16 @@
 """The notebook and the scripts that use moebius from Python run as a reader would run them."""
 
+import itertools
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -68,14 +71,16 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
 
 
 def kinds_of(notebook: NotebookNode) -> list[list[str]]:
-    """For every code cell, what its outputs are: the name of a stream or the richest MIME type."""
+    """For every code cell, what its outputs are: the name of a stream or the richest MIME type; what
+    comes several times in a row, as progress does, once.
+    """
     kinds = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
             outputs = [
                 output.get("name") or sorted(output.get("data", {}))[0] for output in cell.outputs
             ]
-            kinds.append(outputs)
+            kinds.append([kind for kind, _ in itertools.groupby(outputs)])
     return kinds
 
 
@@ -96,3 +101,39 @@ def test_the_notebook_runs_and_its_stored_outputs_are_of_such_a_run(executed: No
     losses = re.findall(r"training loss ([\d.]+)", said)
     assert len(losses) == 1
     assert float(losses[0]) < 4.5, "it has learned something: ln 257 = 5.55"
+
+
+@pytest.mark.slow
+def test_interrupting_the_kernel_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The cell goes on: `fit` returns how the run ended, and the view is below the cell once."""
+    cell = (
+        "import moebius\n"
+        "config = moebius.recipe('own_text', 'train.steps=10000', 'prepare.tokenizer=bytes',\n"
+        "    model={'vocab_size': 257, 'd_model': 32, 'attention': {'d_head': 8}},\n"
+        "    data={'seq_len': 32}, prepare={'vocab_size': 257}, train={'log_every': 1})\n"
+        "status = moebius.fit(config, 'runs/mine')\n"
+        "print(status.state.value, status.step)"
+    )
+    manager, client = start_new_kernel(cwd=str(tmp_path))
+    try:
+        asked = client.execute(cell)
+        metrics, deadline = tmp_path / "runs" / "mine" / "metrics.jsonl", time.monotonic() + 150
+        while not metrics.exists() or '"kind": "train"' not in metrics.read_text():
+            assert time.monotonic() < deadline, "no step was made"
+            time.sleep(0.2)
+        manager.interrupt_kernel()
+        messages = []
+        while not messages or messages[-1]["content"].get("execution_state") != "idle":
+            message = client.get_iopub_msg(timeout=150)
+            if message["parent_header"].get("msg_id") == asked:
+                messages.append(message)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    kinds = [message["msg_type"] for message in messages]
+    said = "".join(message["content"].get("text", "") for message in messages)
+    assert "error" not in kinds
+    state, step = said.split()
+    assert state == "STOPPED"
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{int(step):08d}").is_dir()
+    assert kinds.count("update_display_data") > 1, "the view was redrawn in place"

@@ -1,4 +1,4 @@
-"""Following a job through its run folder: a live view in a terminal, plain lines everywhere else.
+"""Following a job through its run folder: a live view in a terminal and a notebook, else plain lines.
 
 Everything comes from files, so one can follow a job of any cluster, after the fact too, and a
 watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, twice a
@@ -6,6 +6,7 @@ second; in a terminal a scan of this machine's processes besides, once a second.
 """
 
 import contextlib
+import io
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ POLL_S = 0.4
 RANKS_EVERY_S = 1.0
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
+_PAGE_WIDTH = 100  # characters, of the view in a notebook
+_PAGE_EVENTS = 12  # lines above it
 BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -128,13 +131,18 @@ def follow(
 
     Args:
         live: redraw in place (a terminal) or write a line per event; by default as the console can.
+            In a notebook the view below the cell is redrawn.
         until: ends the watching earlier.
     """
     console = console or Console()
     live = console.is_terminal if live is None else live
     view = View(run_dir)
-    show = _follow_live if live else _follow_plain
-    show(view, console, until)
+    if console.is_jupyter and not console.quiet:
+        _follow_in_notebook(view, until)
+    elif live:
+        _follow_live(view, console, until)
+    else:
+        _follow_plain(view, console, until)
     return view.status or read_status(run_dir)
 
 
@@ -167,6 +175,24 @@ def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool
                 words = (event.text, event.style)
                 console.print(Text.assemble((f"{_clock(event.time)} ", "dim"), words))
             screen.update(render(view, width=console.width), refresh=True)
+
+
+def _follow_in_notebook(view: View, until: Callable[[JobStatus], bool]) -> None:
+    """Redraws one output of the cell, which keeps its last state; needs no widgets."""
+    from IPython.display import HTML, DisplayHandle
+
+    handle, told, shown = DisplayHandle(), list[Text](), ""
+    for events in _looks(view, until):
+        told += [
+            Text.assemble((f"{_clock(event.time)} ", "dim"), (event.text, event.style))
+            for event in events
+        ]
+        page = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_jupyter=False)
+        page.print(*told[-_PAGE_EVENTS:], render(view, width=_PAGE_WIDTH), sep="\n")
+        html = page.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        if html != shown:
+            (handle.update if shown else handle.display)(HTML(html))
+            shown = html
 
 
 def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
