@@ -31,7 +31,7 @@ from ..train.config.run_config import Config
 from .job import JobError, JobStatus, Launch, read_status
 from .launch import begin_job, make_launch, open_folder, simulated_gpus
 from .liveness import HEARTBEAT
-from .places.ray_session import disconnect, require_ray
+from .places.ray_session import require_ray
 from .places.simulated import simulated_cluster
 from .places.standing import cluster_at
 from .ray_tasks import RayPool
@@ -94,6 +94,8 @@ def submit(
     data = _Data(config, console, live)
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
     with _connected(config, address, console, num_nodes=num_nodes, meanwhile=data.prepare_early):
+        import ray
+
         from .supervise.actor import start_supervisor
 
         launch = make_launch(config, run_dir, address=address, command=command)
@@ -103,7 +105,7 @@ def submit(
             start_supervisor(launch, held)
             if detach:
                 return read_status(run_dir)
-            disconnect()  # Ray ends its clients when its control store is gone; files stay
+            ray.shutdown()  # it ends its clients when its control store is gone; files stay
             status = follow(run_dir, console=console, live=live)
             _await_release(run_dir)
     show_end(status, console)

@@ -57,13 +57,6 @@ def connected(address: str) -> Iterator[Any]:
             ray.shutdown()
 
 
-def disconnect() -> None:
-    """Ends this process's connection, if it has one; leaving `connected` later does no harm."""
-    import ray
-
-    ray.shutdown()
-
-
 def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(

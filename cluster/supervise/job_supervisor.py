@@ -129,6 +129,7 @@ class JobSupervisor:
             has_run=self.has_started,
             poll_s=POLL_S,
         )
+        self.why_resize = self.placing.why_resize
         self.without_progress = 0
         self.ports_taken = 0
         self.network = NetworkWatch()
@@ -289,10 +290,6 @@ class JobSupervisor:
                 f"the supervisor cannot write into the run folder {self.run_dir} "
                 f"({error.strerror}): choose a folder that the head of the cluster reaches too"
             ) from error
-
-    def why_resize(self, current: int) -> str:
-        """Returns why the run should go on with another number of nodes than `current`, or ""."""
-        return self.placing.why_resize(current)
 
     def _await_data(self) -> None:
         """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.

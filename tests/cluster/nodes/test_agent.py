@@ -163,13 +163,3 @@ def test_a_node_whose_supervisor_is_silent_ends_its_ranks(tmp_path):
         assert not wait_for(node.poll, what="the report").ok
     finally:
         node.stop()
-
-
-def test_one_rank_can_be_killed(tmp_path):
-    node = Node()
-    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)))
-    wait_for(lambda: node.running_ranks() == [0, 1], what="two ranks")
-    assert node.kill_rank(1)
-    report = wait_for(node.poll, what="the report")
-    assert {failure.rank: failure.exit_code for failure in report.failures}[1] == -9
-    assert not node.kill_rank(1)
