@@ -20,7 +20,10 @@ SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
 # Names of others' programs that no source of ours speaks of.
-FOREIGN = {"CPLUS_INCLUDE_PATH", "GROUPED_GEMM_CUTLASS", "RAY_USE_TLS", "local_lock"}
+FOREIGN = {
+    *("CPLUS_INCLUDE_PATH", "GROUPED_GEMM_CUTLASS", "RAY_USE_TLS", "local_lock"),
+    "target_modules",
+}
 # Pages of the site that docs/reference_pages.py makes.
 GENERATED = {"config.md", "commands.md", "python.md", "interfaces.md"}
 Check = Callable[[str], list[str]]
