@@ -57,7 +57,7 @@ class DataConfig(BaseModel):
     """The prepared folder; empty: one below `runs/data`, named after the hash of `prepare`."""
 
     seq_len: int = Field(default=256, ge=1)
-    """Tokens that a row predicts; it holds one more."""
+    """Tokens that a row predicts; a row holds one more."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of the order in which rows are read."""
@@ -66,21 +66,21 @@ class DataConfig(BaseModel):
     """How documents become rows: cut wherever a row is full, or fitted whole into rows."""
 
     document_attention: bool = False
-    """Whether a token sees its own document only."""
+    """Whether a token sees only its own document."""
 
     targets: Literal["next", "paired"] = "next"
-    """What a token predicts: the next token; or, where documents alternate between inputs and
-    labels ("a 1 b 2 …"), the label of an input. Only inputs are read then."""
+    """What a token predicts: the next token; or, if documents alternate between inputs and labels
+    ("a 1 b 2 …"), the label of an input. The model then reads only the inputs."""
 
     weights: dict[SourceName, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = Field(
         default={}, examples=[{"books": 2.0, "web": 1.0}]
     )
-    """Shares of the sources in the rows that are read, relative to each other; 1 if not given."""
+    """Relative share of each source in the rows that are read; 1 if not given."""
 
     max_epochs: dict[SourceName, Annotated[int, Field(ge=0)]] = Field(
         default={}, examples=[{"books": 4}]
     )
-    """Passes over a source after which the run ends; 0, or not given: as many as the run takes."""
+    """Passes over a source after which the run ends; 0 or not given: no limit."""
 
     stages: tuple[Stage, ...] = Field(
         default=(), examples=[[{"at_tokens": 1_000_000, "weights": {"books": 1.0}}]]
@@ -103,11 +103,11 @@ class DataConfig(BaseModel):
     """Whether a run continues although its data or their order differ from its checkpoint's."""
 
     server: Literal["auto", "on", "off"] = "auto"
-    """Whether one process per node decodes for all its ranks; auto: where a node has at least four
-    ranks and the data is larger than two windows of the order."""
+    """Whether one process per node decodes for all its ranks; auto: if a node has at least four ranks
+    and the data is larger than two shuffle windows."""
 
     server_bytes: int = Field(default=512 * 2**20, ge=1)
-    """Memory of a node that decoded chunks may take."""
+    """The most memory that decoded chunks may take on a node."""
 
     @model_validator(mode="after")
     def _check_stages(self) -> "DataConfig":

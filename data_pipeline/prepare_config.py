@@ -32,13 +32,13 @@ class RecordFields(BaseModel):
     """The field that holds a record's text."""
 
     source_field: str = "source"
-    """The field that says where a record comes from; the file's name where it is missing."""
+    """The field that names a record's origin; the file's name if it is missing."""
 
     id_field: str = Field(default="", examples=["id"])
-    """The field of a record's own name, kept beside its tokens; empty: it has none."""
+    """The field of a record's own id, which is stored beside its tokens; empty: no ids."""
 
     prompt_field: str = Field(default="", examples=["question"])
-    """The field of a prompt; with `answer_field`, only the answer's tokens are learned."""
+    """The field of a prompt; with `answer_field`, only the tokens of the answer are learned."""
 
     answer_field: str = Field(default="", examples=["answer"])
     """The field of the answer to the prompt."""
@@ -61,7 +61,7 @@ class SourceConfig(RecordFields):
     """The source's name, which begins the names of its shards."""
 
     input: Annotated[tuple[str, ...], OneOrMore] = Field(min_length=1, examples=[["books/*.txt"]])
-    """Files, folders, globs, URLs or functions, as of `prepare.input`."""
+    """Files, folders, globs, URLs or functions, as in `prepare.input`."""
 
     validation_input: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["held_out.txt"]]
@@ -69,7 +69,7 @@ class SourceConfig(RecordFields):
     """Text to validate on; empty: a share of `input`."""
 
     licence: str = Field(default="", max_length=200, examples=["CC0-1.0"])
-    """The text's licence as people read it, e.g. an SPDX name."""
+    """The licence of the text, for people to read, e.g. an SPDX name."""
 
     @property
     def has_loss_mask(self) -> bool:
@@ -78,7 +78,7 @@ class SourceConfig(RecordFields):
 
 
 class DecontaminateConfig(BaseModel):
-    """Names the evaluation sets that training text must not contain."""
+    """Names the evaluation sets that training text must not overlap with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -98,9 +98,9 @@ _REPEATED_IN_SOURCES = {"input", "validation_input", *RecordFields.model_fields}
 
 
 class PrepareConfig(RecordFields):
-    """Configures what makes a prepared folder: sources, tokenizer, and what is left out.
+    """Configures how a folder is prepared: sources, tokenizer, and what is dropped.
 
-    Text of several kinds is given as `sources`; `input` is short for one source named "text".
+    Give text of several kinds as `sources`; `input` is short for one source named "text".
     """
 
     input: Annotated[tuple[str, ...], OneOrMore] = Field(
@@ -116,7 +116,7 @@ class PrepareConfig(RecordFields):
     """Text to validate on; empty: `validation_fraction` of `input`."""
 
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
-    """Share of the documents that is held out by their hash, where there is no `validation_input`."""
+    """Share of the documents that is held out, by their hash; not used with `validation_input`."""
 
     sources: tuple[SourceConfig, ...] = Field(
         default=(), examples=[[{"name": "books", "input": ["books/*.txt"]}]]
@@ -125,42 +125,42 @@ class PrepareConfig(RecordFields):
 
     tokenizer: str = Field(default="bpe", examples=["bytes"])
     """"bpe" (trained on the text), "bytes", or an existing one: a .json or .model file, its folder,
-    hf://owner/name, or python:package.module:function, which gives words that are one token each."""
+    hf://owner/name, or python:package.module:function, which returns words that are one token each."""
 
     end_of_document: str = Field(default="", examples=["<|endoftext|>"])
-    """The special token of an existing tokenizer that ends a document; empty: the one it names."""
+    """The special token of an existing tokenizer that ends a document; empty: its own end token."""
 
     vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
-    """The vocabulary that BPE training aims at, or the most ids that an existing tokenizer may have."""
+    """Size of the vocabulary that BPE training aims at; the most ids of an existing tokenizer."""
 
     tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
-    """Text that BPE is trained on: 32 MiB take about 20 s."""
+    """Size of the text sample that BPE is trained on; 32 MiB take about 20 s."""
 
     batch_tokens: int = Field(default=128 * 1024, ge=1, le=2**24)
-    """Tokens of a record batch; zstd's ratio stops growing at the default."""
+    """Tokens per record batch; batches larger than the default do not compress better."""
 
     split_bytes: int = Field(default=64 * 2**20, ge=1)
-    """Size above which a .txt, .jsonl or .parquet file is cut into several input splits."""
+    """Size above which a .txt, .jsonl or .parquet file is split between workers."""
 
     segment_tokens: int = Field(default=2**28, ge=1)
-    """Tokens of a segment, the unit that is sealed, read and shuffled; a run can start at the first."""
+    """Training tokens per segment, the unit that is sealed, read and shuffled."""
 
     encoding_faults: Literal["error", "drop"] = "error"
-    """What to do about text that is not valid in its encoding: end, or drop the document."""
+    """What to do about text that is not valid Unicode: end with an error, or drop the document."""
 
     filters: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["my_filters:too_short"]]
     )
-    """Functions (package.module:function) of a document's text that return None to keep it, or the
-    reason to drop it."""
+    """Functions (package.module:function) that get the text of a document and return None to keep it,
+    or the reason to drop it."""
 
     decontaminate: DecontaminateConfig | None = Field(
         default=None, examples=[{"evaluation_sets": ["test.jsonl"]}]
     )
-    """Evaluation sets whose text is dropped."""
+    """Drops documents that overlap with evaluation sets."""
 
     shuffle_documents: bool = False
-    """Whether the documents of a source are spread over all its shards, in a second pass."""
+    """Whether to spread the documents of each source over all its shards, in a second pass."""
 
     @field_validator("filters")
     @classmethod

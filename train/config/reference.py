@@ -48,7 +48,7 @@ class Key:
     @property
     def default_text(self) -> str:
         """Returns the default as it is written in a TOML file."""
-        return "required" if self.default is PydanticUndefined else toml_value(self.default)
+        return toml_value(self.default)
 
 
 def keys() -> list[Key]:
@@ -93,9 +93,11 @@ def commented(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a plain value as TOML writes it; None as the word that an override takes for it."""
+    """Returns a plain value as TOML writes it; None and a missing default as the words that stand for them."""
     if value is None:
         return "none"
+    if value is PydanticUndefined:
+        return "required"
     if isinstance(value, dict):
         entries = (f"{json.dumps(key)} = {toml_value(entry)}" for key, entry in value.items())
         return "{" + ", ".join(entries) + "}"

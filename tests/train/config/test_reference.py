@@ -103,6 +103,10 @@ def test_the_differences_lead_from_the_defaults_to_the_recipe() -> None:
         (["train.spikes"], ["train.spikes.window", "128"]),
         (["optim.learning_rate"], ["optim.learning_rate=0.00025", "number > 0"]),
         (["smoke", "--diff"], ["job.num_nodes", "2"]),
+        (
+            ["smoke", "prepare.decontaminate.evaluation_sets=x.jsonl", "--diff"],
+            ["x.jsonl", "required"],
+        ),
     ],
 )
 def test_the_command_shows(
