@@ -1,6 +1,6 @@
 """Names the curve of every number in the metrics, the same in every sink.
 
-`METRICS` lists the names with their units; docs/metrics.md shows them. A number that is not listed
+`METRICS` lists the names with their units; docs/metrics.md explains them. A number that is not listed
 is called "kind/field", so a new field of a line is not lost.
 """
 
@@ -14,96 +14,61 @@ from .step_metrics import LOAD_KINDS
 
 @dataclass(frozen=True)
 class Metric:
-    """Names a curve, and says what it shows."""
+    """Names a curve and its unit; "" for a plain number."""
 
     name: str
     unit: str
-    what: str
 
 
 METRICS: dict[tuple[str, str], Metric] = {
-    ("train", "loss"): Metric("loss/train", "nats per token", "cross-entropy of the step's batch"),
-    ("eval", "loss"): Metric("loss/validation", "nats per token", "of the validation split"),
-    ("eval", "perplexity"): Metric("perplexity/validation", "", "exp of the validation loss"),
-    ("train", "regularisation"): Metric(
-        "loss/regularisation", "nats per token", "all that is added to the cross-entropy"
-    ),
-    ("train", "auxiliary_losses"): Metric(
-        "loss/auxiliary/NAME", "", "each auxiliary loss without its coefficient"
-    ),
-    ("train", "learning_rate"): Metric("learning_rate", "", "of the step"),
-    ("train", "grad_norm"): Metric("gradient/norm", "", "of all parameters, before clipping"),
-    ("train", "tokens_per_s"): Metric("throughput/tokens_per_s", "tokens/s", "of all ranks"),
-    ("train", "step_s"): Metric(
-        "throughput/step_s", "s", "per step, all that goes on beside it too"
-    ),
-    ("train", "tokens"): Metric("progress/tokens", "tokens", "trained on so far"),
-    ("train", "skipped"): Metric("progress/skipped_steps", "steps", "without an update, so far"),
-    ("train", "data_wait_s"): Metric("data/wait_s", "s", "waiting for data per step, all ranks"),
-    ("train", "counted_targets"): Metric("data/counted_targets", "tokens", "in the step's loss"),
-    ("train", "ranks_without_data_server"): Metric(
-        "data/ranks_without_server", "ranks", "whose data server has ended"
-    ),
-    ("data_wait", "seconds"): Metric("data/stall_s", "s", "the run has stood still for data"),
-    ("data_wait", "ranks"): Metric("data/stalled_ranks", "ranks", "that had no batch then"),
-    ("train", "max_violation"): Metric(
-        "experts/max_violation/KIND",
-        "",
-        "largest load ÷ mean − 1, of the worst depth step; 0 is even",
-    ),
-    ("train", "effective_experts"): Metric(
-        "experts/effective_experts/KIND",
-        "experts",
-        "exp of the load's entropy, of the worst depth step",
-    ),
-    ("train", "drop_fraction"): Metric(
-        "experts/drop_fraction/KIND", "", "routes that a capacity refused, of the worst depth step"
-    ),
-    ("train", "gate_mean"): Metric(
-        "experts/gate_mean/KIND", "", "mean gate, mean of the depth steps"
-    ),
-    ("exchange", "rows_sent"): Metric(
-        "exchange/rows_sent/LAYER", "rows", "that set out for experts"
-    ),
-    ("exchange", "rows_one_per_route"): Metric(
-        "exchange/rows_one_per_route/LAYER", "rows", "what `alltoall` would have sent"
-    ),
-    ("exchange", "bytes_intra_node"): Metric(
-        "exchange/bytes_intra_node/LAYER", "bytes", "within nodes, forward"
-    ),
-    ("exchange", "bytes_inter_node"): Metric(
-        "exchange/bytes_inter_node/LAYER", "bytes", "between nodes, forward"
-    ),
-    ("exchange", "waited_s"): Metric(
-        "exchange/waited_s/LAYER", "s", "hosts stood still for exchanges, all ranks"
-    ),
-    ("exchange", "hottest_rank"): Metric(
-        "exchange/hottest_rank/LAYER", "", "routes of the busiest rank ÷ mean; 1 is even"
-    ),
-    ("eval", "tokens"): Metric("validation/tokens", "tokens", "that the validation loss is of"),
-    ("eval", "seconds"): Metric("validation/seconds", "s", "that the evaluation took"),
-    ("checkpoint", "seconds"): Metric("checkpoint/seconds", "s", "until it was complete"),
-    ("checkpoint", "blocked_s"): Metric("checkpoint/blocked_s", "s", "that steps waited for it"),
-    ("checkpoint", "verify_s"): Metric("checkpoint/verify_s", "s", "of these for reading it back"),
-    ("checkpoint", "bytes"): Metric("checkpoint/bytes", "bytes", "written"),
-    ("checkpoint_copy", "seconds"): Metric("checkpoint/copy_seconds", "s", "of the second copy"),
-    ("checkpoint_copy", "bytes"): Metric("checkpoint/copy_bytes", "bytes", "of the second copy"),
-    ("expert_placement", "hottest_before"): Metric(
-        "placement/hottest_before", "", "busiest rank ÷ mean before experts moved"
-    ),
-    ("expert_placement", "hottest_after"): Metric("placement/hottest_after", "", "and after"),
-    ("expert_placement", "moved_experts"): Metric("placement/moved_experts", "experts", "moved"),
-    ("expert_placement", "moved_bytes"): Metric("placement/moved_bytes", "bytes", "moved"),
-    ("expert_placement", "seconds"): Metric("placement/seconds", "s", "that the move took"),
-    ("spike", "loss"): Metric("spikes/loss", "nats per token", "of a step that was a spike"),
-    ("spike", "loss_limit"): Metric("spikes/loss_limit", "nats per token", "above which it is one"),
-    ("spike", "grad_norm"): Metric("spikes/gradient_norm", "", "of a step that was a spike"),
-    ("spike", "grad_norm_limit"): Metric("spikes/gradient_norm_limit", "", "above which it is one"),
-    ("spike", "in_a_row"): Metric("spikes/in_a_row", "steps", "spikes without a good step between"),
-    ("start", "generation"): Metric("run/generation", "", "of the job; each restart begins one"),
-    ("start", "world_size"): Metric("run/ranks", "ranks", "that train"),
-    ("start", "parameters"): Metric("run/parameters", "", "of the model"),
-    ("rollback", "number"): Metric("run/rollbacks", "", "of the run so far"),
+    ("train", "loss"): Metric("loss/train", "nats per token"),
+    ("eval", "loss"): Metric("loss/validation", "nats per token"),
+    ("eval", "perplexity"): Metric("perplexity/validation", ""),
+    ("train", "regularisation"): Metric("loss/regularisation", "nats per token"),
+    ("train", "auxiliary_losses"): Metric("loss/auxiliary/NAME", ""),
+    ("train", "learning_rate"): Metric("learning_rate", ""),
+    ("train", "grad_norm"): Metric("gradient/norm", ""),
+    ("train", "tokens_per_s"): Metric("throughput/tokens_per_s", "tokens/s"),
+    ("train", "step_s"): Metric("throughput/step_s", "s"),
+    ("train", "tokens"): Metric("progress/tokens", "tokens"),
+    ("train", "skipped"): Metric("progress/skipped_steps", "steps"),
+    ("train", "data_wait_s"): Metric("data/wait_s", "s"),
+    ("train", "counted_targets"): Metric("data/counted_targets", "tokens"),
+    ("train", "ranks_without_data_server"): Metric("data/ranks_without_server", "ranks"),
+    ("data_wait", "seconds"): Metric("data/stall_s", "s"),
+    ("data_wait", "ranks"): Metric("data/stalled_ranks", "ranks"),
+    ("train", "max_violation"): Metric("experts/max_violation/KIND", ""),
+    ("train", "effective_experts"): Metric("experts/effective_experts/KIND", "experts"),
+    ("train", "drop_fraction"): Metric("experts/drop_fraction/KIND", ""),
+    ("train", "gate_mean"): Metric("experts/gate_mean/KIND", ""),
+    ("exchange", "rows_sent"): Metric("exchange/rows_sent/LAYER", "rows"),
+    ("exchange", "rows_one_per_route"): Metric("exchange/rows_one_per_route/LAYER", "rows"),
+    ("exchange", "bytes_intra_node"): Metric("exchange/bytes_intra_node/LAYER", "bytes"),
+    ("exchange", "bytes_inter_node"): Metric("exchange/bytes_inter_node/LAYER", "bytes"),
+    ("exchange", "waited_s"): Metric("exchange/waited_s/LAYER", "s"),
+    ("exchange", "hottest_rank"): Metric("exchange/hottest_rank/LAYER", ""),
+    ("eval", "tokens"): Metric("validation/tokens", "tokens"),
+    ("eval", "seconds"): Metric("validation/seconds", "s"),
+    ("checkpoint", "seconds"): Metric("checkpoint/seconds", "s"),
+    ("checkpoint", "blocked_s"): Metric("checkpoint/blocked_s", "s"),
+    ("checkpoint", "verify_s"): Metric("checkpoint/verify_s", "s"),
+    ("checkpoint", "bytes"): Metric("checkpoint/bytes", "bytes"),
+    ("checkpoint_copy", "seconds"): Metric("checkpoint/copy_seconds", "s"),
+    ("checkpoint_copy", "bytes"): Metric("checkpoint/copy_bytes", "bytes"),
+    ("expert_placement", "hottest_before"): Metric("placement/hottest_before", ""),
+    ("expert_placement", "hottest_after"): Metric("placement/hottest_after", ""),
+    ("expert_placement", "moved_experts"): Metric("placement/moved_experts", "experts"),
+    ("expert_placement", "moved_bytes"): Metric("placement/moved_bytes", "bytes"),
+    ("expert_placement", "seconds"): Metric("placement/seconds", "s"),
+    ("spike", "loss"): Metric("spikes/loss", "nats per token"),
+    ("spike", "loss_limit"): Metric("spikes/loss_limit", "nats per token"),
+    ("spike", "grad_norm"): Metric("spikes/gradient_norm", ""),
+    ("spike", "grad_norm_limit"): Metric("spikes/gradient_norm_limit", ""),
+    ("spike", "in_a_row"): Metric("spikes/in_a_row", "steps"),
+    ("start", "generation"): Metric("run/generation", ""),
+    ("start", "world_size"): Metric("run/ranks", "ranks"),
+    ("start", "parameters"): Metric("run/parameters", ""),
+    ("rollback", "number"): Metric("run/rollbacks", ""),
 }
 # Fields that are not measurements.
 _NOT_MEASURED = {
