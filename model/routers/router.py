@@ -1,12 +1,11 @@
-"""What a router is. Each router is one file beside this one (`router_*.py`) and one line in the
-table of `routers.py`.
+"""Defines what a router is. Each router is one file beside this one and one line in `table.py`.
 
-A router reads rows and returns a plan: routes, or a mixture. It never moves data, knows no rank,
-and decides in float32 whatever the compute dtype. It also owns what belongs to its decisions: the
-statistics that its losses need, those losses, and whatever changes from step to step.
+A router reads rows and returns routes or a mixture. It moves no data, knows no ranks, and decides in
+float32 whatever the compute dtype. It also owns the statistics and losses of its decisions, and
+everything about them that changes from step to step.
 
-    forward        rows → plan
-    statistics     plan → sums per sequence, added up over the repeats of a shared layer
+    forward        rows → routing
+    statistics     routing → sums per sequence, added up over the repeats of a shared layer
     losses         sums → values and their coefficients, computed once per forward pass
     before_step    the step's number, for what follows a schedule
     after_step     sums over the whole step and all ranks, for what is learned without a gradient
