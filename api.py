@@ -33,13 +33,14 @@ from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
 from .evaluation.text import ScoredText, continue_text, score_with
 from .evaluation.trace import LayerRoutes as LayerRoutes
-from .evaluation.trace import Rows, Trace, logits, read_rows, rows_of, trace
+from .evaluation.trace import Trace, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError
+from .train.evaluate import Rows, read_rows
 from .train.recipes.smoke import RECIPES
 from .train.record.run_folder import place_data
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..distributed.process.json_messages import all_gather_json
 from ..distributed.process.process import Process
-from ..model.attention.cache import LayerCache
+from ..model.attention.base import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
 from .batches import PASS_TOKENS, Family, Row, RowBatch, plan_batches, rows_alone

@@ -11,21 +11,16 @@ layer, N routes.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..data_pipeline.read.corruption import open_fetcher
-from ..data_pipeline.read.loader import validation_batches
 from ..model.config.attention_config import SwitchHeadConfig
-from ..model.documents import Documents
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.layers import wide_dtype
 from ..model.transformer import Layer, Transformer
-from ..train.config.run_config import Config
-from ..train.micro_batches import document_use
+from ..train.evaluate import Rows
 from ..train.record.route_tap import RoutedCall, tap
 from .restore import Restored
 
@@ -63,24 +58,6 @@ class LayerRoutes:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Holds a micro-batch of a run's data as its model reads it."""
-
-    tokens_BS: Tensor
-    """int64, the input."""
-    targets_BS: Tensor
-    """int64, what the model is asked for at each of them."""
-    counted_BS: Tensor
-    """bool: False for padding, and for rows that only fill up the last micro-batch."""
-    asked_BS: Tensor
-    """bool: which targets count in the loss."""
-    documents: Documents | None = None
-    """The documents that the rows consist of, where the run respects them."""
-    num_rows: int = 0
-    """How many rows are no copies."""
-
-
-@dataclass(frozen=True)
 class Trace:
     """Holds one pass over rows of tokens: its routes, its hidden states, its loss."""
 
@@ -98,55 +75,6 @@ class Trace:
     def num_targets(self) -> int:
         """Returns how many targets count."""
         return int(self.rows.asked_BS.sum())
-
-
-def read_rows(
-    config: Config,
-    device: torch.device,
-    *,
-    split: str = "validation",
-    max_rows: int | None = None,
-) -> Iterator[Rows]:
-    """Yields the rows of a split, micro-batch by micro-batch, as an evaluation reads them.
-
-    Args:
-        config: the run's.
-        device: where the tokens go.
-        split: train or validation.
-        max_rows: how many rows at most, evenly spaced; None: all.
-
-    Raises:
-        ValueError: the data cannot be read, or the split is shorter than one row.
-    """
-    use = document_use(config)
-    group = config.model.evaluation_group_sequences
-    for batch in validation_batches(
-        Path(config.data.directory),
-        split=split,
-        seq_len=config.data.seq_len,
-        batch_size=-(-config.train.micro_batch // group) * group,
-        sequences_per_group=group,
-        rank=0,
-        num_ranks=1,
-        max_rows=max_rows,
-        document_ids=config.data.gives_document_ids,
-        fetch=open_fetcher(config.data),
-    ):
-        valid_B1 = torch.from_numpy(batch.valid)[:, None]
-        mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
-        tokens_BS, targets_BS = use.split(torch.from_numpy(batch.tokens).to(device))
-        asked_BS = valid_B1.expand(tokens_BS.shape)
-        counted_BS = asked_BS.to(device)
-        if documents is not None and documents.real_BS is not None:
-            counted_BS = counted_BS & documents.real_BS
-        yield Rows(
-            tokens_BS=tokens_BS,
-            targets_BS=targets_BS,
-            counted_BS=counted_BS,
-            asked_BS=asked_BS if mask_BS is None else asked_BS & mask_BS,
-            documents=documents,
-            num_rows=int(valid_B1.sum()),
-        )
 
 
 def rows_of(tokens_BS: Tensor) -> Rows:

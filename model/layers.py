@@ -117,28 +117,12 @@ class DenseMLP(nn.Module):
 RotaryTable = tuple[Tensor, Tensor]
 
 
-def rotary_table(
-    first: int,
-    count: int,
-    width: int,
-    base: float,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> RotaryTable:
-    """Returns cosine and sine, each (count, width), of positions first … first + count − 1.
-
-    Source: RoFormer, arXiv 2104.09864, eq. 15.
-    """
-    positions_S = torch.arange(first, first + count, device=device, dtype=dtype)
-    return rotary_table_of(positions_S, width, base)
-
-
-def rotary_table_of(positions: Tensor, width: int, base: float) -> RotaryTable:
+def rotary_table(positions: Tensor, width: int, base: float) -> RotaryTable:
     """Returns cosine and sine of any positions, each (*positions, width), in the positions' dtype.
 
     inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated
     for the second. The first half's sines are negative: what is added to a channel is its partner
-    in the other half times this.
+    in the other half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
     angles = positions[..., None] * base ** (-exponents / max(width, 1))

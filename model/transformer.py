@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from ..kernels.gradients import accumulate_weight_gradients
 from .attention.attention import make_attention
-from .attention.base import DepthContext
-from .attention.cache import LayerCache
+from .attention.base import DepthContext, LayerCache
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
@@ -38,7 +37,7 @@ from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
-from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, rotary_table_of, wide_dtype
+from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .moe import SparseFeedForward
 from .residual import Order, Reader, read_residual
 from .routers.router import Router
@@ -350,17 +349,12 @@ class Transformer(nn.Module):
         attention = self.config.attention
         if attention.kind == "momha":
             return None
-        if positions_BS is not None:
-            positions_B1S = positions_BS[:, None].to(wide_dtype(x_BSD))
-            return rotary_table_of(positions_B1S, attention.rotary_channels, attention.rotary_base)
-        return rotary_table(
-            past,
-            x_BSD.shape[1],
-            attention.rotary_channels,
-            attention.rotary_base,
-            x_BSD.device,
-            wide_dtype(x_BSD),
-        )
+        if positions_BS is None:
+            positions = torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)
+        else:
+            positions = positions_BS[:, None]
+        positions = positions.to(wide_dtype(x_BSD))
+        return rotary_table(positions, attention.rotary_channels, attention.rotary_base)
 
     def _losses(
         self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor

@@ -11,6 +11,7 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
+from moebius.export.published import translate
 from moebius.model.config.attention_config import (
     DenseAttentionConfig,
     MoMHAConfig,
@@ -29,69 +30,6 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routers.sut import SutConfig
 from moebius.model.transformer import Transformer
 
-RELEASE_NAMES = {
-    "attention.q.weight": "attention.query.weight",
-    "attention.k.weight": "attention.key.weight",
-    "attention.v": "attention.value.experts.weight",
-    "attention.o": "attention.output.experts.weight",
-    "attention.sel_v": "attention.value_router.weight",
-    "attention.sel_o": "attention.output_router.weight",
-    "ffn.keys": "feed_forward.sparse.experts.w_up",
-    "ffn.values": "feed_forward.sparse.experts.w_down",
-    "ffn.expert_sel": "feed_forward.router.weight",
-    "ln1": "attention_norm",
-    "ln2": "feed_forward_norm",
-}
-SINGLE_EXPERT_NAMES = {
-    "attention.v": "attention.value.weight",
-    "attention.o": "attention.output.weight",
-    "attention.sel_o": "attention.head_gate.weight",
-}
-TRAINING_NAMES = {
-    "self_attn.projections.q": "attention.query.weight",
-    "self_attn.projections.k": "attention.key.weight",
-    "self_attn.projections.v": "attention.value.experts.weight",
-    "self_attn.projections.o": "attention.output.experts.weight",
-    "self_attn.selections.v": "attention.value_router.weight",
-    "self_attn.selections.o": "attention.output_router.weight",
-    "self_attn.norm": "attention_norm",
-    "self_attn.out_proj.weight": "attention.output.weight",
-    "self_attn.data_to_q.weight": "attention.query.weight",
-    "pkm.keys": "feed_forward.sparse.experts.w_up",
-    "pkm.values": "feed_forward.sparse.experts.w_down",
-    "pkm.expert_sel": "feed_forward.router.weight",
-    "pkm.norm": "feed_forward_norm",
-    "linear1": "feed_forward.up",
-    "linear2": "feed_forward.down",
-    "norm1": "attention_norm",
-    "norm2": "feed_forward_norm",
-}
-SUT_NAMES = {
-    "_gate.0": "halting.hidden",
-    "_gate.3": "halting.output",
-    "mod.self_attn_layer_norm": "group.0.attention_norm",
-    "mod.final_layer_norm": "group.0.feed_forward_norm",
-    "mod.self_attn.rel_pos_emb": "group.0.attention.relative",
-    "mod.self_attn.k_proj": "group.0.attention.key",
-    "mod.self_attn.v_proj": "group.0.attention.value",
-    "mod.self_attn.q_proj.experts.w": "group.0.attention.query.experts.weight",
-    "mod.self_attn.q_proj.output_experts.w": "group.0.attention.output.experts.weight",
-    "mod.self_attn.q_proj.w_gate.0": "group.0.attention.router.hidden",
-    "mod.self_attn.q_proj.w_gate.3": "group.0.attention.router.output",
-    "mod.moe.experts.w": "group.0.feed_forward.sparse.experts.w_up",
-    "mod.moe.experts.b": "group.0.feed_forward.sparse.experts.b_up",
-    "mod.moe.output_experts.w": "group.0.feed_forward.sparse.experts.w_down",
-    "mod.moe.output_experts.b": "group.0.feed_forward.sparse.experts.b_down",
-    "mod.moe.w_gate.0": "group.0.feed_forward.router.hidden",
-    "mod.moe.w_gate.3": "group.0.feed_forward.router.output",
-}
-OUTER_NAMES = {
-    "embedding.weight": "embedding",
-    "lm_head": "head",
-    "output": "head",
-    "out_norm": "final_norm",
-}
-
 
 @dataclass(frozen=True)
 class Golden:
@@ -106,46 +44,16 @@ class Golden:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """All tensors under `prefix` ("w/", "g/", "w_after/"), by our parameter names."""
-        out = {}
-        for key in self.arrays:
-            if key.startswith(prefix):
-                for name, value in self._translate(key.removeprefix(prefix), self[key]):
-                    out[name] = value
-        return out
+        found = {
+            key.removeprefix(prefix): self[key] for key in self.arrays if key.startswith(prefix)
+        }
+        return translate(found, self.config, origin=prefix)
 
     def model(self, **changes: object) -> Transformer:
         """A model with the recorded weights."""
         model = Transformer(self.config, **changes)  # type: ignore[arg-type]
         model.load_state_dict(self.tensors("w/"))
         return model
-
-    def _translate(self, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
-        for layers in ("transformer.layers.", "unique_layers."):
-            if name.startswith(layers):
-                member, _, rest = name.removeprefix(layers).partition(".")
-                if self.config.attention.kind == "momha":
-                    return [(_rename(rest, SUT_NAMES), value)]
-                return [
-                    (f"group.{member}.{new}", tensor)
-                    for new, tensor in self._translate_part(rest, value)
-                ]
-        return [(_rename(name, OUTER_NAMES), value)]
-
-    def _translate_part(self, part: str, value: Tensor) -> list[tuple[str, Tensor]]:
-        if part == "self_attn.data_to_kv.weight":
-            key, content = value.chunk(2)
-            return [("attention.key.weight", key), ("attention.value.weight", content)]
-        names = RELEASE_NAMES | TRAINING_NAMES
-        if self.config.attention.kind == "switchhead" and not self.config.attention.expert_count:
-            names = names | SINGLE_EXPERT_NAMES
-        return [(_rename(part, names), value)]
-
-
-def _rename(name: str, names: dict[str, str]) -> str:
-    for old in sorted(names, key=len, reverse=True):
-        if name == old or name.startswith(old + "."):
-            return names[old] + name[len(old) :]
-    raise KeyError(name)
 
 
 def load_golden(name: str) -> Golden:

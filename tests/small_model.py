@@ -22,3 +22,13 @@ TINY = ModelConfig(
     attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
     feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
 )
+
+# Odd sizes, and deeper than its group by more than two repeats.
+ODD = ModelConfig(
+    vocab_size=61,
+    d_model=24,
+    num_layers=6,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=3, d_head=10, num_experts=5, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6),
+)

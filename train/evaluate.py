@@ -1,16 +1,19 @@
 """Validation loss: the mean over every validation token, the same for any number of ranks."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..data_pipeline.read.corruption import open_fetcher
 from ..data_pipeline.read.loader import validation_batches
 from ..distributed.process.process import Process
+from ..model.documents import Documents
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config
@@ -28,6 +31,78 @@ class Evaluation:
     def perplexity(self) -> float:
         """Returns the perplexity, exp(loss); a loss above 700 counts as 700."""
         return math.exp(min(self.loss, 700.0))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds a micro-batch of a run's data as its model reads it."""
+
+    tokens_BS: Tensor
+    """int64, the input."""
+    targets_BS: Tensor
+    """int64, what the model is asked for at each of them."""
+    counted_BS: Tensor
+    """bool: False for padding, and for rows that only fill up the last micro-batch."""
+    asked_BS: Tensor
+    """bool: which targets count in the loss."""
+    documents: Documents | None = None
+    """The documents that the rows consist of, where the run respects them."""
+    num_rows: int = 0
+    """How many rows are no copies."""
+
+
+def read_rows(
+    config: Config,
+    device: torch.device,
+    *,
+    split: str = "validation",
+    max_rows: int | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Iterator[Rows]:
+    """Yields a rank's rows of a split, micro-batch by micro-batch; as many on every rank.
+
+    Args:
+        config: the run's.
+        device: where the tokens go.
+        split: train or validation.
+        max_rows: how many rows at most, evenly spaced; None: all.
+        rank: whose rows.
+        num_ranks: how many ranks share the split.
+
+    Raises:
+        ValueError: the data cannot be read, or the split is shorter than one row.
+    """
+    use = document_use(config)
+    group = config.model.evaluation_group_sequences
+    wanted = config.train.eval_batch or config.train.micro_batch
+    for batch in validation_batches(
+        Path(config.data.directory),
+        split=split,
+        seq_len=config.data.seq_len,
+        batch_size=-(-wanted // group) * group,
+        sequences_per_group=group,
+        rank=rank,
+        num_ranks=num_ranks,
+        max_rows=max_rows,
+        document_ids=config.data.gives_document_ids,
+        fetch=open_fetcher(config.data),
+    ):
+        valid_B1 = torch.from_numpy(batch.valid)[:, None]
+        mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
+        tokens_BS, targets_BS = use.split(torch.from_numpy(batch.tokens).to(device))
+        asked_BS = valid_B1.expand(tokens_BS.shape)
+        counted_BS = asked_BS.to(device)
+        if documents is not None and documents.real_BS is not None:
+            counted_BS = counted_BS & documents.real_BS
+        yield Rows(
+            tokens_BS=tokens_BS,
+            targets_BS=targets_BS,
+            counted_BS=counted_BS,
+            asked_BS=asked_BS if mask_BS is None else asked_BS & mask_BS,
+            documents=documents,
+            num_rows=int(valid_B1.sum()),
+        )
 
 
 @torch.no_grad()
@@ -49,37 +124,23 @@ def evaluate(
     dtype = products_dtype(config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
-    group = config.model.evaluation_group_sequences
-    wanted = config.train.eval_batch or config.train.micro_batch
-    use = document_use(config)
-    for batch in validation_batches(
-        Path(config.data.directory),
+    for rows in read_rows(
+        config,
+        process.device,
         split=split,
-        seq_len=config.data.seq_len,
-        batch_size=-(-wanted // group) * group,
-        sequences_per_group=group,
+        max_rows=config.train.eval_rows or None,
         rank=process.rank,
         num_ranks=process.world_size,
-        max_rows=config.train.eval_rows or None,
-        document_ids=config.data.gives_document_ids,
-        fetch=open_fetcher(config.data),
     ):
-        rows_BS1 = torch.from_numpy(batch.tokens).to(process.device)
-        valid_B = torch.from_numpy(batch.valid).to(process.device)
-        mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, process.device)
-        inputs_BS, targets_BS = use.split(rows_BS1)
-        logits_BSV = forward_in(model, dtype, inputs_BS, documents=documents).logits_BSV
-        losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
-        losses_BS = losses.view_as(targets_BS)
-        if mask_BS is None:
-            counted_B = valid_B * losses_BS.shape[1]
-        else:
-            mask_BS = mask_BS.to(process.device)
-            losses_BS = losses_BS.where(mask_BS, 0.0)
-            counted_B = mask_BS.sum(1) * valid_B
+        logits_BSV = forward_in(model, dtype, rows.tokens_BS, documents=rows.documents).logits_BSV
+        losses = F.cross_entropy(
+            logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
+        )
+        asked_BS = rows.asked_BS.to(process.device)
         # not by an index, for whose length the host would wait
-        sums[0] += losses_BS.sum(1, dtype=torch.float64).where(valid_B, 0.0).sum()
-        sums[1] += counted_B.sum()
+        losses_BS = losses.view_as(asked_BS).where(asked_BS, 0.0)
+        sums[0] += losses_BS.sum(1, dtype=torch.float64).sum()
+        sums[1] += asked_BS.sum()
     model.train()
     dist.all_reduce(sums)
     loss, tokens = sums.tolist()

@@ -183,7 +183,8 @@ def _rotations(
 
     rows = [operand(2, 60, 3, WIDTH, of=dtype).transpose(1, 2).requires_grad_() for _ in range(2)]
     wide = torch.float64 if exact else torch.float32
-    table = rotary_table(3, 60, WIDTH // 2, 10_000.0, device, wide)
+    positions = torch.arange(3, 63, device=device, dtype=wide)
+    table = rotary_table(positions, WIDTH // 2, 10_000.0)
     outputs = run(*rows, *table, scale=0.5)
     grads = [operand(*out.shape).to(out.dtype) for out in outputs]
     found = (*outputs, *torch.autograd.grad(outputs, rows, grads))

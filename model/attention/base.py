@@ -14,7 +14,29 @@ from ..halting import Unhalted
 from ..layers import Linear, RotaryTable
 from ..routers.router import Router
 from ..routing import Routing
-from .cache import LayerCache
+
+
+@dataclass
+class LayerCache:
+    """Holds what attention keeps of the positions of one depth step: keys and values, (B, H, past, C).
+
+    Keys are rotated where positions rotate, so that they keep their own.
+    """
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Returns how many positions have been seen so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new positions' keys and values, and returns those of all positions."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 @dataclass(frozen=True)

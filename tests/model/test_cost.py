@@ -6,10 +6,10 @@ import pytest
 import torch
 from pairwise import slow_but
 from parts import layers
+from small_model import ODD
 
 from moebius.model.config.attention_config import (
     DenseAttentionConfig,
-    SwitchHeadConfig,
 )
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
@@ -25,36 +25,28 @@ from moebius.model.transformer import Transformer
 from moebius.train.recipes.family import FAMILY
 from moebius.train.recipes.smoke import RECIPES
 
-TINY = ModelConfig(
-    vocab_size=61,
-    d_model=24,
-    num_layers=6,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=3, d_head=10, num_experts=5, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6),
-)
 VARIANTS = {
-    "moeut": TINY,
-    "sub-tokens, pre-norm": TINY.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
-    "sub-tokens, peri-norm": TINY.changed({"feed_forward.sub_tokens": 3}),
-    "sub-tokens, post-norm": TINY.changed({"norm": "post", "feed_forward.sub_tokens": 3}),
-    "one attention expert, release": TINY.changed({"attention.num_experts": 1}),
-    "shared experts": TINY.changed(
+    "moeut": ODD,
+    "sub-tokens, pre-norm": ODD.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
+    "sub-tokens, peri-norm": ODD.changed({"feed_forward.sub_tokens": 3}),
+    "sub-tokens, post-norm": ODD.changed({"norm": "post", "feed_forward.sub_tokens": 3}),
+    "one attention expert, release": ODD.changed({"attention.num_experts": 1}),
+    "shared experts": ODD.changed(
         {"feed_forward.num_shared_experts": 2, "feed_forward.activation": "swiglu"}
     ),
-    "biases": TINY.changed({"feed_forward.expert_bias": True, "feed_forward.activation": "gelu"}),
-    "half of the layers": TINY.changed(
+    "biases": ODD.changed({"feed_forward.expert_bias": True, "feed_forward.activation": "gelu"}),
+    "half of the layers": ODD.changed(
         {
             "layers_per_group": 6,
             "feed_forward.sparse_layers": "last_half",
             "attention.kind": "dense",
         }
     ),
-    "one member of two": TINY.changed({"feed_forward.sparse_layers": 1, "order": "aabb"}),
-    "a dense gated layer": TINY.changed(
+    "one member of two": ODD.changed({"feed_forward.sparse_layers": 1, "order": "aabb"}),
+    "a dense gated layer": ODD.changed(
         {"feed_forward.kind": "dense", "feed_forward.activation": "geglu"}
     ),
-    "learned positions": TINY.changed(
+    "learned positions": ODD.changed(
         {"attention.positions.kind": "learned", "attention.positions.max_positions": 61}
     ),
 }
@@ -84,10 +76,10 @@ def test_the_formula_agrees_with_torch_for_every_switch(variant: str) -> None:
 
 
 def test_a_loss_without_a_product_adds_nothing() -> None:
-    with_losses = TINY.changed(
+    with_losses = ODD.changed(
         {"feed_forward.router": SigmoidConfig(top_k=4, z_loss=0.1, balance_form="load")}
     )
-    assert counted_flops(with_losses, 19) == counted_flops(TINY, 19)
+    assert counted_flops(with_losses, 19) == counted_flops(ODD, 19)
 
 
 # Multiply-accumulates per token, in millions, of the MoEUT paper's own accounting: layers alone,
@@ -162,7 +154,7 @@ def test_active_parameters_by_hand() -> None:
     """One of two layers dense: router, K of E experts, k of N attention experts per head, and all
     the rest.
     """
-    config = TINY.changed({"feed_forward.sparse_layers": 1})
+    config = ODD.changed({"feed_forward.sparse_layers": 1})
     d, heads, channels = 24, 3, 10
     attention = 2 * d * heads * channels + 2 * heads * 2 * channels * d + 2 * heads * 5 * d
     dense = 2 * d * 512 + 512 + d
@@ -175,9 +167,9 @@ def test_active_parameters_by_hand() -> None:
 
 
 def test_sub_tokens_use_more_experts_but_never_more_than_there_are() -> None:
-    total = count_parameters(TINY.changed({"feed_forward.sub_tokens": 3}), 8)
+    total = count_parameters(ODD.changed({"feed_forward.sub_tokens": 3}), 8)
     assert total.active < total.total  # attention's
-    dense = TINY.changed(
+    dense = ODD.changed(
         {"attention.kind": "dense", "feed_forward.sub_tokens": 3}
     )  # 3 × 4 draws from 11 experts
     assert count_parameters(dense, 8).active == count_parameters(dense, 8).total

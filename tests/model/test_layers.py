@@ -11,10 +11,11 @@ from moebius.model.layers import RotaryTable, rotary_table, rotate
 from moebius.model.transformer import Transformer
 
 FIRST, POSITIONS, WIDTH, CHANNELS, BASE = 3, 5, 6, 9, 100.0
+PLACES = torch.arange(FIRST, FIRST + POSITIONS)
 
 
 def table(width: int = WIDTH) -> RotaryTable:
-    return rotary_table(FIRST, POSITIONS, width, BASE, torch.device("cpu"))
+    return rotary_table(PLACES.float(), width, BASE)
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +52,7 @@ def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolera
 
 def test_float64_rows_are_rotated_in_float64() -> None:
     x = rows(torch.float64)
-    wide = rotary_table(FIRST, POSITIONS, WIDTH, BASE, torch.device("cpu"), torch.float64)
+    wide = rotary_table(PLACES.double(), WIDTH, BASE)
     torch.testing.assert_close(rotate(x, wide), by_hand(x), rtol=0, atol=1e-14)
     model = Transformer(ModelConfig.from_dotted({"attention.d_head": 8})).to(torch.float64)
     table = model._rotary(torch.zeros(1, 3, 128, dtype=torch.float64), past=0)

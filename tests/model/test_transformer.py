@@ -7,6 +7,7 @@ import torch
 from pairwise import slow_but
 from parts import layers
 from pydantic import ValidationError
+from small_model import ODD
 
 from moebius.model.attention.base import DepthContext
 from moebius.model.config.attention_config import RotaryConfig, SwitchHeadConfig
@@ -20,40 +21,32 @@ from moebius.model.transformer import Transformer
 from moebius.train.recipes.published import PUBLISHED
 from moebius.train.recipes.smoke import RECIPES
 
-TINY = ModelConfig(
-    vocab_size=61,
-    d_model=24,
-    num_layers=6,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=3, d_head=10, num_experts=5, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6),
-)
 VARIANTS = {
-    "moeut": TINY,
-    "pre-norm": TINY.changed({"norm": "pre"}),
-    "no sharing": TINY.changed({"layers_per_group": 6}),
-    "one shared layer": TINY.changed({"layers_per_group": 1}),
-    "one attention expert, release": TINY.changed({"attention.num_experts": 1}),
-    "one attention expert, gated": TINY.changed(
+    "moeut": ODD,
+    "pre-norm": ODD.changed({"norm": "pre"}),
+    "no sharing": ODD.changed({"layers_per_group": 6}),
+    "one shared layer": ODD.changed({"layers_per_group": 1}),
+    "one attention expert, release": ODD.changed({"attention.num_experts": 1}),
+    "one attention expert, gated": ODD.changed(
         {
             "attention.num_experts": 1,
             "attention.top_k": 1,
             "attention.single_expert": "gated_experts",
         }
     ),
-    "post-norm": TINY.changed({"norm": "post"}),
-    "aabb": TINY.changed({"order": "aabb"}),
-    "learned positions": TINY.changed(
+    "post-norm": ODD.changed({"norm": "post"}),
+    "aabb": ODD.changed({"order": "aabb"}),
+    "learned positions": ODD.changed(
         {"attention.positions.kind": "learned", "attention.positions.max_positions": 61}
     ),
-    "sub-tokens": TINY.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
-    "shared experts": TINY.changed(
+    "sub-tokens": ODD.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
+    "shared experts": ODD.changed(
         {"feed_forward.num_shared_experts": 2, "feed_forward.output_norm": True}
     ),
-    "experts in the last half": TINY.changed(
+    "experts in the last half": ODD.changed(
         {"layers_per_group": 6, "feed_forward.sparse_layers": "last_half"}
     ),
-    "naive universal transformer": TINY.changed(
+    "naive universal transformer": ODD.changed(
         {
             "norm": "pre",
             "attention.kind": "dense",
@@ -61,7 +54,7 @@ VARIANTS = {
             "layers_per_group": 1,
         }
     ),
-    "dense": TINY.changed({"norm": "pre", "attention.kind": "dense", "feed_forward.kind": "dense"}),
+    "dense": ODD.changed({"norm": "pre", "attention.kind": "dense", "feed_forward.kind": "dense"}),
 }
 
 
@@ -151,7 +144,7 @@ def test_no_position_sees_its_future_and_no_sequence_another(variant: str) -> No
 
 
 def test_layers_are_applied_in_the_order_abab() -> None:
-    model, seen = make(TINY), []
+    model, seen = make(ODD), []
     for member, layer in enumerate(model.group):
         layer.register_forward_hook(lambda *_, member=member: seen.append(member))
     model(torch.zeros(1, 4, dtype=torch.int64))
@@ -163,13 +156,12 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at
     the end.
     """
-    model = make(TINY.changed({"norm": "post", "order": order})).double().eval()
+    model = make(ODD.changed({"norm": "post", "order": order})).double().eval()
     tokens = torch.arange(61)[None]
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
     attention = model.config.attention
-    rotary = rotary_table(
-        0, 61, attention.rotary_channels, attention.rotary_base, x.device, x.dtype
-    )
+    positions = torch.arange(61, dtype=x.dtype)
+    rotary = rotary_table(positions, attention.rotary_channels, attention.rotary_base)
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = layers(model)[int(member)]
         a = layer.attention_norm(x + layer.attention(x, x, DepthContext(rotary))[0])
@@ -192,7 +184,7 @@ def test_every_parameter_gets_a_gradient(variant: str, backend: str) -> None:
 
 
 def test_bfloat16_products_stay_close_to_float32_and_train_float32_weights() -> None:
-    model = make(TINY)
+    model = make(ODD)
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
     exact, rough = model(tokens).logits_BSV, forward_in(model, torch.bfloat16, tokens).logits_BSV
     assert rough.dtype == torch.float32
@@ -206,13 +198,13 @@ def test_bfloat16_products_stay_close_to_float32_and_train_float32_weights() -> 
 
 
 def test_what_chooses_and_what_normalises_is_never_cast() -> None:
-    cast = cast_weights(make(TINY), torch.bfloat16).keys()
-    kept = dict(make(TINY).named_parameters()).keys() - cast
+    cast = cast_weights(make(ODD), torch.bfloat16).keys()
+    kept = dict(make(ODD).named_parameters()).keys() - cast
     assert "group.0.feed_forward.sparse.experts.w_up" in cast
     assert "group.1.attention.value.experts.weight" in cast
     assert "head.weight" in cast
     assert {name for name in kept if "router" in name or "norm" in name} == {
-        name for name, _ in make(TINY).named_parameters() if "router" in name or "norm" in name
+        name for name, _ in make(ODD).named_parameters() if "router" in name or "norm" in name
     }
 
 
@@ -322,7 +314,7 @@ def test_dense_layers_start_at_exactly_the_published_spread() -> None:
 
 
 def test_every_tensor_has_its_own_stream_and_every_seed_another() -> None:
-    first, again, other = (dict(make(TINY, seed).named_parameters()) for seed in (0, 0, 1))
+    first, again, other = (dict(make(ODD, seed).named_parameters()) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     random = [name for name in first if "norm" not in name]
     assert all(not torch.equal(first[name], other[name]) for name in random)
@@ -353,7 +345,7 @@ def test_attention_experts_can_be_dropped_in_training_only() -> None:
 
 def test_more_positions_than_were_learned_are_refused() -> None:
     positions = {"attention.positions.kind": "learned", "attention.positions.max_positions": 5}
-    model = make(TINY.changed(positions))
+    model = make(ODD.changed(positions))
     assert model(torch.zeros(1, 5, dtype=torch.int64)).logits_BSV.shape[1] == 5
     with pytest.raises(ValueError, match="6 positions are more than max_positions=5 that this"):
         model(torch.zeros(1, 6, dtype=torch.int64))

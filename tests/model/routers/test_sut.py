@@ -303,20 +303,6 @@ def test_generation_with_the_cache_equals_the_full_pass(
         assert all(entry.length == 13 for entry in cache)
 
 
-@pytest.mark.parametrize("halting", [None, HALTING])
-def test_no_position_sees_its_future_and_no_sequence_another(halting: dict | None) -> None:
-    model = make(config({"halting": halting}), noise=0.4).eval()
-    tokens = some_tokens(3, 10)
-    before = model(tokens).logits_BSV
-    for cut in range(10):
-        changed = tokens.clone()
-        changed[1, cut:] = (changed[1, cut:] + 7) % 31
-        after = model(changed).logits_BSV
-        torch.testing.assert_close(after[1, :cut], before[1, :cut], rtol=0, atol=1e-12)
-        torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
-        assert not torch.allclose(after[1, cut], before[1, cut])
-
-
 def information(logits_TE: Tensor, sign: Sign, weight_T: Tensor | None) -> float:
     router = SutRouter(
         SutConfig(mi_sign=sign),

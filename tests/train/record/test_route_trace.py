@@ -41,25 +41,24 @@ def config_of(data: Path, **train: Any) -> Config:
 
 
 @pytest.mark.slow
-def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -> None:
-    for name, record in (("plain", 0), ("recorded", 2)):
-        config = config_of(data, record_routing=record)
+def test_a_run_notices_neither_that_it_is_recorded_nor_that_steps_are_recomputed(
+    data: Path, tmp_path: Path
+) -> None:
+    """A recomputed pass is heard once."""
+    runs = {"plain": {}, "recorded": {"record_routing": 2}}
+    runs |= {mode: {"record_routing": 2, "recompute": mode} for mode in ("selective", "full")}
+    for name, settings in runs.items():
+        config = config_of(data, **settings)
         assert run_ranks(run_training, 2, config, tmp_path / name) == ["finished"] * 2
-    plain, recorded = tmp_path / "plain", tmp_path / "recorded"
-    for key in ("loss", "grad_norm", "regularisation", "expert_load"):
-        assert column(plain, key) == column(recorded, key)  # floats go through JSON unharmed
-    losses = [[line["loss"] for line in lines(folder, "eval")] for folder in (plain, recorded)]
-    assert losses[0] == losses[1]
-    assert different(newest_state(plain), newest_state(recorded)) == []
+    plain, *others = (tmp_path / name for name in runs)
+    for other in others:
+        for key in ("loss", "grad_norm", "regularisation", "expert_load"):
+            assert column(plain, key) == column(other, key)  # floats go through JSON unharmed
+        losses = [[line["loss"] for line in lines(folder, "eval")] for folder in (plain, other)]
+        assert losses[0] == losses[1]
+        assert different(newest_state(plain), newest_state(other)) == []
+        check_against_the_log(other, config)
     assert not (plain / "routing").exists()
-    check_against_the_log(recorded, config)
-
-
-@pytest.mark.slow
-def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
-    config = config_of(data, record_routing=2, recompute="full")
-    assert run_ranks(run_training, 2, config, tmp_path / "run") == ["finished"] * 2
-    check_against_the_log(tmp_path / "run", config)
 
 
 def check_against_the_log(run_dir: Path, config: Config) -> None:

@@ -13,7 +13,7 @@ from moebius.kernels.fused import rotary as operators
 from moebius.kernels.fused.rotary import rotate_pair, rotate_reference
 from moebius.kernels.triton import rotary as kernels
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.layers import RotaryTable, rotary_table, rotary_table_of, rotate_scaled
+from moebius.model.layers import RotaryTable, rotary_table, rotate_scaled
 from moebius.model.transformer import Transformer
 
 CPU, SCALE = torch.device("cpu"), 0.37
@@ -66,10 +66,10 @@ def make_pair(rows: Rows) -> list[Tensor]:
 def make_table(rows: Rows, *, batched: bool) -> RotaryTable:
     """Of positions from 5 on, or of positions of every sequence's own."""
     if not batched:
-        return rotary_table(5, rows.length, rows.width, 100.0, CPU, torch.float32)
+        return rotary_table(torch.arange(5.0, 5 + rows.length), rows.width, 100.0)
     generator = torch.Generator().manual_seed(2)
     positions = torch.randint(50, (rows.batch, 1, rows.length), generator=generator)
-    return rotary_table_of(positions.float(), rows.width, 100.0)
+    return rotary_table(positions.float(), rows.width, 100.0)
 
 
 @pytest.mark.parametrize("batched", [False, True])
