@@ -25,10 +25,10 @@ from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config
 from ..train.record.route_tap import RoutedCall, sparse_layers, tap
-from ..train.record.route_trace import read_rank, recorded_steps
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
 from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster
+from .recorded_routes import read_rank, recorded_steps
 from .replay import replay
 from .threads import MOST_THREADS
 

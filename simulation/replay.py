@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..model.routing import Routes, slot_routes
 from ..train.record.route_tap import CallId, RoutedCall
-from ..train.record.route_trace import RecordedRank, read_rank
+from ..train.record.route_trace import RecordedRank
+from .recorded_routes import read_rank
 
 
 def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[list[RoutedCall]]:

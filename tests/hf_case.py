@@ -42,6 +42,11 @@ def model_of(name: str, changes: str = "{}") -> Transformer:
     return model.eval()
 
 
+def checkpoint_of(run: Path) -> Path:
+    """The checkpoint of a run that `make_run` wrote."""
+    return run / "checkpoints" / f"step_{STEP:08d}"
+
+
 def make_run(
     folder: Path,
     model: Transformer,
@@ -69,9 +74,10 @@ def make_run(
     (folder / "metrics.jsonl").write_text(text)
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     progress = {"step": STEP, "updates": STEP, "samples": 0, "tokens": 1000}
+    moment = {"optimizer.exp_avg.head.weight": lambda: torch.zeros(3)}  # which no export has
     write_checkpoint(
-        folder / "checkpoints" / f"step_{STEP:08d}",
-        {f"model.{key}": (lambda tensor=tensor: tensor) for key, tensor in named.items()},
+        checkpoint_of(folder),
+        {f"model.{key}": (lambda tensor=tensor: tensor) for key, tensor in named.items()} | moment,
         step=STEP,
         num_experts={f"model.{key}": len(named[key]) for key in expert_names(model)},
         meta={"progress": progress, "config": config.model_dump(mode="json")},

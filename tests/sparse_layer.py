@@ -11,6 +11,7 @@ from moebius.model.config.attention_config import DenseAttentionConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
+from moebius.model.layers import activate
 from moebius.model.transformer import Transformer
 
 NOTHING: Mapping[str, Any] = {}
@@ -46,6 +47,12 @@ def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> 
     with torch.no_grad():
         layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
     return layer
+
+
+def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
+    """What one expert answers to a row, or to rows."""
+    bank = layer.sparse.experts
+    return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
 def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:

@@ -17,7 +17,16 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 from family import NAMES, tiny_config
-from hf_case import LENGTHS, STEP, TOKENS, VOCABULARY, logits, make_run, model_of
+from hf_case import (
+    LENGTHS,
+    STEP,
+    TOKENS,
+    VOCABULARY,
+    checkpoint_of,
+    logits,
+    make_run,
+    model_of,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -144,10 +153,6 @@ def folders(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("moeut", "dense"):
         (folders / f"{name}.texts").write_text(json.dumps(TEXTS))
     return folders
-
-
-def checkpoint_of(run: Path) -> Path:
-    return run / "checkpoints" / f"step_{STEP:08d}"
 
 
 @pytest.fixture(scope="module")

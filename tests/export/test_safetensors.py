@@ -7,91 +7,32 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from family import NAMES, make_uneven, tiny_config
+from family import NAMES
+from hf_case import STEP, VOCABULARY, checkpoint_of, make_run, model_of
 from pairwise import slow_but
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from world import run_ranks
 
-from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
-from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.format import CheckpointError
-from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process.process import start_process
 from moebius.export import safetensors as module
 from moebius.export.safetensors import Precision, export, load_export, parse_size
 from moebius.model.execution.precision import enters_a_product, forward_in
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import Config, ConfigError, TrainConfig
-from moebius.train.state import TrainingProgress, model_tensors
+from moebius.train.config.run_config import Config, ConfigError
 
-VOCABULARY, STEP = 257, 7
 TOKENS = torch.arange(8 * 16).view(8, 16) * 37 % VOCABULARY
 PAPER, DENSE = "moeut", "dense"
-
-
-@cache
-def model_of(name: str) -> Transformer:
-    """A recipe, shrunk, with opinions, and with something in every buffer."""
-    model = Transformer(tiny_config(name, {"vocab_size": VOCABULARY}))
-    initialise(model, 1)
-    make_uneven(model)
-    for buffer in model.buffers():
-        buffer.copy_(torch.linspace(-1, 1, buffer.numel()).view_as(buffer))
-    model.before_step(STEP)
-    return model.eval()
-
-
-def config_of(
-    name: str, folder: str = "nowhere", tokenizer: Literal["bpe", "bytes"] = "bytes"
-) -> Config:
-    return Config(
-        model=model_of(name).config,
-        data=DataConfig(seq_len=16, directory=folder),
-        prepare=PrepareConfig(tokenizer=tokenizer, vocab_size=VOCABULARY),
-        train=TrainConfig(micro_batch=8),
-    )
-
-
-def save_models(folder: Path, names: list[str], data: str) -> None:
-    """A checkpoint of every model, as a run of one rank writes it."""
-    with start_process("cpu", timeout_s=60) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        for name in names:
-            tokenizer = "bpe" if name == PAPER else "bytes"
-            meta = {
-                "progress": TrainingProgress(STEP, STEP, 0, 1000).as_dict(),
-                "config": config_of(name, data, tokenizer).model_dump(mode="json"),
-            }
-            tensors, shards = model_tensors(model_of(name))
-            shards = {
-                key: one.__class__(one.global_shape, one.slices, 1, has_experts=".experts." in key)
-                for key, one in shards.items()
-            }
-            tensors["optimizer.exp_avg.head.weight"] = torch.zeros(3)
-            saver = Checkpointer(
-                folder / name / "checkpoints",
-                mesh=mesh,
-                process=process,
-                keep_last=1,
-                generation=0,
-                generation_file=None,
-            )
-            saver.save(STEP, tensors, shards, meta)
-            saver.wait()
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +46,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     prepare(
         PrepareConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
     )
-    run_ranks(save_models, 1, folder, list(NAMES), str(folder / "shards"))
-    return {name: folder / name / "checkpoints" / f"step_{STEP:08d}" for name in NAMES}
+    for name in NAMES:
+        tokenizer = "bpe" if name == PAPER else "bytes"
+        make_run(folder / name, model_of(name), data=str(folder / "shards"), tokenizer=tokenizer)
+    return {name: checkpoint_of(folder / name) for name in NAMES}
 
 
 def logits(model: Transformer, dtype: torch.dtype | None = None) -> Tensor:
@@ -147,29 +90,15 @@ class Buffered(Transformer):
             self.get_submodule(member).register_buffer(attribute, buffer.to(self.embedding.device))
 
 
-def save_buffered(folder: Path) -> None:
-    with start_process("cpu", timeout_s=60) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        saver = Checkpointer(
-            folder, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
-        )
-        model = Buffered(model_of(DENSE).config)
-        initialise(model, 1)
-        meta = {
-            "progress": TrainingProgress(STEP, STEP, 0, 1000).as_dict(),
-            "config": config_of(DENSE).model_dump(mode="json"),
-        }
-        saver.save(STEP, *model_tensors(model), meta)
-        saver.wait()
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_no_weight_is_kept_as_it_is(
     dtype: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_ranks(save_buffered, 1, tmp_path / "run")
+    model = Buffered(model_of(DENSE).config)
+    initialise(model, 1)
+    make_run(tmp_path / "run", model)
     monkeypatch.setattr(module, "Transformer", Buffered)
-    export(tmp_path / "run" / f"step_{STEP:08d}", tmp_path / "out", dtype=dtype)
+    export(checkpoint_of(tmp_path / "run"), tmp_path / "out", dtype=dtype)
     stored, loaded = (
         load_file(tmp_path / "out" / "model.safetensors"),
         load_export(tmp_path / "out").state_dict(),
@@ -204,23 +133,6 @@ def test_the_keys_are_those_of_the_documents(runs: dict[str, Path], tmp_path: Pa
         stored.pop("group.0.feed_forward.router.weight"), group["feed_forward.router.weight"]
     )
     assert not [key for key in stored if "optimizer" in key]
-
-
-def test_an_expert_is_a_linear_layer_as_others_have_it(
-    runs: dict[str, Path], tmp_path: Path
-) -> None:
-    """x → down(relu(up(x))) with torch's own functions on the exported matrices is what the
-    expert's kernel computes.
-    """
-    export(runs[PAPER], tmp_path / "out")
-    stored, model = load_file(tmp_path / "out" / "model.safetensors"), model_of(PAPER)
-    bank = model.get_submodule("group.1.feed_forward.sparse.experts")
-    x_D = torch.linspace(-1, 1, model.config.d_model)
-    prefix = "group.1.feed_forward.sparse.experts.3"
-    hidden = torch.relu(torch.nn.functional.linear(x_D, stored[f"{prefix}.w_up.weight"]))
-    answer = torch.nn.functional.linear(hidden, stored[f"{prefix}.w_down.weight"])
-    ours = torch.relu(x_D @ bank.w_up[3]) @ bank.w_down[3]  # type: ignore[operator, index]
-    torch.testing.assert_close(answer, ours)
 
 
 def test_files_are_small_enough_and_the_index_says_where_everything_is(
@@ -317,7 +229,7 @@ def test_what_cannot_be_exported(
 
 def test_a_tokenizer_of_bytes_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "prepared_tokenizer", lambda directory: BytesTokenizer())
-    config = config_of(DENSE)
+    config = Config()
     tokenizer, words = module.tokenizer_of(config)
     assert words.endswith("ids are the bytes of UTF-8, and 256 ends a document")
     assert tokenizer is not None

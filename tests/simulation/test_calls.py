@@ -31,12 +31,12 @@ from moebius.simulation.calls import (
     text_tokens,
 )
 from moebius.simulation.ranks import RequestedRanks, layout_of
+from moebius.simulation.recorded_routes import read_rank, recorded_steps
 from moebius.simulation.threads import run_threads
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
-from moebius.train.record.route_trace import read_rank, recorded_steps
 
 Command = Callable[..., Any]  # the fixture `moebius`
 SMALL = (

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.model.routing import Routes, slot_routes
+from moebius.simulation.recorded_routes import recorded_steps
 from moebius.simulation.replay import cut, deal, replay
 from moebius.train.record.route_tap import CallId, RoutedCall
-from moebius.train.record.route_trace import RecordedRank, StepTrace, recorded_steps, write_rank
+from moebius.train.record.route_trace import RecordedRank, StepTrace, write_rank
 
 EXPERTS = 6
 CALL_ID = CallId(step=1, micro_batch=0, depth=1, layer="group.0.attention.value")

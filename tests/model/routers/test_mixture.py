@@ -10,7 +10,7 @@ import pytest
 import torch
 from informed import informed_gradient_fraction
 from parts import layers
-from sparse_layer import make_layer, make_model, rows, temporal_leak
+from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +18,6 @@ from moebius.model.config.attention_config import DenseAttentionConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig, ScaledInitialisationConfig
 from moebius.model.initialise import draw, initialise, normal
-from moebius.model.layers import activate
 from moebius.model.routers.mixture import TokenMixingConfig, TokenMixingRouter
 from moebius.model.routers.router import Promises
 from moebius.model.routers.table import ROUTER
@@ -34,11 +33,6 @@ def mixture_of(layer: Any, x_BSD: Tensor) -> Mixture:
     plan = layer.router(x_BSD.flatten(0, 1), batch_size=len(x_BSD)).plan
     assert isinstance(plan, Mixture)
     return plan
-
-
-def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
-    bank = layer.sparse.experts
-    return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
 def loop(
@@ -367,22 +361,19 @@ def test_a_temperature_that_is_not_learned_cannot_be_separate() -> None:
 # ---- precision
 
 
-def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
-    """bfloat16 logits of 4096 normal rows of width 512: the mixture's weights move by 0.09 %,
-    choices flip the more the finer.
+def test_rounding_moves_weights_a_little() -> None:
+    """bfloat16 logits of 4096 normal rows of width 512: the mixture's weights move by 0.09 %.
 
     Our router computes in float32: only its rows and its weight can come rounded, which moves
     weights by 0.073 %. Neither depends on the number of experts.
     """
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(4096, 512, generator=generator)
-    flips, moved, ours = [], [], []
-    for num_experts, top_k in ((8, 1), (32, 1), (64, 8), (512, 16)):
+    moved, ours = [], []
+    for num_experts in (8, 32, 64, 512):
         weight_ED = torch.randn(num_experts, 512, generator=generator) * math.sqrt(0.1 / 512)
         exact = x_TD @ weight_ED.T
         rough = (x_TD.bfloat16() @ weight_ED.bfloat16().T).float()
-        chosen, rechosen = (logits.topk(top_k).indices.sort(-1).values for logits in (exact, rough))
-        flips.append((chosen != rechosen).any(-1).float().mean().item())
         before, after = (logits.view(128, 32, num_experts).softmax(1) for logits in (exact, rough))
         moved.append(((after - before).norm() / before.norm()).item())
         router = TokenMixingRouter(
@@ -397,9 +388,6 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
         ours.append(((mixtures[1] - mixtures[0]).norm() / mixtures[0].norm()).item())
     assert moved == pytest.approx([0.00094] * 4, abs=0.00003)
     assert ours == pytest.approx([0.00073] * 4, abs=0.00003)
-    assert flips == sorted(flips)
-    for share, expected in zip(flips, (0.003, 0.006, 0.021, 0.11), strict=True):
-        assert abs(share - expected) < 4 * math.sqrt(expected / 4096)  # counts of rare events
 
 
 # ---- published sizes

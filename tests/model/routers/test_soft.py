@@ -9,20 +9,14 @@ import torch
 import torch.nn.functional as F
 from informed import informed_gradient_fraction
 from parts import layers
-from sparse_layer import make_layer, make_model, rows, temporal_leak
+from sparse_layer import expert, make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.layers import activate
 from moebius.model.routers.router import Promises
 from moebius.model.routing import Mixture
 
 SOFT = {"kind": "soft_moe", "slots_per_expert": 2}
-
-
-def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
-    bank = layer.sparse.experts
-    return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
 def loop(layer: Any, x_BSD: Tensor) -> Tensor:

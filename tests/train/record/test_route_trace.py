@@ -20,17 +20,12 @@ from world import run_ranks
 
 from moebius.data_pipeline.read.loader import Loader
 from moebius.model.routing import Routes
+from moebius.simulation.recorded_routes import read_rank, recorded_steps
 from moebius.train.config.run_config import (
     Config,
 )
 from moebius.train.record.route_tap import CallId, RoutedCall, tap
-from moebius.train.record.route_trace import (
-    RecordedRank,
-    StepTrace,
-    read_rank,
-    recorded_steps,
-    write_rank,
-)
+from moebius.train.record.route_trace import RecordedRank, StepTrace, write_rank
 
 DROPOUT = MODEL.changed({"feed_forward.router.expert_dropout": 0.1})
 
