@@ -31,7 +31,7 @@ from .distributed.checkpoint.format import find_checkpoint, read_meta
 from .distributed.process.process import start_process
 from .evaluation.perplexity import Measurement, measure
 from .evaluation.restore import Restored, restore, tokenizer_of_run
-from .evaluation.text import ScoredText, continue_text, score_with
+from .evaluation.text import ScoredText, score_text, write_text
 from .evaluation.trace import LayerRoutes as LayerRoutes
 from .evaluation.trace import Trace, logits, rows_of, trace
 from .evaluation.zero_shot import ZeroShotReport, measure_tasks
@@ -120,7 +120,7 @@ class LoadedModel:
         Raises:
             ValueError: an empty prompt, or a model that cannot write.
         """
-        pieces = continue_text(
+        pieces = write_text(
             self._restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
         )
         return "".join(pieces)
@@ -135,7 +135,7 @@ class LoadedModel:
         Raises:
             ValueError: there is nothing to score, or the model reads the future.
         """
-        return score_with(self._restored, text, draws=draws, seed=seed)
+        return score_text(self._restored, text, draws=draws, seed=seed)
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Returns the logits at every position, (B, S, V).

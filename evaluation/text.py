@@ -7,48 +7,29 @@ A model that routes sequences together does both beside a group context from its
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
-from ..distributed.process.process import start_process
 from .batches import Row
 from .generate import check_request, generate
 from .group_context import GroupContextText, group_context_size
-from .restore import Restored, refuse_pairs, restore
+from .restore import Restored, refuse_pairs
 from .scoring import open_scorer
 
 
 def write_text(
-    run_dir: Path,
-    prompt: str,
-    *,
-    step: int | None = None,
-    num_tokens: int,
-    temperature: float,
-    seed: int,
+    restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Yields the prompt and then, piece by piece, the text that a checkpoint writes after it.
+    """Yields the prompt and then, piece by piece, the text that a model writes after it.
 
     A piece is held back while its last bytes are not a whole character yet.
 
     Raises:
-        ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
+        ValueError: the run's data cannot be read, or the model cannot write.
     """
     check_request(num_tokens, temperature)
-    with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step)
-        yield from continue_text(
-            restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
-        )
-
-
-def continue_text(
-    restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
-) -> Iterator[str]:
-    """Does what `write_text` does, with a model that is in memory already."""
     refuse_pairs(restored)
     tokenizer = prepared_tokenizer(restored.config.data.directory)
     device = next(restored.model.parameters()).device
@@ -108,9 +89,7 @@ class ScoredText:
         )
 
 
-def score_text(
-    run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0
-) -> ScoredText:
+def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
     """Returns the log-probability of a text after an end of document.
 
     A text that is longer than the trained length is cut on the left.
@@ -120,15 +99,9 @@ def score_text(
         seed: of those draws.
 
     Raises:
-        ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score,
-            or the model reads the future.
+        ValueError: the run's data cannot be read, there is nothing to score, or the model reads the
+            future.
     """
-    with start_process("auto") as process:
-        return score_with(restore(run_dir, process, step=step), text, draws=draws, seed=seed)
-
-
-def score_with(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
-    """Does what `score_text` does, with a model that is in memory already."""
     refuse_pairs(restored)
     data = restored.config.data
     tokenizer = prepared_tokenizer(data.directory)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import moebius
+from moebius.cli.main import main
 from moebius.cluster.job import JobStatus, RootCause, State
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.perplexity import measure
-from moebius.evaluation.text import score_text, write_text
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.smoke import RECIPES
@@ -112,7 +112,7 @@ def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
 
 
 def test_a_trained_model_writes_and_scores_as_the_command_does(
-    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = trained[1] / "run"
     hook = sys.excepthook
@@ -120,9 +120,17 @@ def test_a_trained_model_writes_and_scores_as_the_command_does(
     assert sys.excepthook is hook, "an error of this process would begin with [rank0]"
     assert loaded.step == 2
     assert loaded.config.model == trained[0].model
-    expected = "".join(write_text(run_dir, "one ", num_tokens=5, temperature=0.5, seed=3))
-    assert loaded.generate("one ", num_tokens=5, temperature=0.5, seed=3) == expected
-    assert loaded.score("one two").mean == score_text(run_dir, "one two").mean
+    wish = ["--tokens", "5", "--temperature", "0.5", "--seed", "3"]
+    for words, said in (
+        (
+            ["--prompt", "one ", *wish],
+            loaded.generate("one ", num_tokens=5, temperature=0.5, seed=3),
+        ),
+        (["--score", "one two"], str(loaded.score("one two"))),
+    ):
+        with pytest.raises(SystemExit):
+            main(["eval", str(run_dir), *words])
+        assert capfd.readouterr().out == f"{said}\n"
     tokens = loaded.tokenizer.encode("one")
     assert loaded.tokenizer.decode(tokens) == loaded.tokenizer.decode(tokens.tolist()) == "one"
     assert loaded.logits(tokens[None]).shape == (1, len(tokens), loaded.tokenizer.vocab_size)

@@ -11,11 +11,11 @@ import pytest
 from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
 from world import run_ranks
 
+import moebius
 from moebius.cluster.job import Journal, read_status
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.checkpoint.format import list_checkpoints, open_verified
 from moebius.evaluation.perplexity import measure
-from moebius.evaluation.text import write_text
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
 from moebius.train.loop import train
@@ -129,6 +129,7 @@ def test_it_has_learned_and_can_be_measured_and_write(disturbed: tuple[Path, str
     assert measured.result.loss == pytest.approx(
         evals[24], rel=1e-6
     )  # one rank with all experts, not four
-    text = "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))
+    loaded = moebius.load(run_dir)
+    text = loaded.generate("one two", num_tokens=20, seed=1)
     assert text.startswith("one two")
-    assert text == "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))
+    assert text == loaded.generate("one two", num_tokens=20, seed=1)

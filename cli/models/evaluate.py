@@ -2,8 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import Commands, add_command, add_run_argument
+
+if TYPE_CHECKING:
+    from ...evaluation.restore import Restored
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
 _OF_TASKS = ("data", "limit", "context", "too_long", "per_item", "json")
@@ -189,27 +193,31 @@ def _measure_sliding(options: argparse.Namespace) -> None:
 def _score(options: argparse.Namespace) -> None:
     from ...evaluation.text import score_text
 
-    found = score_text(
-        options.run_dir, options.score, step=options.step, draws=options.draws, seed=options.seed
-    )
-    print(found)
+    print(score_text(_restored(options), options.score, draws=options.draws, seed=options.seed))
 
 
 def _write(options: argparse.Namespace) -> None:
     """Prints what the model writes after the prompt, piece by piece."""
     from ...evaluation.text import write_text
 
-    pieces = write_text(
-        options.run_dir,
+    for piece in write_text(
+        _restored(options),
         options.prompt,
-        step=options.step,
         num_tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
-    )
-    for piece in pieces:
+    ):
         print(piece, end="", flush=True)
     print()
+
+
+def _restored(options: argparse.Namespace) -> "Restored":
+    """Loads the checkpoint that is asked about, whole into this process."""
+    from ...distributed.process.process import start_process
+    from ...evaluation.restore import restore
+
+    with start_process("auto") as process:
+        return restore(options.run_dir, process, step=options.step)
 
 
 def _lm_eval(options: argparse.Namespace) -> int:

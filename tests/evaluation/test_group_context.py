@@ -16,6 +16,7 @@ from torch import Tensor
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.distributed.process.process import start_process
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
     GroupContextText,
@@ -23,6 +24,7 @@ from moebius.evaluation.group_context import (
     in_group_context,
     refuse_future_readers,
 )
+from moebius.evaluation.restore import restore
 from moebius.evaluation.text import score_text, write_text
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
@@ -212,23 +214,25 @@ def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Pa
     )
     run.save(tmp_path / "config.json")
     assert train(run, tmp_path) == "finished"
+    with start_process("cpu") as process:
+        trained = restore(tmp_path, process)
     written = [
-        "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=seed))
+        "".join(write_text(trained, "one", num_tokens=20, temperature=1.0, seed=seed))
         for seed in (0, 0, 1)
     ]
     assert written[0].startswith("one")
     assert written[0] == written[1] != written[2]
-    found, again, other = (score_text(tmp_path, "one two", draws=3, seed=s) for s in (0, 0, 1))
+    found, again, other = (score_text(trained, "one two", draws=3, seed=s) for s in (0, 0, 1))
     assert found.log_probability_RS.shape == (3, 7)
     assert str(found) == str(again) != str(other)
     assert found.mean == pytest.approx(found.log_probability_RS.sum(1).mean())
     assert found.spread == pytest.approx(found.log_probability_RS.sum(1).std(ddof=1))
     assert found.spread > 0
-    long = score_text(tmp_path, "twenty letters and more", draws=1)
+    long = score_text(trained, "twenty letters and more", draws=1)
     assert long.log_probability_RS.shape == (1, CONTEXT)
     for text, draws in (("", 1), ("one", 0)):
         with pytest.raises(ValueError, match="a score needs tokens and draws"):
-            score_text(tmp_path, text, draws=draws)
+            score_text(trained, text, draws=draws)
 
 
 def test_gshard_is_scored_by_what_it_promises_in_evaluation() -> None:
