@@ -141,11 +141,6 @@ class ExpertPlacement:
         expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}
         if all(len(own.slots_P) == self._mesh.layout.ep for own in expert_maps.values()):
             self._move(expert_maps)
-        self._take_over(saved)
-
-    def _take_over(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what was counted."""
-        self._loads = self._no_loads()
         if self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
             for member, kind in self._routed:
                 load_E = saved[_bank_names(member, kind)[0]]["load"]

@@ -50,26 +50,27 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
     if reason := reason_against("triton", device.type, dtype):
         return GpuCheck(check, False, f"Triton's cannot run: {reason}", "see docs/kernels.md")
     worst = 0.0
-    for what, name, value, expected in _compared(device, dtype):
-        error = ((value - expected).norm() / expected.norm()).item()
-        if not error <= TOLERANCE[dtype]:  # NaN is not
-            found = f"{what}: {name} is off by {error:.1e} (at most {TOLERANCE[dtype]:g})"
+    for what, error, most in _errors(device, dtype):
+        if not error <= most:  # NaN is not
+            found = f"{what}: off by {error:.1e} (at most {most:g})"
             return GpuCheck(
                 check, False, found, "report it, with the GPU's name; kernels.backend=segments"
             )
         worst = max(worst, error)
-    if dtype is torch.float32:  # routers compute in it, whatever the experts' dtype is
-        for name, error in _router_errors(device).items():
-            if not error <= ROUTER_TOLERANCE:
-                found = f"router: {name} are off by {error:.1e} (at most {ROUTER_TOLERANCE:g})"
-                return GpuCheck(
-                    check, False, found, "report it, with the GPU's name; kernels.backend=segments"
-                )
-            worst = max(worst, error)
     seconds = time.perf_counter() - began_s
     return GpuCheck(
         check, True, f"within {worst:.0e} of plain PyTorch; {seconds:.0f} s with compiling"
     )
+
+
+def _errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float, float]]:
+    """Yields what was computed, its relative error, and the most that it may have."""
+    for what, name, value, expected in _compared(device, dtype):
+        error = ((value - expected).norm() / expected.norm()).item()
+        yield f"{what}: {name}", error, TOLERANCE[dtype]
+    if dtype is torch.float32:  # routers compute in it, whatever the experts' dtype is
+        for name, error in _router_errors(device).items():
+            yield f"router: {name}", error, ROUTER_TOLERANCE
 
 
 def _compared(
@@ -139,6 +140,17 @@ def _outputs(
     return {name: each.double().cpu() for name, each in zip(names, found, strict=False)}
 
 
+def _operands(seed: int, device: torch.device, *, exact: bool) -> Callable[..., Tensor]:
+    """Returns what draws one operand after another: rounded to `of`, and then wide if `exact`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        value = torch.randn(shape, generator=generator).to(of)
+        return value.to(device, torch.float64 if exact else of)
+
+    return operand
+
+
 def _norms(
     device: torch.device, dtype: torch.dtype, run: Callable[..., NormedRows]
 ) -> dict[str, Tensor]:
@@ -146,12 +158,7 @@ def _norms(
     float64. Rows are added, and copied, in `dtype`.
     """
     exact = run is add_norm_reference
-    generator = torch.Generator().manual_seed(2)
-
-    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-        value = torch.randn(shape, generator=generator).to(of)
-        return value.to(device, torch.float64 if exact else of)
-
+    operand = _operands(2, device, exact=exact)
     given = [operand(TOKENS, WIDTH), operand(TOKENS, WIDTH, of=dtype)]
     given += [operand(WIDTH), operand(WIDTH)]
     given = [value.requires_grad_() for value in given]
@@ -175,12 +182,7 @@ def _rotations(
     the CPU; the reference computes in float64.
     """
     exact = run is _rotated_by_reference
-    generator = torch.Generator().manual_seed(3)
-
-    def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-        value = torch.randn(shape, generator=generator).to(of)
-        return value.to(device, torch.float64 if exact else of)
-
+    operand = _operands(3, device, exact=exact)
     rows = [operand(2, 60, 3, WIDTH, of=dtype).transpose(1, 2).requires_grad_() for _ in range(2)]
     wide = torch.float64 if exact else torch.float32
     positions = torch.arange(3, 63, device=device, dtype=wide)

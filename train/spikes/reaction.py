@@ -106,33 +106,23 @@ def roll_back(run: Run) -> None:
     """
     spikes = run.spikes
     assert spikes is not None, "who goes back has looked for spikes"
-    why = _why(spikes)
-    _check_allowed(run, why)
-    with run.heartbeat.during(Phase.CKPT):
-        position = _go_back(run, spikes, why)
-    spikes.forget_spikes()
-    run.skipped_in_a_row = 0
-    if position is not None:
-        reopen_data(run, position)
-
-
-def _why(spikes: SpikeDetector) -> str:
-    """Spells why the run is to go back."""
     steps = spikes.recent
-    return (
+    why = (
         f"{len(steps)} spikes within {spikes.config.rollback_within} steps, the first at step "
         f"{steps[0]} and the last at step {steps[-1]}"
     )
-
-
-def _check_allowed(run: Run, why: str) -> None:
-    """Ends a run that goes back again and again."""
     if len(run.rollbacks) >= MOST_ROLLBACKS:
         raise ValueError(
             f"{why}, and the run has already rolled back {len(run.rollbacks)} times: lower "
             "optim.learning_rate or optim.clip_norm, or look at the samples since then "
             "(`moebius data peek`), and continue from the checkpoint"
         )
+    with run.heartbeat.during(Phase.CKPT):
+        position = _go_back(run, spikes, why)
+    spikes.forget_spikes()
+    run.skipped_in_a_row = 0
+    if position is not None:
+        reopen_data(run, position)
 
 
 def _go_back(run: Run, spikes: SpikeDetector, why: str) -> dict[str, Any] | None:
@@ -155,13 +145,6 @@ def _go_back(run: Run, spikes: SpikeDetector, why: str) -> dict[str, Any] | None
     abandoned = run.checkpoints.abandon_after(rollback.to_step)
     run.rollbacks = (*run.rollbacks, rollback)
     run.checkpoints.on_rank_0(lambda: write_rollbacks(run.run_dir, run.rollbacks))
-    _tell(run, abandoned)
-    return meta["data"]
-
-
-def _tell(run: Run, abandoned: Sequence[str]) -> None:
-    """Writes to the log what the run has gone back from."""
-    rollback = run.rollbacks[-1]
     log_set_aside(run)
     run.log.write(
         "rollback",
@@ -171,3 +154,4 @@ def _tell(run: Run, abandoned: Sequence[str]) -> None:
         most=MOST_ROLLBACKS,
         abandoned=list(abandoned),
     )
+    return meta["data"]

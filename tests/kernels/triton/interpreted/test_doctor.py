@@ -68,15 +68,15 @@ def never_back(*args: Any, right: Any, scale: float, back: bool) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "found"),
     [
-        (router, "route_top_k", other_experts, "router: gradients of rows are off by"),
+        (router, "route_top_k", other_experts, "router: gradients of rows: off by"),
         (
             router_gradients,
             "route_top_k_backward",
             larger_gradient,
-            "router: gradients of weights are off by",
+            "router: gradients of weights: off by",
         ),
-        (norm, "add_norm_backward", other_rows, "residual and norm: gradient of rows is off"),
-        (rotary, "rotate_pair", never_back, "rotation: gradient of queries is off"),
+        (norm, "add_norm_backward", other_rows, "residual and norm: gradient of rows: off"),
+        (rotary, "rotate_pair", never_back, "rotation: gradient of queries: off"),
     ],
     ids=["router", "its gradient", "norm", "rotation"],
 )
