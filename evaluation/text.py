@@ -13,7 +13,7 @@ import torch
 
 from ..data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 from .batches import Row
-from .generate import check_request, generate
+from .generate import generate
 from .group_context import GroupContextText, group_context_size
 from .restore import Restored, refuse_pairs
 from .scoring import open_scorer
@@ -29,7 +29,6 @@ def write_text(
     Raises:
         ValueError: the run's data cannot be read, or the model cannot write.
     """
-    check_request(num_tokens, temperature)
     refuse_pairs(restored)
     tokenizer = prepared_tokenizer(restored.config.data.directory)
     device = next(restored.model.parameters()).device

@@ -198,8 +198,10 @@ def _score(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace) -> None:
     """Prints what the model writes after the prompt, piece by piece."""
+    from ...evaluation.generate import check_request
     from ...evaluation.text import write_text
 
+    check_request(options.tokens, options.temperature)  # before a model is read
     for piece in write_text(
         _restored(options),
         options.prompt,
