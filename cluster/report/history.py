@@ -128,8 +128,8 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
         case "spike" if line["in_a_row"] == 1:
             return (
                 f"step {line['step']} was a spike, and its update was left out: loss "
-                f"{_number(line['loss'])} (limit {_number(line['loss_limit'])}), gradient norm "
-                f"{_number(line['grad_norm'])} (limit {_number(line['grad_norm_limit'])})"
+                f"{spell_number(line['loss'])} (limit {spell_number(line['loss_limit'])}), gradient norm "
+                f"{spell_number(line['grad_norm'])} (limit {spell_number(line['grad_norm_limit'])})"
             )
         case "rollback":
             return (
@@ -146,6 +146,6 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _number(value: object) -> str:
+def spell_number(value: object) -> str:
     """Spells a measured number, which is text where JSON has none for it."""
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -32,7 +32,7 @@ from ..job import (
 )
 from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
-from .history import ExpertLoad, History
+from .history import ExpertLoad, History, spell_number
 from .json_lines import JsonLinesTail
 from .ranks import RunMonitor, node_table, rank_table
 from .summary import STATE_STYLES, describe_start
@@ -104,14 +104,14 @@ class View:
             case "start" if len(starts) > 1 or starts[-1].resumed_from is not None:
                 return Event(at, describe_start(starts[-1]), "magenta")
             case "eval":
-                words = f"validation loss {_number(line['loss'])} at step {line['step']}"
+                words = f"validation loss {spell_number(line['loss'])} at step {line['step']}"
                 return Event(at, words, "cyan")
             case "data_wait":
                 reason = line.get("reason") or "a slow rank"
                 seconds = duration(line["seconds"])
                 return Event(at, f"the ranks have waited {seconds} for data: {reason}", "yellow")
             case "checkpoint" if not line.get("error"):  # the journal tells of those that failed
-                seconds = _number(line["seconds"])
+                seconds = spell_number(line["seconds"])
                 words = f"checkpoint of step {line['step']} written in {seconds} s"
                 return Event(at, words, "blue")
         return None
@@ -239,7 +239,7 @@ def step_line(view: View) -> str:
     last, validation = view.history.last, view.history.validation
     words = [
         f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
-        f"loss {_number(last['loss'])}",
+        f"loss {spell_number(last['loss'])}",
     ]
     if validation:
         words.append(f"validation {validation[max(validation)]:.4f}")
@@ -300,7 +300,7 @@ def _progress(view: View, width: int) -> Table:
 
 def _figures(view: View) -> Text:
     last, validation = view.history.last, view.history.validation
-    words: list[Any] = [("loss ", "dim"), (_number(last["loss"]), "bold")]
+    words: list[Any] = [("loss ", "dim"), (spell_number(last["loss"]), "bold")]
     if validation:
         first, newest = validation[min(validation)], validation[max(validation)]
         told = f"{first:.4f} → {newest:.4f}" if len(validation) > 1 else f"{first:.4f}"
@@ -310,7 +310,7 @@ def _figures(view: View) -> Text:
     if "learning_rate" in last:
         words += [("   learning rate ", "dim"), f"{last['learning_rate']:.2e}"]
     if "grad_norm" in last:
-        words += [("   gradient norm ", "dim"), _number(last["grad_norm"])]
+        words += [("   gradient norm ", "dim"), spell_number(last["grad_norm"])]
     return Text.assemble(*words)
 
 
@@ -348,11 +348,6 @@ def _cells(fractions: list[float], limit: int) -> Text:
 
 def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
-
-
-def _number(value: object) -> str:
-    """Returns four significant digits; what is not finite comes from the file as a string."""
-    return f"{float(value):.4g}" if isinstance(value, int | float) else str(value)
 
 
 # ---- data preparation
