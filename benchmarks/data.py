@@ -208,7 +208,7 @@ def read(config: DataConfig, folder: Path, rounds: int, *, steady: bool) -> list
     with open(flat, "wb") as file:
         for store in stores:
             for batch in range(store.num_batches):
-                file.write(store.read_tokens(batch).tobytes())
+                file.write(store.read(batch, in_full=False).tokens.tobytes())
     num_rows = sum(store.num_tokens for store in stores) // SEQ_LEN // BATCH * BATCH
     fitted = config.model_copy(update={"packing": "best_fit"})
     ways: dict[str, Callable[[], int]] = {
@@ -260,7 +260,11 @@ def through_memmap(path: Path, num_rows: int) -> int:
 
 
 def decoded(stores: Sequence[TokenStore]) -> int:
-    return sum(len(store.read_tokens(i)) for store in stores for i in range(store.num_batches))
+    return sum(
+        len(store.read(i, in_full=False).tokens)
+        for store in stores
+        for i in range(store.num_batches)
+    )
 
 
 def floor_of_cut_rows(stores: Sequence[TokenStore]) -> int:
@@ -309,7 +313,7 @@ def window_of(store: TokenStore, first: int, end: int) -> np.ndarray:
     starts = store.batch_starts - store.batch_starts[first]
     window = np.empty(int(starts[end]), dtype=store.token_dtype)
     for batch in range(first, end):
-        store.read_tokens(batch, window[int(starts[batch]) : int(starts[batch + 1])])
+        store.read(batch, window[int(starts[batch]) : int(starts[batch + 1])], in_full=False)
     return window
 
 

@@ -63,11 +63,7 @@ def list_column(lengths: Sequence[int], values: pa.Array) -> pa.Array:
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns where each of so many parts begins, and where the last one ends.
-
-    Raises:
-        OverflowError: they are longer together than Arrow's lists can be.
-    """
+    """Returns where each of so many parts begins, and where the last one ends."""
     ends = np.cumsum([0, *lengths], dtype=np.int64)
     if ends[-1] >= 2**31:
         raise OverflowError(f"a record batch with {ends[-1]} values in a column of lists")

@@ -72,21 +72,15 @@ class EncodedBuffers:
         except _DAMAGES as error:
             raise ValueError(f"it is no record batch ({error})") from error
 
-    def decode(self, number: int, size: int) -> bytes | memoryview:
-        """Returns the bytes of a buffer.
+    def decode(self, number: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns the values of a buffer.
 
         Raises:
-            ValueError: it has not `size` of them.
+            ValueError: it has not `count` of them.
         """
-        try:
-            data, is_zstd = self._located(number, size)
-            if not is_zstd:
-                return data
-            if zstandard.frame_content_size(data) == size:
-                return _decompressor().decompress(data)
-            return _ZSTD.decompress(data, size).to_pybytes()
-        except _DAMAGES as error:
-            raise ValueError(f"it is no record batch ({error})") from error
+        values = np.empty(count, dtype=dtype)
+        self.decode_into(number, values)
+        return values
 
     def decode_into(self, number: int, array: np.ndarray) -> None:
         """Decodes a buffer into an array.

@@ -14,6 +14,9 @@ from urllib.parse import parse_qsl
 
 from .errors import InputError
 
+PYTHON = "python:"
+"""What the name of an input or a tokenizer begins with that a function gives."""
+
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -22,14 +25,28 @@ def is_function_path(path: str) -> bool:
     return bool(_PATH.fullmatch(path))
 
 
-def split_settings(path: str, *, where: str) -> tuple[str, dict[str, Any]]:
-    """Returns the function's path, and the settings that follow it.
+def named_function(
+    name: str, *, where: str, purpose: str
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the function of a name like `python:package.module:function?length=32`, and its settings.
 
     A setting is a number where it reads as one, otherwise a text.
 
+    Args:
+        name: what the user gave.
+        where: what names it, for messages.
+        purpose: what it should be, for messages, for example "a function of a text".
+
     Raises:
-        InputError: what follows is no `name=value&name=value`, or names one twice.
+        InputError: it is no such name, or there is no such function.
     """
+    path, settings = _split_settings(name.removeprefix(PYTHON), where)
+    if not is_function_path(path):
+        raise InputError(f"{where}: write {PYTHON}package.module:function")
+    return import_function(path, where=where, purpose=purpose), settings
+
+
+def _split_settings(path: str, where: str) -> tuple[str, dict[str, Any]]:
     path, mark, query = path.partition("?")
     if not mark:
         return path, {}

@@ -19,13 +19,13 @@ import json
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .atomic import create_once
 from .data_config import FORMAT_VERSION, SOURCE_NAME
@@ -36,14 +36,12 @@ MAX_SEGMENT_SHARDS = 2**14
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_COUNT = 2**53  # of tokens, bytes or documents: what JSON readers agree on
-_SHARD_NAME = re.compile(
-    r"(?P<source>[a-z0-9][a-z0-9_-]{0,63})\.(?P<split>train|validation)-(?P<number>\d{5,9})"
-    r"\.tok\.arrow"
-)
+_NUMBERED = re.compile(r".+-\d{5,9}\.tok\.arrow")
 _TOKENIZER_FILE = r"^[a-z0-9_-]{1,64}\.(json|model)$"
 _ELSEWHERE = "restore it from a copy, or prepare again elsewhere"
 
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -112,14 +110,6 @@ class Segment(_Entry):
     number: Count  # among the segments of its source
     shards: tuple[ShardEntry, ...] = Field(min_length=1, max_length=2 * MAX_SEGMENT_SHARDS)
 
-    def of(self, split: str) -> tuple[ShardEntry, ...]:
-        """Returns the shards of one split, in the order of its token stream."""
-        return tuple(shard for shard in self.shards if shard.split == split)
-
-    def num_tokens(self, split: str) -> int:
-        """Returns the number of tokens of one split, ends of documents included."""
-        return sum(shard.num_tokens for shard in self.of(split))
-
 
 class SealedSegment:
     """Keeps a segment that was read as compressed JSON, and its totals beside it.
@@ -133,7 +123,9 @@ class SealedSegment:
     def __init__(self, segment: Segment):
         self.source, self.number = sys.intern(segment.source), segment.number
         self.last_shard = segment.shards[-1].number
-        self._num_tokens = tuple(segment.num_tokens(split) for split in get_args(Split))
+        self._num_tokens: Counter[str] = Counter()
+        for shard in segment.shards:
+            self._num_tokens[shard.split] += shard.num_tokens
         packed = zstandard.ZstdCompressor().compress(segment.model_dump_json().encode())
         self._packed = bytes(
             memoryview(packed)
@@ -150,17 +142,11 @@ class SealedSegment:
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
         """Returns the shards of one split, in the order of its token stream."""
-        return self.unpacked().of(split)
+        return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: str) -> int:
         """Returns the number of tokens of one split, ends of documents included."""
-        return self._num_tokens[get_args(Split).index(split)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SealedSegment) and self.unpacked() == other.unpacked()
-
-    def __hash__(self) -> int:
-        return hash((self.source, self.number))
+        return self._num_tokens[split]
 
 
 class QuarantinedSplit(_Entry):
@@ -198,8 +184,8 @@ class Completion(_Entry):
     inputs: dict[str, Count]  # URL -> size when it was read
 
 
-Body = Header | Segment | Completion
-_KINDS: dict[str, type[Body]] = {"header": Header, "segment": Segment, "complete": Completion}
+Body = Annotated[Header | Segment | Completion, Field(discriminator="kind")]
+_BODY: TypeAdapter[Body] = TypeAdapter(Body)
 
 
 @dataclass(frozen=True)
@@ -207,7 +193,7 @@ class DatasetManifest:
     """Describes what a prepared folder holds so far: the chain of its manifests, read to its end."""
 
     header: Header
-    sealed: tuple[SealedSegment, ...] = ()
+    sealed: tuple[SealedSegment, ...] = field(default=(), compare=False)  # told by the hash
     completion: Completion | None = None
     sha256: str = ""
     """Of the last manifest: two folders with the same one hold the same data."""
@@ -216,11 +202,6 @@ class DatasetManifest:
     def complete(self) -> bool:
         """Returns whether the folder will not grow any more."""
         return self.completion is not None
-
-    @property
-    def num_files(self) -> int:
-        """Returns the number of manifests that were read."""
-        return 1 + len(self.sealed) + self.complete
 
     @property
     def sources(self) -> tuple[SourceEntry, ...]:
@@ -268,24 +249,6 @@ class DatasetManifest:
         """Returns the number of tokens of one split, ends of documents included."""
         return sum(segment.num_tokens(split) for segment in self.sealed)
 
-    def num_documents(self, split: str) -> int:
-        """Returns the number of documents of one split."""
-        return sum(shard.num_documents for shard in self.of(split))
-
-    def num_text_bytes(self, split: str) -> int:
-        """Returns the UTF-8 bytes of one split's text."""
-        return sum(shard.num_text_bytes for shard in self.of(split))
-
-    @property
-    def spec_hash(self) -> str:
-        """Returns the hash of what decided the bytes."""
-        return self.header.spec_hash
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """Returns what decided the bytes, for people to read."""
-        return self.header.spec
-
     @property
     def tokenizer_sha256(self) -> str:
         """Returns the hash of the tokenizer's files (`Tokenizer.sha256`)."""
@@ -305,22 +268,6 @@ class DatasetManifest:
     def batch_tokens(self) -> int:
         """Returns how many tokens a record batch has at least, if it is not a shard's last."""
         return self.header.batch_tokens
-
-    @property
-    def inputs(self) -> dict[str, int]:
-        """Returns the inputs' sizes when they were read; none before the folder is complete."""
-        return self.completion.inputs if self.completion else {}
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Returns how many documents of all sources were dropped, by reason.
-
-        None are known before the folder is complete.
-        """
-        counts: Counter[str] = Counter()
-        for of_source in self.completion.dropped.values() if self.completion else ():
-            counts.update(of_source)
-        return dict(counts)
 
 
 # ---- names
@@ -393,11 +340,18 @@ def read_manifest(directory: str | Path) -> DatasetManifest:
     first = folder / manifest_name(0)
     data = _read(first)
     if data is None:
-        raise ShardError(_no_manifest(folder))
+        if (later := _later_than(first, 0)) is not None:
+            raise ShardError(f"{first} is missing, and {later.name} is there: {_ELSEWHERE}")
+        raise ShardError(
+            f"{first} does not exist: this folder holds no prepared data; run `moebius prepare`"
+        )
     chained = _opened(first, data)
     version = chained.get("format_version")
     if version != FORMAT_VERSION:
-        raise ShardError(_other_format(first, version))
+        raise ShardError(
+            f"{first} has format {version!r:.40}, this version reads {FORMAT_VERSION}: prepare the "
+            "data again"
+        )
     header = _checked(first, chained, number=0, parent="")
     if not isinstance(header, Header):
         raise ShardError(f"{first} is no header of a prepared folder: {_ELSEWHERE}")
@@ -446,20 +400,6 @@ def _later_than(path: Path, number: int) -> Path | None:
     return None if later is None else path.with_name(later)
 
 
-def _no_manifest(folder: Path) -> str:
-    if (later := _later_than(folder / manifest_name(0), 0)) is not None:
-        return f"{folder / manifest_name(0)} is missing, and {later.name} is there: {_ELSEWHERE}"
-    path = folder / manifest_name(0)
-    return f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`"
-
-
-def _other_format(path: Path, version: object) -> str:
-    return (
-        f"{path} has format {version!r:.40}, this version reads {FORMAT_VERSION}: prepare the data "
-        "again"
-    )
-
-
 def _read(path: Path) -> bytes | None:
     """Returns a manifest's bytes, or None where there is none."""
     try:
@@ -496,12 +436,9 @@ def _checked(path: Path, chained: dict[str, Any], *, number: int, parent: str) -
             f"{path} does not continue the manifest before it: files of two prepared folders were "
             f"mixed; {_ELSEWHERE}"
         )
-    kind = _KINDS.get(str(chained.get("kind")))
-    if kind is None:
-        raise ShardError(f"{path} is of the unknown kind {chained.get('kind')!r:.40}")
     content = {key: value for key, value in chained.items() if key not in ("file", "parent")}
     try:
-        return kind.model_validate(content)
+        return _BODY.validate_python(content)
     except ValidationError as error:
         raise ShardError(
             f"{path} has unknown, missing or impossible entries: prepare the data again\n{error}"
@@ -521,8 +458,8 @@ def _check_segment(
         )
     before = (-1, "") if last is None else (last.last_shard, "validation")
     for shard in segment.shards:
-        match = _SHARD_NAME.fullmatch(shard.name)
-        of_rule = None if match is None else shard_name(segment.source, shard.split, shard.number)
+        is_numbered = _NUMBERED.fullmatch(shard.name) is not None
+        of_rule = is_numbered and shard_name(segment.source, shard.split, shard.number)
         if of_rule != shard.name or shard.source != segment.source:
             raise ShardError(
                 f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "

@@ -3,9 +3,11 @@ inputs, and still growing for as long as a test likes.
 """
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from moebius.data_pipeline.read.token_store import TokenStore
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
 
 END = 256  # of a document, among 257 ids
+HASH = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,41 @@ def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False
     return found
 
 
+def source_entry(name: str, **changes: Any) -> SourceEntry:
+    """A source as the header has it."""
+    values = {"licence": "", "num_splits": 4, "has_loss_mask": False, "has_record_id": False}
+    return SourceEntry(name=name, **(values | changes))
+
+
+def header_of(sources: Sequence[SourceEntry], **changes: Any) -> Header:
+    """The first manifest of a folder of raw bytes."""
+    tokenizer = TokenizerEntry(
+        kind="bytes",
+        file="tokenizer.json",
+        sha256=HASH,
+        vocab_size=257,
+        end_of_document_id=END,
+    )
+    values: dict[str, Any] = {"spec_hash": HASH, "spec": {"tokenizer": "bytes"}}
+    return Header(tokenizer=tokenizer, sources=tuple(sources), **(values | changes))
+
+
+def shard_entry(source: str, number: int, split: Split = "train", **changes: Any) -> ShardEntry:
+    """A shard as a segment has it; there need be no such file."""
+    values: dict[str, Any] = {
+        "name": shard_name(source, split, number),
+        "input": f"{source}.txt[{number}:{number + 1}]",
+        "num_documents": 1,
+        "num_tokens": 100 + number,
+        "num_text_bytes": 90,
+        "num_batches": 1,
+        "num_bytes": 500,
+        "blake2b": HASH,
+        "index_blake2b": HASH,
+    }
+    return ShardEntry(**({"source": source, "split": split} | values | changes))
+
+
 @dataclass
 class MadeFolder:
     """A folder under construction; `documents[source][segment]` are its train documents."""
@@ -65,31 +103,15 @@ class MadeFolder:
         self.validation = {name: [] for name in self.sources}
         self._shards = dict.fromkeys(self.sources, 0)
         self._writer = ManifestWriter(self.folder)
-        tokenizer = TokenizerEntry(
-            kind="bytes",
-            file="tokenizer.json",
-            sha256="0" * 64,
-            vocab_size=257,
-            end_of_document_id=END,
-        )
         sources = [
-            SourceEntry(
-                name=name,
-                licence="",
-                num_splits=9,
+            source_entry(
+                name,
                 has_loss_mask=name in self.with_prompts,
                 has_record_id=name in self.with_record_ids,
             )
             for name in self.sources
         ]
-        header = Header(
-            spec_hash="0" * 64,
-            spec={},
-            tokenizer=tokenizer,
-            batch_tokens=self.batch_tokens,
-            segment_tokens=1,
-            sources=tuple(sources),
-        )
+        header = header_of(sources, batch_tokens=self.batch_tokens, segment_tokens=1)
         self._writer.append(header)
 
     def seal(
@@ -120,6 +142,12 @@ class MadeFolder:
             Completion(num_documents={}, num_tokens={}, dropped={}, quarantined=(), inputs={})
         )
         return self
+
+    def copied(self, to: Path) -> "MadeFolder":
+        """Returns a copy of it, to damage."""
+        copy = MadeFolder.__new__(MadeFolder)
+        copy.__dict__.update(self.__dict__, folder=Path(shutil.copytree(self.folder, to)))
+        return copy
 
     def config(self, *, seq_len: int = 16, seed: int = 3, **options) -> DataConfig:
         """Returns the configuration that reads it."""

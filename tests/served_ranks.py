@@ -4,13 +4,14 @@ import contextlib
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Batch, Loader
-from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.protocol import ServerJob
 from moebius.data_pipeline.serve.server import DataServer
 from moebius.data_pipeline.serve.start import ServerHandle
 
@@ -100,3 +101,11 @@ def read(data: DataConfig, num_ranks: int, steps: int, handle: ServerHandle | No
         return seen(take(loaders, steps))
     finally:
         close(loaders)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

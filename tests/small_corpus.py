@@ -4,6 +4,7 @@ them.
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import DatasetManifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 
 WORDS = [
@@ -38,6 +40,21 @@ def sentences(seed: int, count: int) -> list[str]:
         " ".join(rng.choices(WORDS, k=rng.choice([3, 20, 60, 200]))) + f" ({seed}-{n})."
         for n in range(count)
     ]
+
+
+def count_of(manifest: DatasetManifest, field: str, split: str = "") -> int:
+    """Adds up a number of all shards, or of those of one split."""
+    shards = [shard for shard in manifest.shards if split in ("", shard.split)]
+    return sum(getattr(shard, field) for shard in shards)
+
+
+def dropped(manifest: DatasetManifest) -> dict[str, int]:
+    """Counts the documents that were dropped from all sources, by reason."""
+    assert manifest.completion is not None
+    counts: Counter[str] = Counter()
+    for of_source in manifest.completion.dropped.values():
+        counts.update(of_source)
+    return dict(counts)
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..data_pipeline.errors import DataError, PreparationFailedError
 from ..data_pipeline.read.loader import Batch, Loader
-from ..data_pipeline.serve.job import ServerJob
+from ..data_pipeline.serve.protocol import ServerJob
 from ..data_pipeline.serve.start import ServerHandle, start_server, wants_server
 from ..distributed.process.process import Process
 from .config.run_config import Config

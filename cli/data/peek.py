@@ -112,9 +112,9 @@ def _line(document: "DocumentPart", colour: str) -> "Text":
     from ...data_pipeline.read.peek import visible
 
     line = Text()
-    for segment in document.segments:
-        text = visible(segment.text)
-        if segment.learned:
+    for hidden, is_learned in document.segments:
+        text = visible(hidden)
+        if is_learned:
             line.append(text, style=colour)
         elif text:
             line.append(f"⟦{text}⟧", style=f"{colour} dim")

@@ -25,7 +25,6 @@ from .tasks import (
 from .units import Unit
 
 _PARTS_BITS = 6
-_KEY_BYTES = 16
 
 
 class ExactIndex:
@@ -38,11 +37,6 @@ class ExactIndex:
 
     def __init__(self) -> None:
         self._parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(2**_PARTS_BITS)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the memory of the hashes."""
-        return sum(_KEY_BYTES * len(high) for runs in self._parts for high, _ in runs)
 
     def add(self, high: np.ndarray, low: np.ndarray) -> np.ndarray:
         """Enters hashes in their order, uint64 [D] each; returns which were there before, bool [D].

@@ -1,10 +1,10 @@
 """Decontamination: documents that share n words in a row with an evaluation item are left out.
 
 1. `build_index`          once: every n-gram of plain words of every item of the evaluation sets, as
-                          a sorted array of 64-bit hashes beside the number of the first item that
+                          a sorted array of 64-bit hashes beside the number of the first set that
                           has it. It is saved as one file, which every process maps.
-2. `EvaluationIndex.find` per document, in any process: the first n-gram that is in the index, and
-                          the item that it is of.
+2. `EvaluationIndex.find` per document, in any process: the set of the first n-gram that is in the
+                          index.
 
 n is 13, as GPT-3 chose it (Brown et al. 2020, arXiv:2005.14165, appendix C); words are compared in
 lower case and without punctuation (`plain_words`). An item is all text in its record (or the
@@ -25,7 +25,6 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -40,80 +39,45 @@ from ..prepare_config import MAX_NGRAM, DecontaminateConfig
 
 _BITMAP_BITS = 26  # 8 MiB
 _HEAD = b"moebius.evaluation_index"
-_SCHEMA = pa.schema([("hash", pa.uint64()), ("item", pa.uint32())])
-
-
-@dataclass(frozen=True)
-class Contamination:
-    """Says which evaluation item a document shares words with."""
-
-    evaluation_set: str  # name of the file, without folder and ending
-    item: int  # counted from 0
-    words: str  # the shared n-gram, as plain words
-
-    def __str__(self) -> str:
-        return f"{self.evaluation_set}, item {self.item}: {self.words}"
+_SCHEMA = pa.schema([("hash", pa.uint64()), ("set", pa.uint32())])
 
 
 class EvaluationIndex:
-    """Holds the n-grams of evaluation sets; `find` is safe in any number of threads."""
+    """Holds the n-grams of evaluation sets; `find` is safe in any number of threads.
+
+    Args:
+        ngram_words: n.
+        sets: the names of the sets: of their files, without folder and ending.
+        hashes_H: uint64, ascending.
+        sets_H: uint32, the number of the first set that has the n-gram.
+    """
 
     def __init__(
-        self,
-        *,
-        ngram_words: int,
-        sets: Sequence[tuple[str, int]],
-        hashes_H: np.ndarray,
-        items_H: np.ndarray,
+        self, *, ngram_words: int, sets: Sequence[str], hashes_H: np.ndarray, sets_H: np.ndarray
     ):
-        """Takes what `build_index` has made.
-
-        Args:
-            ngram_words: n.
-            sets: name and number of items of each set; items are counted through all of them.
-            hashes_H: uint64, ascending.
-            items_H: uint32, the first item that has the n-gram.
-        """
         self.ngram_words, self.sets = ngram_words, tuple(sets)
-        self.hashes_H, self.items_H = hashes_H, items_H
+        self.hashes_H, self.sets_H = hashes_H, sets_H
         self._bitmap = np.zeros(2**_BITMAP_BITS // 8, dtype=np.uint8)
         places = hashes_H >> np.uint64(64 - _BITMAP_BITS)
         np.bitwise_or.at(self._bitmap, places >> np.uint64(3), _bit(places))
 
-    @property
-    def num_items(self) -> int:
-        """Returns the number of items of all sets."""
-        return sum(num_items for _, num_items in self.sets)
-
-    def find(self, text: str) -> Contamination | None:
-        """Returns the first n-gram of a text that is in the index, or None."""
+    def find(self, text: str) -> str | None:
+        """Returns the set that the first shared n-gram of a text is of, or None."""
         ngrams = ngram_hashes(plain_words(text), self.ngram_words)
         places = ngrams >> np.uint64(64 - _BITMAP_BITS)
-        possible = np.flatnonzero(self._bitmap[places >> np.uint64(3)] & _bit(places))
-        if not len(possible) or not len(self.hashes_H):
+        possible = ngrams[np.flatnonzero(self._bitmap[places >> np.uint64(3)] & _bit(places))]
+        if not len(possible):
             return None
-        found = np.searchsorted(self.hashes_H, ngrams[possible])
+        found = np.searchsorted(self.hashes_H, possible)
         found = np.minimum(found, len(self.hashes_H) - 1)
-        matches = np.flatnonzero(self.hashes_H[found] == ngrams[possible])
-        if not len(matches):
-            return None
-        return self._described(
-            text, int(possible[matches[0]]), int(self.items_H[found[matches[0]]])
-        )
-
-    def _described(self, text: str, word: int, item: int) -> Contamination:
-        shared = spelled_plain_words(text)[word : word + self.ngram_words]
-        for name, num_items in self.sets:
-            if item < num_items:
-                return Contamination(name, item, " ".join(shared))
-            item -= num_items
-        raise AssertionError(f"item {item} is of no set in {self.sets}")
+        matches = found[self.hashes_H[found] == possible]
+        return self.sets[int(self.sets_H[matches[0]])] if len(matches) else None
 
     def save(self, file: IO[bytes]) -> None:
         """Writes an Arrow file; its bytes depend on the sets and n alone."""
         head = {"ngram_words": self.ngram_words, "sets": self.sets}
         schema = _SCHEMA.with_metadata({_HEAD: json.dumps(head)})
-        columns = [number_column(one, one.dtype) for one in (self.hashes_H, self.items_H)]
+        columns = [number_column(one, one.dtype) for one in (self.hashes_H, self.sets_H)]
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
@@ -134,9 +98,9 @@ def load_index(path: str | Path) -> EvaluationIndex:
         head = json.loads((table.schema.metadata or {})[_HEAD])
         return EvaluationIndex(
             ngram_words=head["ngram_words"],
-            sets=[(name, num_items) for name, num_items in head["sets"]],
+            sets=head["sets"],
             hashes_H=np.from_dlpack(table.column("hash").chunk(0)),
-            items_H=np.from_dlpack(table.column("item").chunk(0)),
+            sets_H=np.from_dlpack(table.column("set").chunk(0)),
         )
     except (OSError, pa.ArrowException, KeyError) as error:
         raise ShardError(
@@ -151,36 +115,30 @@ def build_index(config: DecontaminateConfig) -> EvaluationIndex:
     Raises:
         InputError: a set cannot be read, or no item has n words.
     """
-    sets: list[tuple[str, int]] = []
     hashes: list[np.ndarray] = []
-    items: list[np.ndarray] = []
-    num_items = 0
     for path in config.evaluation_sets:
-        num_before = num_items
-        for text in _item_texts(path, config.fields):
-            ngrams = ngram_hashes(plain_words(text), config.ngram_words)
-            hashes.append(ngrams)
-            items.append(np.full(len(ngrams), num_items, dtype=np.uint32))
-            num_items += 1
-        if num_items == num_before:
+        of_items = [
+            ngram_hashes(plain_words(text), config.ngram_words)
+            for text in _item_texts(path, config.fields)
+        ]
+        if not of_items:
             raise InputError(f"evaluation set {path} holds no items: name another file")
-        sets.append((_name_of(path), num_items - num_before))
-    # the first of equal hashes is that of the first item
+        hashes.append(np.concatenate(of_items))
+    # the first of equal hashes is that of the first set
     hashes_H, first = np.unique(np.concatenate(hashes), return_index=True)
     if not len(hashes_H):
         raise InputError(
             f"no item of {', '.join(config.evaluation_sets)} has {config.ngram_words} words: "
             f"lower prepare.decontaminate.ngram_words={config.ngram_words}, or name other sets"
         )
-    items_H = np.concatenate(items)[first]
+    sets = np.repeat(np.arange(len(hashes), dtype=np.uint32), list(map(len, hashes)))
+    names = [Path(path).name.removesuffix(".zst") for path in config.evaluation_sets]
     return EvaluationIndex(
-        ngram_words=config.ngram_words, sets=sets, hashes_H=hashes_H, items_H=items_H
+        ngram_words=config.ngram_words,
+        sets=[name.removesuffix(".jsonl") for name in names],
+        hashes_H=hashes_H,
+        sets_H=sets[first],
     )
-
-
-def _name_of(path: str) -> str:
-    name = Path(path).name
-    return name.removesuffix(".zst").removesuffix(".jsonl")
 
 
 def _item_texts(path: str, fields: Sequence[str]) -> Iterator[str]:
@@ -257,25 +215,7 @@ _NO_SPACES = (  # scripts that put no space between words
 
 def plain_words(text: str) -> np.ndarray:
     """Returns the hash of every plain word, uint64 [W]: equal for "Don’t stop" and "DONT--stop"."""
-    return _joined([_plain_words_of(piece) for piece in _pieces(text.lower())], np.uint64)
-
-
-def spelled_plain_words(text: str) -> list[str]:
-    """Returns the plain words as strings: the meaning of `plain_words`, 40 times slower."""
-    kinds = _kinds()
-    words, word = [], ""
-    for character in text.lower():
-        kind = kinds[ord(character)]
-        if kind & _IGNORED:
-            continue
-        if kind & _ALONE or not kind & _IN_WORD:
-            words += [word] if word else []
-            word = ""
-        if kind & _ALONE:
-            words.append(character)
-        elif kind & _IN_WORD:
-            word += character
-    return [*words, word] if word else words
+    return _joined([_plain_words_of(piece) for piece in _pieces(text.lower())])
 
 
 def ngram_hashes(hashes_W: np.ndarray, n: int) -> np.ndarray:
@@ -284,8 +224,6 @@ def ngram_hashes(hashes_W: np.ndarray, n: int) -> np.ndarray:
     `n` is at most MAX_NGRAM.
     """
     assert n <= MAX_NGRAM, (n, MAX_NGRAM)
-    if n == 1:
-        return hashes_W
     inverses = _powers()[1]
     pieces = []
     for start in range(0, max(0, len(hashes_W) - n + 1), _PIECE_CHARS):
@@ -293,7 +231,7 @@ def ngram_hashes(hashes_W: np.ndarray, n: int) -> np.ndarray:
         ranges = prefixes[n:] - prefixes[:-n]
         ranges *= inverses[: len(ranges)]
         pieces.append(_mixed(ranges))
-    return _joined(pieces, np.uint64)
+    return _joined(pieces)
 
 
 # ---- one piece
@@ -369,10 +307,8 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate([np.empty(0, dtype=dtype), *arrays])
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype=np.uint64), *arrays])
 
 
 # ---- tables, made when first used

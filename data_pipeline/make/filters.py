@@ -9,70 +9,23 @@ the same documents stay on any number of machines. examples/filter_documents.py 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..atomic import atomic_write
 from ..callables import import_function
 from ..errors import InputError, PrepareError
 from ..prepare_config import PrepareConfig
-from .decontaminate import EvaluationIndex, build_index, load_index
+from .decontaminate import build_index, load_index
 
 _INDEX_FILE = "evaluation_sets.arrow"
 _MAX_REASON_CHARS = 100
 
 
-class DocumentRule(Protocol):
-    """Declares a rule that looks at one document alone."""
-
-    def reason_to_drop(self, text: str) -> str | None:
-        """Returns why a document is dropped, or None if it stays."""
-        ...
-
-
-@dataclass(frozen=True)
-class FunctionRule:
-    """Asks a function of the user's about each document."""
-
-    path: str
-    function: Callable[[str], Any]
-
-    def reason_to_drop(self, text: str) -> str | None:
-        """Returns the function's reason, or None if it keeps the document.
-
-        Raises:
-            InputError: the function failed, or returned neither None nor a short text.
-        """
-        try:
-            reason = self.function(text)
-        except Exception as error:
-            raise InputError(
-                f"prepare.filters: {self.path} raised {type(error).__name__} ({error}) on a document "
-                f"that begins {text[:60]!r}"
-            ) from error
-        if reason is None:
-            return None
-        if not isinstance(reason, str) or not 0 < len(reason) <= _MAX_REASON_CHARS:
-            raise InputError(
-                f"prepare.filters: {self.path} returned {reason!r:.100} for a document that begins "
-                f"{text[:60]!r}: it must return None, or a reason of at most {_MAX_REASON_CHARS} "
-                "characters"
-            )
-        return reason
-
-
-@dataclass(frozen=True)
-class DecontaminationRule:
-    """Drops documents that share words with an evaluation item, and names the item's set."""
-
-    index: EvaluationIndex
-
-    def reason_to_drop(self, text: str) -> str | None:
-        """Returns the evaluation set of the first shared n-gram, or None if there is none."""
-        found = self.index.find(text)
-        return None if found is None else f"evaluation set: {found.evaluation_set}"
+DocumentRule = Callable[[str], str | None]
+"""Returns why a document of this text is dropped, or None if it stays."""
 
 
 def set_up_rules(config: PrepareConfig, work: Path) -> None:
@@ -95,18 +48,41 @@ def set_up_rules(config: PrepareConfig, work: Path) -> None:
 
 def document_rules(config: PrepareConfig, work: Path) -> tuple[DocumentRule, ...]:
     """Returns the rules of this process: the filters in their order, then decontamination."""
-    rules: list[DocumentRule] = _function_rules(config)
+    rules = _function_rules(config)
     if config.decontaminate is not None:
-        rules.append(DecontaminationRule(load_index(work / _INDEX_FILE)))
+        index = load_index(work / _INDEX_FILE)
+        rules.append(lambda text: (found := index.find(text)) and f"evaluation set: {found}")
     return tuple(rules)
 
 
 def _function_rules(config: PrepareConfig) -> list[DocumentRule]:
     purpose = "a function of a document's text"
     return [
-        FunctionRule(path, import_function(path, where=f"prepare.filters: {path}", purpose=purpose))
+        partial(
+            _reason_of,
+            path,
+            import_function(path, where=f"prepare.filters: {path}", purpose=purpose),
+        )
         for path in config.filters
     ]
+
+
+def _reason_of(path: str, function: Callable[[str], Any], text: str) -> str | None:
+    """Returns what a function of the user's says about a document."""
+    try:
+        reason = function(text)
+    except Exception as error:
+        raise InputError(
+            f"prepare.filters: {path} raised {type(error).__name__} ({error}) on a document "
+            f"that begins {text[:60]!r}"
+        ) from error
+    if reason is None or (isinstance(reason, str) and 0 < len(reason) <= _MAX_REASON_CHARS):
+        return reason
+    raise InputError(
+        f"prepare.filters: {path} returned {reason!r:.100} for a document that begins "
+        f"{text[:60]!r}: it must return None, or a reason of at most {_MAX_REASON_CHARS} "
+        "characters"
+    )
 
 
 def _write_index(path: Path, data: bytes) -> None:

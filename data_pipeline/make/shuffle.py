@@ -13,10 +13,8 @@ more, and takes its place on the disk twice until all is done.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +23,14 @@ import pyarrow as pa
 from ..arrow_columns import bools_of
 from ..atomic import atomic_write
 from ..errors import ShardError
-from ..manifest import ShardEntry, Split
+from ..manifest import SPLITS, ShardEntry, Split
 from ..prepare_config import PrepareConfig
 from ..read.token_store import read_batches
 from ..shards import ShardWriter, TokenDocument
 from .tasks import (
     ShardPair,
     UnitTask,
+    in_batches,
     read_record,
     ready_shards,
     save_shards,
@@ -45,32 +44,6 @@ from .units import Unit, interleaved
 MAX_BUCKETS = 1024
 _PIECE_TOKENS = 2**24  # held in memory and sorted at a time
 _KEY = 0x5D5F_1E2D_0C5B_A7E3
-_SIDES: tuple[Split, Split] = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class SpillTask:
-    """Holds what a task needs to know to spill a unit."""
-
-    task: UnitTask
-    num_buckets: int
-
-
-@dataclass(frozen=True)
-class BucketTask:
-    """Holds what a task needs to know to make the shards of one bucket of a source."""
-
-    config: PrepareConfig
-    directory: Path
-    bucket: Unit
-    num_buckets: int
-    units: tuple[Unit, ...]  # that have spilled
-    proof: str = ""  # of the tokenizer
-
-    @property
-    def task(self) -> UnitTask:
-        """Returns the bucket's task as if it were a unit, whose place it takes from here on."""
-        return UnitTask(self.config, self.directory, self.bucket, proof=self.proof)
 
 
 def shuffled_buckets(units: Sequence[Unit], config: PrepareConfig) -> tuple[Unit, ...]:
@@ -92,9 +65,8 @@ def shuffled_buckets(units: Sequence[Unit], config: PrepareConfig) -> tuple[Unit
 # ---- first pass
 
 
-def spill_unit(spill: SpillTask) -> int:
+def spill_unit(task: UnitTask) -> int:
     """Writes the documents of a unit sorted by bucket; returns how many tokens they have."""
-    task = spill.task
     said = task.unfinished("spill.json")
     if (found := read_record(said)) is not None:
         return int(found["num_tokens"])
@@ -104,8 +76,8 @@ def spill_unit(spill: SpillTask) -> int:
         file = files.enter_context(atomic_write(task.unfinished("spill.tok.arrow")))
         index_file = files.enter_context(atomic_write(task.unfinished("spill.idx.arrow")))
         writer = ShardWriter(file, schema=schema_of(task), batch_tokens=task.config.batch_tokens)
-        for piece in _pieces(token_documents(task)):
-            for place, documents in _by_place(piece, spill.num_buckets):
+        for piece in in_batches(token_documents(task), _num_tokens, _PIECE_TOKENS):
+            for place, documents in _by_place(piece, task.num_buckets):
                 for document in documents:
                     writer.add(document)
                     num_tokens += len(document.tokens)
@@ -119,17 +91,8 @@ def spill_unit(spill: SpillTask) -> int:
 _Placed = tuple[Split, TokenDocument]
 
 
-def _pieces(documents: Iterable[_Placed]) -> Iterator[list[_Placed]]:
-    piece: list[_Placed] = []
-    num_tokens = 0
-    for side, document in documents:
-        piece.append((side, document))
-        num_tokens += len(document.tokens)
-        if num_tokens >= _PIECE_TOKENS:
-            yield piece
-            piece, num_tokens = [], 0
-    if piece:
-        yield piece
+def _num_tokens(placed: _Placed) -> int:
+    return len(placed[1].tokens)
 
 
 def _by_place(
@@ -139,7 +102,7 @@ def _by_place(
     groups: dict[int, list[TokenDocument]] = {}
     for side, document in piece:
         bucket = _shuffle_key(document.doc_id) * num_buckets >> 64
-        groups.setdefault(2 * bucket + _SIDES.index(side), []).append(document)
+        groups.setdefault(2 * bucket + SPLITS.index(side), []).append(document)
     yield from sorted(groups.items())
 
 
@@ -157,18 +120,17 @@ def _shuffle_key(doc_id: bytes) -> int:
 # ---- second pass
 
 
-def gather_bucket(bucket: BucketTask) -> tuple[ShardEntry, ...]:
+def gather_bucket(task: UnitTask) -> tuple[ShardEntry, ...]:
     """Writes the shards of one bucket of a source."""
-    task = bucket.task
     if (ready := ready_shards(task)) is not None:
         return ready
-    label = f"bucket {task.unit.number + 1} of {bucket.num_buckets}"
+    label = f"bucket {task.unit.number + 1} of {task.num_buckets}"
     with ExitStack() as files:
         writers = ShardPair(task, files, label=label)
-        for number, side in enumerate(_SIDES):
+        for number, side in enumerate(SPLITS):
             place = 2 * task.unit.number + number
             documents = [
-                document for unit in bucket.units for document in _spilled(task, unit, place)
+                document for unit in task.spilled for document in _spilled(task, unit, place)
             ]
             for document in sorted(documents, key=lambda one: _shuffle_key(one.doc_id)):
                 writers.add(side, document)

@@ -18,32 +18,33 @@ import struct
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from ..atomic import atomic_write, make_durable
 from ..errors import InputError, ShardError
 from ..growth import UNFINISHED
-from ..manifest import ShardEntry, Split, index_name, shard_name
+from ..manifest import SPLITS, ShardEntry, Split, index_name, shard_name
 from ..prepare_config import PrepareConfig, SourceConfig
 from ..read.token_store import verify_shard
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
 from ..sources.formats import read_documents
-from ..tokenizers.bpe import train_bpe
-from ..tokenizers.fast import accept_proof
-from ..tokenizers.interface import Tokenizer, token_dtype
+from ..tokenizers.huggingface import train_bpe
+from ..tokenizers.interface import token_dtype
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .filters import DocumentRule, document_rules
 from .kept import begin_keeping, keep, take
 from .units import Unit
+
+T = TypeVar("T")
 
 TRAIN, VALIDATION, DUPLICATE = range(3)
 """The fate of a document, one byte: the first two name the side that it is written to. From
@@ -75,7 +76,8 @@ class UnitTask:
     unit: Unit
     sample_bytes: int = 0
     is_decided: bool = False  # for sampling: whether its documents' fates count
-    proof: str = ""  # of the tokenizer, if it is there: see `tokenizers.fast`
+    num_buckets: int = 0  # of its source, if documents are shuffled
+    spilled: tuple[Unit, ...] = ()  # of a bucket: the units whose documents it collects
 
     def unfinished(self, what: str) -> Path:
         """Returns the path of one of the unit's intermediate files."""
@@ -181,7 +183,7 @@ def _judged(
         return high, low, num_bytes & 0xFFFFFFFF, _TOO_LONG
     whole = document.whole
     for rule in rules:
-        if reason := rule.reason_to_drop(whole):
+        if reason := rule(whole):
             return high, low, num_bytes, reason
     return high, low, num_bytes, None
 
@@ -298,17 +300,12 @@ def held_out_below(config: PrepareConfig) -> int:
     return int(config.validation_fraction * 2.0**64)
 
 
-def train_task(task: TrainTask) -> str:
-    """Trains the tokenizer on all samples in order, equal texts once, and writes it.
-
-    Returns:
-        Its proof.
-    """
+def train_task(task: TrainTask) -> None:
+    """Trains the tokenizer on all samples in order, equal texts once, and writes it."""
     paths = [unfinished_file(task.directory, unit, "sample.jsonl") for unit in task.units]
     lines = dict.fromkeys(line for path in paths for line in _lines_of(path))
     tokenizer = train_bpe((json.loads(line) for line in lines), vocab_size=task.vocab_size)
     save_tokenizer(task.directory, tokenizer)
-    return tokenizer.proof
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -368,25 +365,26 @@ class ShardPair:
     def __init__(self, task: UnitTask, files: ExitStack, *, label: str = ""):
         self._task, self._files = task, files
         self._label = label or task.unit.label
-        self._metadata = shard_metadata(_tokenizer(task), label or task.unit.local_label)
+        self._metadata = shard_metadata(
+            tokenizer_of(task.directory), label or task.unit.local_label
+        )
         self._writers: dict[Split, ShardWriter] = {}
 
     def add(self, side: Split, document: TokenDocument) -> None:
         if side not in self._writers:
             path = self._task.directory / self._name(side)
-            file = self._files.enter_context(atomic_write(path, durable=False))
-            self._writers[side] = self._writer(file)
+            self._writers[side] = ShardWriter(
+                self._files.enter_context(atomic_write(path, durable=False)),
+                schema=schema_of(self._task, self._metadata),
+                batch_tokens=self._task.config.batch_tokens,
+            )
         self._writers[side].add(document)
 
     def close(self) -> tuple[ShardEntry, ...]:
-        return tuple(self._close(side) for side in ("train", "validation") if side in self._writers)
+        return tuple(self._close(side) for side in SPLITS if side in self._writers)
 
     def _name(self, side: Split) -> str:
         return shard_name(self._task.unit.source, side, self._task.unit.number)
-
-    def _writer(self, file: IO[bytes]) -> ShardWriter:
-        schema = schema_of(self._task, self._metadata)
-        return ShardWriter(file, schema=schema, batch_tokens=self._task.config.batch_tokens)
 
     def _close(self, side: Split) -> ShardEntry:
         name = self._name(side)
@@ -404,23 +402,18 @@ class ShardPair:
 def schema_of(task: UnitTask, metadata: dict[str, str] | None = None) -> Any:
     """Returns the columns of the shards of a unit."""
     return shard_schema(
-        _tokenizer(task).vocab_size,
+        tokenizer_of(task.directory).vocab_size,
         metadata,
         has_loss_mask=task.source.has_loss_mask,
         has_record_id=bool(task.source.id_field),
     )
 
 
-def _tokenizer(task: UnitTask) -> Tokenizer:
-    accept_proof(task.proof)
-    return tokenizer_of(task.directory)
-
-
 def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
     """Yields the chosen documents of a unit as tokens, each with its side, in their order."""
-    tokenizer = _tokenizer(task)
+    tokenizer = tokenizer_of(task.directory)
     end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
-    for batch in _by_size(_chosen_documents(task)):
+    for batch in in_batches(_chosen_documents(task), _num_chars, _ENCODE_CHARS):
         texts = [text for document, *_ in batch for text in (document.prompt, document.text)]
         encoded = tokenizer.encode_batch([text for text in texts if text])
         tokens = iter(encoded)
@@ -441,6 +434,10 @@ def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
 
 
 _Chosen = tuple[Document, Split, bytes, int]
+
+
+def _num_chars(chosen: _Chosen) -> int:
+    return len(chosen[0].prompt) + len(chosen[0].text)
 
 
 def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
@@ -466,13 +463,14 @@ def _changed(task: UnitTask) -> InputError:
     )
 
 
-def _by_size(documents: Iterable[_Chosen]) -> Iterator[list[_Chosen]]:
-    batch: list[_Chosen] = []
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Groups items into lists of at least a size; the last one may be smaller."""
+    batch: list[T] = []
     size = 0
-    for chosen in documents:
-        batch.append(chosen)
-        size += len(chosen[0].prompt) + len(chosen[0].text)
-        if size >= _ENCODE_CHARS:
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= least:
             yield batch
             batch, size = [], 0
     if batch:
@@ -505,9 +503,7 @@ def read_record(path: Path) -> Any | None:
         record = json.loads(path.read_bytes())
         content = record["content"]
         is_whole = record["sha256"] == _sha256(json.dumps(content))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return content if is_whole else None
 

@@ -8,8 +8,9 @@ done, so that all sources grow alike. `Meter` counts finished units for whoever 
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..prepare_config import PrepareConfig
@@ -129,7 +130,7 @@ def interleaved(units: Iterable[Unit]) -> tuple[Unit, ...]:
     return tuple(unit for _, _, unit in keyed)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceProgress:
     """Reports how far one source is.
 
@@ -138,13 +139,13 @@ class SourceProgress:
     """
 
     name: str
-    done: int
-    total: int
-    num_bytes: int
-    total_bytes: int
-    tokens: int
-    segments: int
-    quarantined: int
+    done: int = 0
+    total: int = 0
+    num_bytes: int = 0
+    total_bytes: int = 0
+    tokens: int = 0
+    segments: int = 0
+    quarantined: int = 0
     tokens_per_s: float | None = None
     eta_s: float | None = None
 
@@ -180,30 +181,16 @@ class PrepareProgress:
         return sum(source.tokens for source in self.sources)
 
 
-@dataclass
-class _Count:
-    total: int = 0
-    total_bytes: int = 0
-    done: int = 0
-    num_bytes: int = 0
-    tokens: int = 0
-    segments: int = 0
-    quarantined: int = 0
-    own_bytes: int = 0  # of units that this process's tasks have made
-    own_tokens: int = 0
-
-
-@dataclass
 class Meter:
     """Counts what is done, and how fast."""
 
-    units: Sequence[Unit]
-    _counts: dict[str, _Count] = field(default_factory=dict)
-    _began: float | None = None
-
-    def __post_init__(self) -> None:
-        for unit in self.units:
-            count = self._counts.setdefault(unit.source, _Count())
+    def __init__(self, units: Sequence[Unit]):
+        self._counts: dict[str, SourceProgress] = {}
+        self._own_bytes: Counter[str] = Counter()  # of units that this process's tasks have made
+        self._own_tokens: Counter[str] = Counter()
+        self._began: float | None = None
+        for unit in units:
+            count = self._counts.setdefault(unit.source, SourceProgress(unit.source))
             count.total += 1
             count.total_bytes += unit.num_bytes
 
@@ -219,8 +206,8 @@ class Meter:
         count.num_bytes += unit.num_bytes
         count.tokens += tokens
         if is_own:
-            count.own_bytes += unit.num_bytes
-            count.own_tokens += tokens
+            self._own_bytes[unit.source] += unit.num_bytes
+            self._own_tokens[unit.source] += tokens
 
     def unit_quarantined(self, unit: Unit) -> None:
         """Counts a unit that is given up."""
@@ -233,34 +220,19 @@ class Meter:
 
     def progress(self, stage: str, *, news: str = "") -> PrepareProgress:
         """Returns the state of things."""
-        elapsed = max(time.monotonic() - self._began, 1e-6) if self._began is not None else None
-        sources = tuple(_of_source(name, count, elapsed) for name, count in self._counts.items())
-        own_bytes = sum(count.own_bytes for count in self._counts.values())
-        if elapsed is None or not own_bytes:
-            return PrepareProgress(stage, sources, news=news)
-        left = sum(source.total_bytes - source.num_bytes for source in sources)
-        own_tokens = sum(count.own_tokens for count in self._counts.values())
-        return PrepareProgress(
-            stage, sources, own_tokens / elapsed, left * elapsed / own_bytes, news
-        )
+        sources = []
+        for name, count in self._counts.items():
+            tokens_per_s, eta_s = self._speed(name)
+            sources.append(replace(count, tokens_per_s=tokens_per_s, eta_s=eta_s))
+        return PrepareProgress(stage, tuple(sources), *self._speed(*self._counts), news)
 
-
-def _of_source(name: str, count: _Count, elapsed: float | None) -> SourceProgress:
-    progress = SourceProgress(
-        name=name,
-        done=count.done,
-        total=count.total,
-        num_bytes=count.num_bytes,
-        total_bytes=count.total_bytes,
-        tokens=count.tokens,
-        segments=count.segments,
-        quarantined=count.quarantined,
-    )
-    if elapsed is None or not count.own_bytes:
-        return progress
-    left = count.total_bytes - count.num_bytes
-    return replace(
-        progress,
-        tokens_per_s=count.own_tokens / elapsed,
-        eta_s=left * elapsed / count.own_bytes,
-    )
+    def _speed(self, *sources: str) -> tuple[float | None, float | None]:
+        """Returns tokens per second and the seconds that are left of some sources, if known."""
+        own_bytes = sum(self._own_bytes[source] for source in sources)
+        if self._began is None or not own_bytes:
+            return None, None
+        elapsed = max(time.monotonic() - self._began, 1e-6)
+        counts = [self._counts[source] for source in sources]
+        left = sum(count.total_bytes - count.num_bytes for count in counts)
+        own_tokens = sum(self._own_tokens[source] for source in sources)
+        return own_tokens / elapsed, left * elapsed / own_bytes

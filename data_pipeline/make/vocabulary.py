@@ -11,7 +11,6 @@ from pathlib import Path
 from ..errors import InputError
 from ..prepare_config import PrepareConfig
 from ..tokenizers.hub import open_tokenizer
-from ..tokenizers.huggingface import HuggingFaceTokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
 from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
@@ -26,13 +25,9 @@ class Vocabulary:
 
     def __init__(self, config: PrepareConfig, folder: Path, units: Sequence[Unit]):
         self._config, self._folder, self._units = config, folder, units
-        self.proof = ""
-        """What saves workers the start-up proof of the tokenizer, if it is known."""
         if config.tokenizer != "bpe" and not has_tokenizer(folder):
             tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
             save_tokenizer(folder, tokenizer)
-            if isinstance(tokenizer, HuggingFaceTokenizer):
-                self.proof = tokenizer.proof
         self.is_ready = has_tokenizer(folder)
         """Whether the folder has its tokenizer."""
         self.shares: dict[int, int] = {}
@@ -77,10 +72,6 @@ class Vocabulary:
         sampled = tuple(self._units[index] for index in sorted(self._sampled))
         return TrainTask(self._folder, self._config.vocab_size, sampled)
 
-    def trained(self, proof: str) -> None:
-        """Takes that the tokenizer is there, and its proof."""
-        self.is_ready, self.proof = True, proof
-
     def _nothing_to_train_on(self) -> InputError:
         dropped: dict[str, int] = {}
         for sampled in self._sampled.values():
@@ -92,11 +83,7 @@ class Vocabulary:
 
 
 def _opened(config: PrepareConfig) -> Tokenizer:
-    """Opens the tokenizer that the configuration names.
-
-    Raises:
-        InputError: it has more ids than the configuration has room for, or cannot be opened.
-    """
+    """Opens the tokenizer that the configuration names."""
     tokenizer = open_tokenizer(config.tokenizer, end_of_document=config.end_of_document)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(

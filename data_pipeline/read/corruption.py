@@ -15,7 +15,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,27 +69,22 @@ class SkipList:
 
     Args:
         folder: where the files are; None: in memory only.
-        rank: whose file is written; those of all ranks are read.
+        rank: whose file is written, while those of all ranks are read; None: the files stay as they
+            are, for who only looks at a run.
         most_batches: so many damaged record batches may be passed over, and not one more.
-        read_only: whether the files stay as they are, for who only looks at a run.
 
     Raises:
         DataError: a file cannot be read.
     """
 
     def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        rank: int = 0,
-        most_batches: int = 10,
-        read_only: bool = False,
+        self, folder: Path | None = None, *, rank: int | None = None, most_batches: int = 10
     ):
         self._most_batches = most_batches
         self.rows: dict[RowKey, SkippedRow] = {}
         self.batches: dict[tuple[str, int, int], SkippedBatch] = {}
         self._file = None
-        if folder is not None and not read_only:
+        if folder is not None and rank is not None:
             self._file = folder / f"rank-{rank:05d}.jsonl"
         if folder is not None and folder.is_dir():
             for path in sorted(folder.glob("rank-*.jsonl")):
@@ -219,7 +215,7 @@ class BatchFetcher:
     ) -> TokenBatch | None:
         key = store.source.name, store.segment, batch
         if key not in self._lost:
-            found = _first_that_works(self._other_ways(store, batch, in_full, into))
+            found = self._first_that_works(store, batch, in_full, into)
             if found is not None:
                 return found
             self._lost.add(key)
@@ -230,40 +226,21 @@ class BatchFetcher:
         self._skipped.add_batch(SkippedBatch(*key, str(error)))
         return None
 
-    def _other_ways(
+    def _first_that_works(
         self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None
-    ) -> list[Callable[[], TokenBatch]]:
-        def again(number: int) -> TokenBatch:
-            time.sleep(_PAUSE_S * 2**number)
-            return store.read(batch, into, in_full=in_full)
-
-        def from_copy(folder: Path) -> TokenBatch:
-            copy = TokenStore(
-                folder,
-                store.source.name,
-                store.segment,
-                store.split,
-                store.manifest,
-                check_sizes=False,
-            )
+    ) -> TokenBatch | None:
+        """Reads a batch again after pauses, then from the copies."""
+        for number, folder in enumerate([*[None] * (_TRIES - 1), *self._replicas]):
             try:
-                return copy.read(batch, into, in_full=in_full)
-            finally:
-                copy.close()
-
-        return [
-            *(lambda n=number: again(n) for number in range(_TRIES - 1)),
-            *(lambda f=folder: from_copy(f) for folder in self._replicas),
-        ]
-
-
-def _first_that_works(ways: Sequence[Callable[[], TokenBatch]]) -> TokenBatch | None:
-    for way in ways:
-        try:
-            return way()
-        except ShardError as error:
-            logger.warning("%s", error)
-    return None
+                if folder is None:
+                    time.sleep(_PAUSE_S * 2**number)
+                    return store.read(batch, into, in_full=in_full)
+                of_store = (store.source.name, store.segment, store.split, store.manifest)
+                with closing(TokenStore(folder, *of_store, check_sizes=False)) as copy:
+                    return copy.read(batch, into, in_full=in_full)
+            except ShardError as error:
+                logger.warning("%s", error)
+        return None
 
 
 def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:

@@ -2,7 +2,7 @@
 
 Weights are of rows, and rows are equally long, so they are of tokens. They become integers
 c_1 + … + c_k = P ("rows of each source in P rows"): exact for weights that are decimal numbers or
-ratios of a common denominator up to 2**20, otherwise rounded to 2**-20 (`Mixture.rounded`).
+ratios of a common denominator up to 2**20, otherwise rounded to 2**-20.
 
 Rows are dealt in blocks of L. After every block each source has had floor or ceil of its exact
 share, so no proportion is ever wrong by a whole row at a block's end; inside a block the sources
@@ -54,7 +54,6 @@ class _DealtStage:
     dealt_before_k: np.ndarray  # int64: rows that each source had in the stages before
     block_rows: int
     dealt_Ck: np.ndarray  # int64 [C + 1, k]: rows of each source before each block of a cycle
-    rounded: bool
 
     def dealt(self, blocks: np.ndarray) -> np.ndarray:
         """Returns how many rows each source had before these blocks, over all stages: [n, k]."""
@@ -87,18 +86,6 @@ class Mixture:
     def starts(self) -> tuple[int, ...]:
         """Returns the row with which each stage really starts: after the block it fell into."""
         return tuple(stage.start for stage in self._stages)
-
-    @property
-    def rounded(self) -> bool:
-        """Returns whether some weights were rounded to multiples of 2**-20."""
-        return any(stage.rounded for stage in self._stages)
-
-    def shares(self, stage: int) -> dict[str, Fraction]:
-        """Returns the exact proportions of a stage, after rounding."""
-        dealt_k = self._stages[stage].dealt_Ck[-1].tolist()
-        return {
-            name: Fraction(n, sum(dealt_k)) for name, n in zip(self.names, dealt_k, strict=True)
-        }
 
     def block_at(self, row: int) -> tuple[int, int]:
         """Returns first row and length of the block that a global row lies in."""
@@ -133,15 +120,15 @@ class Mixture:
         return dealt_k + np.bincount(sources, minlength=len(self.names))
 
     def _stage(self, start_row: int, weights: Sequence[Fraction]) -> _DealtStage:
-        counts, rounded = _integer_counts(weights)
+        counts = _integer_counts(weights)
         block_rows = _block_rows(sum(counts))
         dealt = _deal_cycle(tuple(counts), block_rows)
         if not self._stages:
-            return _DealtStage(0, np.zeros(len(weights), np.int64), block_rows, dealt, rounded)
+            return _DealtStage(0, np.zeros(len(weights), np.int64), block_rows, dealt)
         last = self._stages[-1]
         blocks = max(0, -(-(start_row - last.start) // last.block_rows))
         start = last.start + blocks * last.block_rows
-        return _DealtStage(start, last.dealt(np.array([blocks]))[0], block_rows, dealt, rounded)
+        return _DealtStage(start, last.dealt(np.array([blocks]))[0], block_rows, dealt)
 
     def _stage_of(self, row: int) -> int:
         number = 0
@@ -208,13 +195,13 @@ def _check_stages(names: Sequence[str], stages: Sequence[WeightStage]) -> None:
             )
 
 
-def _integer_counts(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
-    """Returns the rows of each source in one period, and whether the weights had to be rounded."""
+def _integer_counts(weights: Sequence[Fraction]) -> list[int]:
+    """Returns the rows of each source in one period."""
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= _LARGEST_PERIOD and _block_rows(period) <= _LARGEST_BLOCK:
-        return [int(share * period) for share in shares], False
+        return [int(share * period) for share in shares]
     exact = [share * _LARGEST_PERIOD for share in shares]
     counts = [max(math.floor(rows), 1 if rows else 0) for rows in exact]
     missing = _LARGEST_PERIOD - sum(counts)
@@ -223,7 +210,7 @@ def _integer_counts(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
         counts[source] += 1
     # sources so small that even one row in a period is too many take it from the largest
     counts[max(range(len(counts)), key=lambda s: counts[s])] += min(0, missing)
-    return counts, True
+    return counts
 
 
 def _block_rows(period: int) -> int:

@@ -23,7 +23,7 @@ of 32,768 rows. The latest windows are kept, so a run pays some 50 ns per row.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -216,8 +216,8 @@ class SampleOrder:
             here = np.flatnonzero(numbers == number)
             source = self._sources[self.mixture.names[number]]
             epochs[here], segments[here], positions[here] = source.locate(indices[here])
-            for epoch, segment in _distinct_pairs(epochs[here], segments[here]):
-                mine = here[(epochs[here] == epoch) & (segments[here] == segment)]
+            for epoch, segment, places in group_pairs(epochs[here], segments[here]):
+                mine = here[places]
                 rows[mine] = self.segment_order(number, epoch, segment).rows_at(positions[mine])
         return RowRefs(numbers, epochs, segments, positions, rows)
 
@@ -276,16 +276,21 @@ class _CountedSource:
         return order, np.cumsum(np.diff(self._ends, prepend=0)[order])
 
 
-def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
-    """Returns the different pairs of two arrays, in order of appearance.
+def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields each pair of values (int64, below 2**31) that occurs, and the places where it does.
 
-    Both change rarely from one place to the next, so it looks only where they do.
+    They come in order of appearance: where one segment ends and the next begins, chunks of the first are
+    not needed again once the second's are read.
     """
     if not len(first):
-        return []
-    changes = np.flatnonzero(np.diff(first) | np.diff(second)) + 1
-    places = [0, *changes.tolist()]
-    return list(dict.fromkeys((int(first[p]), int(second[p])) for p in places))
+        return
+    if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
+        yield int(first[0]), int(second[0]), np.arange(len(first))
+        return
+    pairs = (first << 32) | second
+    found, firsts = np.unique(pairs, return_index=True)
+    for pair in found[np.argsort(firsts)].tolist():
+        yield pair >> 32, pair & 0xFFFFFFFF, np.flatnonzero(pairs == pair)
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:

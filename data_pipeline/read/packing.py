@@ -264,19 +264,12 @@ class BestFitPlan:
 
     def __init__(self, directory: Path, head: _PlanHead):
         self.path = directory / f"{head.key.stem}.arrow"
-        self._num_filled, self._width = head.num_filled, head.seq_len + 1
         self._chunks = np.array(head.chunks, dtype=np.int64).reshape(-1, len(_Chunk._fields))
         batch_ends, rows = self._chunks[:, 0], self._chunks[:, 1]
         self.plan = SegmentPlan(
             np.concatenate([[0], batch_ends]),
             _chunk_table(np.cumsum([0, *rows]), head.num_tokens, head.batch_tokens),
         )
-
-    @property
-    def fill(self) -> float:
-        """Returns the share of all places that hold a token; the others are padding."""
-        places = self.plan.chunks.num_rows * self._width
-        return self._num_filled / max(1, places)
 
     def read(self, chunk: int) -> ChunkPieces:
         """Returns the pieces of a chunk.
@@ -391,19 +384,14 @@ def _encoded(pieces: ChunkPieces) -> pa.RecordBatch:
 
 
 def _decoded(message: bytes, num_rows: int) -> ChunkPieces:
-    """Decodes the pieces of a chunk, buffer by buffer: Arrow's own way starts a thread for them.
-
-    Raises:
-        ValueError: it is no such message, or has another number of rows.
-    """
+    """Decodes the pieces of a chunk, buffer by buffer: Arrow's own way starts a thread for them."""
     encoded = EncodedBuffers(message)
-    offsets = encoded.decode(_OFFSETS, 4 * (num_rows + 1))
-    row_starts = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
+    row_starts = encoded.decode(_OFFSETS, num_rows + 1, np.dtype("<i4")).astype(np.int64)
     if row_starts[0] != 0:
         raise ValueError("its first row does not begin with its first piece")
-    size = 4 * max(0, int(row_starts[-1]))
+    num_pieces = max(0, int(row_starts[-1]))
     starts, lengths = (
-        np.frombuffer(encoded.decode(number, size), dtype="<u4").astype(np.int64)
+        encoded.decode(number, num_pieces, np.dtype("<u4")).astype(np.int64)
         for number in (_STARTS, _LENGTHS)
     )
     return ChunkPieces(starts, lengths, row_starts)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,19 +29,10 @@ _DELETE = 0x7F
 _HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 
 
-@dataclass(frozen=True)
-class TextSegment:
-    """Holds a stretch of text whose tokens are all learned, or all read only."""
-
-    text: str
-    learned: bool
-
-
-@dataclass(frozen=True)
-class DocumentPart:
+class DocumentPart(NamedTuple):
     """Holds what a row has of one document."""
 
-    segments: tuple[TextSegment, ...]
+    segments: list[tuple[str, bool]]  # stretches of its text, and whether they are learned
     ends: bool  # the document's end is in the row
 
 
@@ -134,20 +126,9 @@ def _document_parts(
     if not ends or ends[-1] < len(tokens):
         ends.append(len(tokens))
     for begin, end in zip([0, *ends], ends, strict=False):
-        is_end = tokens[end - 1] == tokenizer.end_of_document_id
-        yield DocumentPart(
-            tuple(_segments(tokens[begin:end], learned[begin:end], tokenizer)), bool(is_end)
-        )
-
-
-def _segments(
-    tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer
-) -> Iterator[TextSegment]:
-    begin = 0
-    for is_learned, run in groupby(learned.tolist()):
-        end = begin + len(list(run))
-        yield TextSegment(tokenizer.decode(tokens[begin:end]), is_learned)
-        begin = end
+        runs = groupby(range(begin, end), key=learned.tolist().__getitem__)
+        segments = [(tokenizer.decode(tokens[list(places)]), bool(known)) for known, places in runs]
+        yield DocumentPart(segments, bool(tokens[end - 1] == tokenizer.end_of_document_id))
 
 
 def visible(text: str) -> str:

@@ -13,7 +13,7 @@ Legend: S tokens predicted per row, n rows asked for.
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -33,7 +33,7 @@ from .chunks import (
 )
 from .corruption import BatchFetcher
 from .gather import JoinedChunks, Rows, empty_rows
-from .order import ChunkTable, num_rows
+from .order import ChunkTable, group_pairs, num_rows
 from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
 from .token_store import TokenStore
 
@@ -261,22 +261,6 @@ class RowReader:
         kept[segment, chunk] = found
         kept.move_to_end((segment, chunk))
         return found
-
-
-def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields each pair of values that occurs, and the places where it does.
-
-    They come in order of appearance: where one segment ends and the next begins, chunks of the first are
-    not needed again once the second's are read.
-    """
-    if not len(first):
-        return
-    if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
-        yield int(first[0]), int(second[0]), np.arange(len(first))
-        return
-    pairs, firsts = np.unique(np.stack([first, second]), axis=1, return_index=True)
-    for one, other in pairs.T[np.argsort(firsts)].tolist():
-        yield one, other, np.flatnonzero((first == one) & (second == other))
 
 
 class SplitReader:

@@ -20,9 +20,9 @@ from .chunks import LoadedChunk
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed
-from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows
+from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows, group_pairs
 from .packing import PLAN_VERSION
-from .rows import ChunkReader, Prepared, RowReader, check_names, group_pairs, too_short
+from .rows import ChunkReader, Prepared, RowReader, check_names, too_short
 
 _DIGEST_BITS = 31
 _ORDER_SAMPLES = 4096  # ordered at a time: numpy takes hardly longer for as many than for one
@@ -131,11 +131,7 @@ class OrderedSamples:
         return ""
 
     def _check_growth(self, source: str, segment: str) -> None:
-        """Checks that a segment which is missing may still come.
-
-        Raises:
-            PreparationFailedError: nobody makes it any more.
-        """
+        """Checks that a segment which is missing may still come."""
         reason = given_up(self.prepared.directory)
         if reason is not None and not self._count_more(source):  # sealed just before the end
             raise PreparationFailedError(

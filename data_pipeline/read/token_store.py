@@ -8,11 +8,10 @@ memory is taken for it (see `messages`). `shards` says what the files are and wr
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import cast
 
 import numpy as np
@@ -25,16 +24,13 @@ from ..shards import (
     ARROW_MAGIC_BYTES,
     INDEX_SCHEMA,
     MAX_DOCUMENT_BYTES,
-    MAX_LABEL_BYTES,
     crc32,
     shard_schema,
 )
 from ..tokenizers.interface import token_dtype
 
 _BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
-_DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
 _INDEX_ROW_BYTES = 64  # 32 in the file, padded
-_OFFSET_BYTES = 4  # of a list in Arrow
 _OPEN_FILES = 128
 _KEPT_OF_INDEX = np.dtype([("offset", "<i8"), ("length", "<u4"), ("crc32", "<u4")])
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
@@ -115,7 +111,7 @@ class TokenStore:
         self._schema, self._buffers = _schema_of(
             self.manifest.vocab_size, self.source.has_loss_mask, self.source.has_record_id
         )
-        self._files = _OpenFiles()
+        self._opened = lru_cache(_OPEN_FILES)(_Handle)
         for entry in entries if check_sizes else ():
             _check_size(self.directory / entry.name, entry.num_bytes)
         self.token_dtype = token_dtype(self.manifest.vocab_size)
@@ -153,88 +149,35 @@ class TokenStore:
 
         Args:
             batch: its number.
-            into: takes the tokens; None: they are read-only.
+            into: takes the tokens; None: memory is taken for them.
             in_full: whether ends and mask are wanted; else no ends and no mask are given.
 
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        wanted = {"tokens"}
-        if in_full:
-            wanted |= {"ends", "mask"} if self.source.has_loss_mask else {"ends"}
-        found = self._read_buffers(batch, wanted, into)
-        ends = found["ends"] if in_full else np.zeros(0, dtype=np.int64)
-        return TokenBatch(found["tokens"], ends, found.get("mask"))
-
-    def read_tokens(self, batch: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Returns all tokens of one record batch: uint16 or uint32, ends of documents included.
-
-        Raises:
-            ShardError: its bytes are not those that were written.
-        """
-        return self.read(batch, into, in_full=False).tokens
+        message = self._fetch(batch)
+        num_tokens, num_documents = self._counts(batch)
+        tokens = np.empty(num_tokens, dtype=self.token_dtype) if into is None else into
+        ends, mask = np.zeros(0, dtype=np.int64), None
+        try:
+            encoded = EncodedBuffers(message)
+            encoded.decode_into(self._buffers["tokens"], tokens)
+            _check_tokens(tokens, self.manifest.vocab_size)
+            if in_full:
+                offsets = encoded.decode(self._buffers["ends"], num_documents + 1, np.dtype("<i4"))
+                ends = _document_ends(offsets, num_tokens)
+            if in_full and self.source.has_loss_mask:
+                bits = encoded.decode(self._buffers["mask"], -(-num_tokens // 8), np.dtype("u1"))
+                mask = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
+        except ValueError as error:  # intact bytes of another format, or made to do harm
+            raise ShardError(
+                f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
+            ) from error
+        return TokenBatch(tokens, ends, mask)
 
     def document_ends(self, batch: int) -> np.ndarray:
         """Returns where each document of a record batch ends, int64: after its last token."""
         return self.read(batch).document_ends
-
-    def read_documents(self, batch: int) -> pa.RecordBatch:
-        """Returns one record batch with all its columns.
-
-        Raises:
-            ShardError: its bytes are not those that were written.
-        """
-        message = self._fetch(batch)
-        num_tokens, num_documents = self._counts(batch)
-        max_bytes = (
-            num_tokens * (self.token_dtype.itemsize + 1)
-            + num_documents * (_DOCUMENT_SLACK_BYTES + 2 * MAX_LABEL_BYTES)
-            + _BATCH_SLACK_BYTES
-        )
-        try:
-            documents = decode_batch(message, self._schema, max_bytes=max_bytes)
-            _check_documents(documents, num_tokens, num_documents, self.manifest.vocab_size)
-        except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(
-                f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
-            ) from error
-        return documents
-
-    def _read_buffers(
-        self, batch: int, wanted: Set[str], into: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        """Decodes "tokens", "ends" and "mask" of one record batch, and no other column."""
-        message = self._fetch(batch)
-        num_tokens, num_documents = self._counts(batch)
-        sizes = {
-            "tokens": num_tokens * self.token_dtype.itemsize,
-            "ends": (num_documents + 1) * _OFFSET_BYTES,
-            "mask": -(-num_tokens // 8),
-        }
-        try:
-            encoded = EncodedBuffers(message)
-            if into is not None:
-                encoded.decode_into(self._buffers["tokens"], into)
-            raw = {
-                name: encoded.decode(self._buffers[name], sizes[name])
-                for name in wanted
-                if name != "tokens" or into is None
-            }
-            tokens = into
-            if tokens is None:
-                tokens = np.frombuffer(raw["tokens"], dtype=self.token_dtype)
-            _check_tokens(tokens, self.manifest.vocab_size)
-            found = {"tokens": tokens}
-            if "ends" in raw:
-                found["ends"] = _document_ends(raw["ends"], num_tokens)
-            if "mask" in raw:
-                bits = np.frombuffer(raw["mask"], dtype=np.uint8)
-                found["mask"] = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
-        except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(
-                f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
-            ) from error
-        return found
 
     def _counts(self, batch: int) -> tuple[int, int]:
         """Returns how many tokens and documents the index says that a batch has."""
@@ -246,13 +189,14 @@ class TokenStore:
 
     def close(self) -> None:
         """Closes the shards' files; reading opens them again."""
-        self._files.close()
+        self._opened.cache_clear()
 
     def _fetch(self, batch: int) -> bytes:
         """Returns the bytes of a record batch as they were written."""
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         try:
-            message = self._files.read(self._path_of(batch), offset, length)
+            handle = self._opened(self._path_of(batch))
+            message = os.pread(handle.number, length, offset)
         except OSError as error:
             raise ShardError(
                 f"{self._place_of(batch)}: cannot be read ({error.strerror}); {_RESTORE}"
@@ -301,26 +245,6 @@ class TokenStore:
         return index
 
 
-class _OpenFiles:
-    """Keeps the latest files open, and no more of them than a process may have."""
-
-    def __init__(self) -> None:
-        self._handles: dict[str, _Handle] = {}  # in the order of their last use
-        self._lock = Lock()
-
-    def read(self, path: str, offset: int, length: int) -> bytes:
-        with self._lock:
-            handle = self._handles.pop(path, None) or _Handle(path)
-            self._handles[path] = handle
-            if len(self._handles) > _OPEN_FILES:
-                del self._handles[next(iter(self._handles))]
-        return os.pread(handle.number, length, offset)
-
-    def close(self) -> None:
-        with self._lock:
-            self._handles.clear()
-
-
 class _Handle:
     """Is an open file that closes when its last reader has let go of it."""
 
@@ -357,8 +281,8 @@ def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
     return numbers | ({"mask": before["loss_mask"] + 3} if "loss_mask" in before else {})
 
 
-def _document_ends(offsets: bytes | memoryview, num_tokens: int) -> np.ndarray:
-    ends = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
+def _document_ends(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
+    ends = offsets.astype(np.int64)
     if ends[0] != 0 or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
         raise ValueError("the documents' ends are out of order")
     return ends[1:]
@@ -393,23 +317,6 @@ def read_batches(
         raise ShardError(
             f"{path} is damaged ({error}): delete the folder and prepare again"
         ) from error
-
-
-def _check_documents(
-    documents: pa.RecordBatch, num_tokens: int, num_documents: int, vocab_size: int
-) -> None:
-    tokens = documents.column("tokens")
-    found = (len(tokens.values), documents.num_rows, tokens.offsets[0].as_py())
-    if found != (num_tokens, num_documents, 0) or tokens.null_count or tokens.values.null_count:
-        raise ValueError(
-            f"{found[0]} tokens of {found[1]} documents, the index says {num_tokens} of "
-            f"{num_documents}"
-        )
-    _check_tokens(np.from_dlpack(tokens.values), vocab_size)
-    if "loss_mask" in documents.schema.names:
-        masks = documents.column("loss_mask")
-        if masks.null_count or masks.values.null_count or masks.offsets != tokens.offsets:
-            raise ValueError("its loss mask has other lengths than its documents")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -452,11 +359,7 @@ def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
 
 
 def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_tokens: int) -> None:
-    """Checks that an index fits what the manifest says about its shard.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Checks that an index fits what the manifest says about its shard."""
     if int(index["length"].max(initial=0)) >= 2**32:
         raise ValueError("a batch has 4 GiB or more")
     if int(index["n_tokens"].max(initial=0)) > max_batch_tokens:

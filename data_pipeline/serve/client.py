@@ -19,7 +19,6 @@ from ..errors import DataError, ShardError
 from ..read.chunks import LoadedChunk
 from ..read.corruption import SkipList, SkippedBatch
 from ..read.rows import ChunkReader
-from .job import config_sha256
 from .protocol import (
     MAX_RELEASED,
     Failed,
@@ -33,6 +32,7 @@ from .protocol import (
     Request,
     Waiting,
     Want,
+    config_sha256,
     receive_reply,
     send,
 )

@@ -9,6 +9,7 @@ else than this ends the connection: nothing is unpickled, and nothing is taken w
 checked before.
 """
 
+import hashlib
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..data_config import SOURCE_NAME
+from ..data_config import SOURCE_NAME, DataConfig
 
 VERSION = 4
 MAX_REQUEST_BYTES = 16 * 2**10
@@ -34,11 +35,27 @@ _Large = Annotated[int, Field(ge=0, lt=2**53)]
 _Released = Annotated[tuple[_Large, ...], Field(max_length=MAX_RELEASED)]
 
 
-PartName = (
-    Literal["tokens", "counts", "documents"]
-    | Literal["starts", "lengths", "row_starts"]
-    | Literal["continued", "damaged"]
-)
+class ServerJob(BaseModel):
+    """Says for which ranks of which run a data server is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: DataConfig
+    global_batch: int = Field(ge=1)
+    num_ranks: int = Field(ge=1)  # of the run
+    first_rank: int = Field(ge=0)  # of the node
+    ranks_here: int = Field(ge=1)
+    start_sample: int = Field(ge=0)
+
+    @property
+    def data_sha256(self) -> str:
+        """Returns the hash of the data's configuration, which server and rank must share."""
+        return config_sha256(self.data)
+
+
+def config_sha256(data: DataConfig) -> str:
+    """Returns a hash of all of a configuration."""
+    return hashlib.sha256(data.model_dump_json().encode()).hexdigest()
 
 
 class ProtocolError(ValueError):
@@ -79,8 +96,8 @@ class Progress(_Message):
 class Part(_Message):
     """Says where one array of a chunk lies in its file."""
 
-    name: PartName
-    dtype: Literal["uint16", "uint32", "bool", "int32", "int64"]
+    name: str = Field(max_length=20)
+    dtype: str = Field(max_length=20)
     offset: _Large
     count: _Large
 

@@ -12,7 +12,7 @@ from ..errors import DataError, ShardError
 from ..read.packing import WINDOW_BATCHES
 from ..read.samples import OrderedSamples
 from .cache import ChunkKey
-from .job import ServerJob
+from .protocol import ServerJob
 from .shared_memory import most_bytes
 
 _MOST_SAMPLES = 2**16  # ahead: where rows are short, ordering them costs more than decoding them

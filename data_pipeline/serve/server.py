@@ -29,7 +29,6 @@ from ..errors import DataError, ShardError
 from ..read.corruption import SkipList, open_fetcher
 from ..read.samples import OrderedSamples
 from .cache import ChunkCache, ChunkKey, Entry
-from .job import ServerJob
 from .protocol import (
     VERSION,
     Failed,
@@ -40,6 +39,7 @@ from .protocol import (
     ProtocolError,
     Refused,
     Request,
+    ServerJob,
     Waiting,
     Want,
     cut,
@@ -68,17 +68,6 @@ class _Demand:
         self.outcome: Entry | NoRoom | Failed | None = None
 
 
-@dataclass(frozen=True)
-class Account:
-    """Counts what a server holds and has done."""
-
-    most_bytes: int  # of all chunks that were kept or mapped at a time
-    chunks: int  # that are kept or mapped
-    decoded: int  # chunks, since the start
-    served: int
-    no_room: int
-
-
 class DataServer:
     """Serves the ranks of one node through connections to a listening socket.
 
@@ -95,28 +84,16 @@ class DataServer:
         self._samples = OrderedSamples(job.data, self._fetch)
         self._ahead = ReadAhead(self._samples, job)
         self._changed = threading.Condition()  # guards all that follows
-        self.max_bytes = job.data.server_bytes
-        self._cache = ChunkCache(self.max_bytes)
+        self.cache = ChunkCache(job.data.server_bytes)
         self._demands: OrderedDict[ChunkKey, _Demand] = OrderedDict()
         ranks = range(job.first_rank, job.first_rank + job.ranks_here)
         self._positions = dict.fromkeys(ranks, job.start_sample)
         self._connected: set[int] = set()  # ranks that ever were
         self._clients: dict[int, socket.socket] = {}
-        self._num_clients = self._decoded = self._served = self._no_room = 0
+        self._num_clients = 0
+        self.decoded = self.served = self.no_room = 0  # chunks, since the start
         self._doing = ""
         self._closing = False
-
-    @property
-    def account(self) -> Account:
-        """Returns what the server holds and has done."""
-        with self._changed:
-            return Account(
-                most_bytes=self._cache.most_bytes,
-                chunks=len(self._cache),
-                decoded=self._decoded,
-                served=self._served,
-                no_room=self._no_room,
-            )
 
     def serve(self, parent: "Parent | None" = None) -> None:
         """Serves until the last rank has hung up, the parent has ended, or `stop` is called."""
@@ -131,7 +108,7 @@ class DataServer:
             if not reader.is_alive():
                 self._samples.close()
             with self._changed:
-                self._cache.close()
+                self.cache.close()
 
     def stop(self) -> None:
         """Ends the server; ranks see that it hangs up."""
@@ -198,7 +175,7 @@ class DataServer:
             logger.debug("data server: rank %s: %s", rank, error)
         finally:
             with self._changed:
-                self._cache.release_all(client)
+                self.cache.release_all(client)
                 del self._clients[client]
                 if rank is not None:  # who is gone holds nobody up
                     del self._positions[rank]
@@ -237,7 +214,7 @@ class DataServer:
             raise ProtocolError("it says who it is twice")
         with self._changed:
             for number in request.released:
-                self._cache.release(number, client)
+                self.cache.release(number, client)
             if isinstance(request, Progress):
                 self._positions[rank] = request.sample
             self._changed.notify_all()
@@ -257,7 +234,7 @@ class DataServer:
     def _demand(self, client: int, key: ChunkKey) -> _Demand:
         """Returns what becomes of a client's wish; a chunk that is there is held for it."""
         with self._changed:
-            entry = self._cache.get(key)
+            entry = self.cache.get(key)
             if entry is None:
                 demand = self._demands.setdefault(key, _Demand())
                 demand.clients.add(client)
@@ -265,16 +242,12 @@ class DataServer:
             else:
                 demand = _Demand()
                 demand.outcome = entry
-                self._cache.hold(entry, client)
-                self._served += 1
+                self.cache.hold(entry, client)
+                self.served += 1
             return demand
 
     def _wait_for(self, demand: _Demand) -> Entry | NoRoom | Failed | None:
-        """Waits a while for an outcome; None: there is none yet.
-
-        Raises:
-            OSError: the server ends.
-        """
+        """Waits a while for an outcome; None: there is none yet."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or demand.outcome is not None, timeout=SAY_EVERY_S
@@ -310,20 +283,20 @@ class DataServer:
         with self._changed:
             demand = self._demands.pop(key)
             if isinstance(outcome, SharedChunk):
-                outcome = self._cache.put(key, outcome, self._ahead.position)
-                self._decoded += 1
+                outcome = self.cache.put(key, outcome, self._ahead.position)
+                self.decoded += 1
             if isinstance(outcome, Entry):
                 for client in demand.clients & self._clients.keys():
-                    self._cache.hold(outcome, client)
-                    self._served += 1
+                    self.cache.hold(outcome, client)
+                    self.served += 1
             if isinstance(outcome, NoRoom):
-                self._no_room += len(demand.clients)
+                self.no_room += len(demand.clients)
             demand.outcome = outcome
             self._changed.notify_all()
 
     def _read_awaited(self, key: ChunkKey) -> SharedChunk | Entry | NoRoom | Failed:
         with self._changed:
-            if (entry := self._cache.get(key)) is not None:  # read ahead meanwhile
+            if (entry := self.cache.get(key)) is not None:  # read ahead meanwhile
                 return entry
         try:
             most = self._ahead.most_bytes(key)
@@ -339,8 +312,8 @@ class DataServer:
     def _why_no_room(self, most: int) -> str:
         with self._changed:
             return (
-                f"a chunk of {most} bytes does not fit beside the {self._cache.used_bytes} bytes that "
-                f"are in use, of data.server_bytes={self._cache.max_bytes}"
+                f"a chunk of {most} bytes does not fit beside the {self.cache.used_bytes} bytes that "
+                f"are in use, of data.server_bytes={self.cache.max_bytes}"
             )
 
     def _read_ahead(self) -> bool:
@@ -357,8 +330,8 @@ class DataServer:
             self._ahead.drop(key)
             return True
         with self._changed:
-            self._cache.put(key, shared, self._ahead.position)
-            self._decoded += 1
+            self.cache.put(key, shared, self._ahead.position)
+            self.decoded += 1
         self._ahead.drop(key)
         return True
 
@@ -377,7 +350,7 @@ class DataServer:
 
     def _make_room(self, num_bytes: int, *, awaited: bool) -> bool:
         with self._changed:
-            return self._cache.make_room(num_bytes, before=self._first_position(), awaited=awaited)
+            return self.cache.make_room(num_bytes, before=self._first_position(), awaited=awaited)
 
     def _position(self) -> int:
         with self._changed:
@@ -390,7 +363,7 @@ class DataServer:
     def _touch(self, key: ChunkKey, sample: int) -> bool:
         """Notes that a chunk will be used at a sample; False: it is not there."""
         with self._changed:
-            entry = self._cache.get(key)
+            entry = self.cache.get(key)
             if entry is not None:
                 entry.last_use = max(entry.last_use, sample)
             return entry is not None
@@ -424,15 +397,14 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(1)
     server.serve(Parent(int(parent_pid), sys.stdin.fileno()))
-    account = server.account
     logger.info(
         "data server: %d chunks decoded, handed out %d times, %d times no room; "
         "at most %.1f of %.1f MiB in use; %.1f s of processor time",
-        account.decoded,
-        account.served,
-        account.no_room,
-        account.most_bytes / 2**20,
-        server.max_bytes / 2**20,
+        server.decoded,
+        server.served,
+        server.no_room,
+        server.cache.most_bytes / 2**20,
+        server.cache.max_bytes / 2**20,
         time.process_time(),
     )
     sys.stderr.flush()

@@ -73,7 +73,7 @@ def write_chunk(chunk: LoadedChunk, lost: Sequence[LostBatch] = ()) -> SharedChu
     parts, end = [], 0
     for name, array in arrays.items():
         if array is not None:
-            parts.append(Part.model_validate(_described(name, array, end)))
+            parts.append(Part(name=name, dtype=str(array.dtype), offset=end, count=len(array)))
             end += -(-array.nbytes // _ALIGN) * _ALIGN
     file = _new_file(end)
     try:
@@ -110,11 +110,7 @@ def map_chunk(here: Here, file: int) -> tuple[LoadedChunk, mmap.mmap]:
 
 
 def _chunk_of(arrays: dict[str, np.ndarray], here: Here) -> LoadedChunk:
-    """Returns the chunk that arrays are of, if they fit each other.
-
-    Raises:
-        ProtocolError: they do not.
-    """
+    """Returns the chunk that arrays are of, if they fit each other."""
     if missing := {"tokens", "starts", "lengths", "row_starts"} - arrays.keys():
         raise ProtocolError(f"a chunk without {', '.join(sorted(missing))}")
     tokens = arrays["tokens"]
@@ -142,14 +138,11 @@ def _chunk_of(arrays: dict[str, np.ndarray], here: Here) -> LoadedChunk:
     )
 
 
-def _described(name: str, array: np.ndarray, offset: int) -> dict[str, str | int]:
-    return {"name": name, "dtype": str(array.dtype), "offset": offset, "count": len(array)}
-
-
 def _array(mapping: mmap.mmap, part: Part) -> np.ndarray:
-    dtype = np.dtype(part.dtype)
+    is_known = part.dtype in _DTYPES.get(part.name, ())
+    dtype = np.dtype(part.dtype if is_known else bool)
     fits = part.offset % _ALIGN == 0 and part.offset + part.count * dtype.itemsize <= len(mapping)
-    if not fits or part.dtype not in _DTYPES[part.name]:
+    if not is_known or not fits:
         raise ProtocolError(f"an array that cannot be: {part}")
     return np.frombuffer(mapping, dtype=dtype, count=part.count, offset=part.offset)
 

@@ -27,7 +27,7 @@ from ..manifest import read_manifest
 from ..read.corruption import SkipList
 from ..read.packing import WINDOW_BATCHES
 from .client import ServedChunks
-from .job import ServerJob
+from .protocol import ServerJob
 
 _MAX_PATH_BYTES = 100  # a socket's path may have 107, on macOS 103
 _END_S = 2.0
@@ -74,11 +74,7 @@ def wants_server(data: DataConfig, ranks_here: int) -> bool:
     if ranks_here < _LEAST_RANKS:
         return False
     manifest = read_manifest(data.directory)
-    tokens = sum(
-        segment.num_tokens("train")
-        for source in manifest.sources
-        for segment in manifest.segments(source.name)
-    )
+    tokens = manifest.num_tokens("train")
     return not manifest.complete or tokens > _WINDOWS * WINDOW_BATCHES * manifest.batch_tokens
 
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..callables import PYTHON
 from ..errors import InputError
 from ..prepare_config import SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
 from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
-from .function import PYTHON, function_ranges, function_size, read_function
+from .function import function_ranges, function_size, read_function
 from .lines import read_json_lines, read_text, whole_file
 from .records import RecordRules
 

@@ -21,13 +21,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..callables import import_function, is_function_path, split_settings
+from ..callables import PYTHON, named_function
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
-
-PYTHON = "python:"
-"""What the name of such an input begins with."""
 
 MAX_SPLITS = 100_000
 _RESULT = "an iterable of texts or dicts"
@@ -113,21 +110,14 @@ def _check_has_no_fields(rules: RecordRules, where: str) -> None:
 
 def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function that a name of an input means, and its settings."""
-    path, settings = split_settings(url.removeprefix(PYTHON), where=f"input {url!r}")
-    if not is_function_path(path):
-        raise InputError(f"input {url!r}: write {PYTHON}package.module:function")
     purpose = f"a function that returns {_RESULT}"
-    return import_function(path, where=f"input {url!r}", purpose=purpose), settings
+    return named_function(url, where=f"input {url!r}", purpose=purpose)
 
 
 def _check_takes(
     function: Callable[..., Any], arguments: tuple[int, ...], settings: dict[str, Any], url: str
 ) -> None:
-    """Checks that a function can be called as it will be.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Checks that a function can be called as it will be."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none

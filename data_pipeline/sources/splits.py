@@ -63,11 +63,7 @@ def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _check_fields(source: SourceConfig, url: str) -> None:
-    """Checks that nothing is asked for that only a record has.
-
-    Raises:
-        InputError: it is.
-    """
+    """Checks that nothing is asked for that only a record has."""
     asked = {"prompt_field": source.prompt_field, "id_field": source.id_field}
     if wanted := [f"{key}={name!r}" for key, name in asked.items() if name]:
         raise InputError(

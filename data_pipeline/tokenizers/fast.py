@@ -18,18 +18,13 @@ loaded:
 What fails one of them is encoded by `tokenizers`, which is said once, with the reason.
 
 Cost: the proof takes about 0.1 s for 8,000 ids and 1 s for 50,000, once per process and tokenizer.
-A process that starts many others hands them `proof_of` what it has shown (`accept_proof`), and they
-take it for shown if theirs would be the same: of the same tokenizer, by the same code and libraries.
 """
 
-import hashlib
 import json
-import platform
 import re
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,10 +80,6 @@ DIFFICULT_TEXTS = (
 )
 
 
-_accepted: set[str] = set()
-"""Of what another process has shown: see `accept_proof`."""
-
-
 class UnsuitableError(Exception):
     """Says why a tokenizer cannot be encoded with tiktoken, or not with the same ids."""
 
@@ -133,33 +124,10 @@ def fast_encoder(text_json: str) -> FastEncoder:
     described = json.loads(library.to_str())
     pattern = _pattern(described)
     vocab, merges = _bytes_of(described["model"])
-    is_shown = proof_of(text_json) in _accepted
-    if not is_shown:
-        _check_last_steps(merges)
+    _check_last_steps(merges)
     encoder = FastEncoder(merges, pattern, vocab)
-    if not is_shown:
-        _check_sample(library, encoder, vocab)
+    _check_sample(library, encoder, vocab)
     return encoder
-
-
-def proof_of(text_json: str) -> str:
-    """Returns a hash of all that the proof for a tokenizer.json depends on, in this process."""
-    versions = (tiktoken.__version__, tokenizers.__version__, unicodedata.unidata_version)
-    described = json.dumps([*versions, platform.machine(), _code_hash(), text_json])
-    return hashlib.sha256(described.encode(errors="surrogatepass")).hexdigest()
-
-
-def accept_proof(proof: str) -> None:
-    """Takes a `proof_of` another process, which has shown what it stands for, for one's own.
-
-    Where libraries or code differ here it is the proof of nothing, and all is shown anew.
-    """
-    _accepted.add(proof)
-
-
-@cache
-def _code_hash() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _pattern(described: dict[str, Any]) -> str:

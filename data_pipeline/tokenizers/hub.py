@@ -5,24 +5,29 @@ hub.
     tok/spm.model               a SentencePiece model
     tok                         a folder with tokenizer.json or tokenizer.model
     hf://owner/name             a repository; hf://owner/name@revision pins a commit, tag or branch
-    python:package.module:function
-                                the words that a function gives, each a token (`words`)
+    python:package.module:function?name=value
+                                the words that a function gives, each a token (`word_files`)
 
 Which token ends a document is said by the caller, by the `eos_token` of the tokenizer_config.json
 that lies beside the tokenizer, or by the tokenizer itself (`tokenizer.tokenizer_of_files`). It must
 be one that no text can spell.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from ..callables import PYTHON, named_function
 from ..errors import InputError
 from ..retries import explain, is_of_connection, is_passing, patiently
-from .interface import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILE, Tokenizer
+from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .tokenizer import tokenizer_of_files
-from .words import FUNCTION, word_files
 
 _HUB = "hf://"
+_SHOWN = 60  # characters of a word that is wrong
 
 
 def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
@@ -41,7 +46,7 @@ def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
 
 
 def _files_of(name: str) -> dict[str, bytes]:
-    if name.startswith(FUNCTION):
+    if name.startswith(PYTHON):
         return word_files(name)
     return _from_hub(name) if name.startswith(_HUB) else _from_disk(name)
 
@@ -110,3 +115,49 @@ def _unreachable(name: str, error: Exception) -> InputError:
         f"tokenizer {name!r} cannot be fetched from the hub ({reason}): check the name and your "
         "access (HF_TOKEN), or download it and give its folder"
     )
+
+
+def word_files(name: str) -> dict[str, bytes]:
+    """Returns the files of the tokenizer whose words a function gives: a WordLevel tokenizer.json.
+
+    The ids are the words' places in what the function returns, and the end of a document comes last.
+    Texts are split at blanks. A word that is not among them is an error, for made-up data has none.
+
+    Raises:
+        InputError: there is no such function, or it does not return different words.
+    """
+    where = f"tokenizer {name!r}"
+    purpose = "a function that returns words"
+    function, settings = named_function(name, where=where, purpose=purpose)
+    try:
+        words = function(**settings)
+    except Exception as error:
+        raise InputError(f"{where}: the function raised {type(error).__name__}: {error}") from error
+    return {TOKENIZER_FILE: _tokenizer_json(_checked(words, where)).encode()}
+
+
+def _tokenizer_json(words: list[str]) -> str:
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer.to_str()
+
+
+def _checked(words: object, where: str) -> list[str]:
+    if isinstance(words, str) or not isinstance(words, Iterable):
+        raise InputError(f"{where} returned {words!r:.{_SHOWN}}: it must return a list of words")
+    found = list(words)
+    seen: set[str] = set()
+    for word in found:
+        if not isinstance(word, str) or word.split() != [word] or word in seen:
+            raise InputError(
+                f"{where}: {word!r:.{_SHOWN}} is not a word, or is there twice: each must be a text "
+                "without blanks, and another one"
+            )
+        seen.add(word)
+    if not found or END_OF_DOCUMENT in seen:
+        raise InputError(
+            f"{where} returned {len(found)} words: give at least one, and not {END_OF_DOCUMENT!r}"
+        )
+    return found

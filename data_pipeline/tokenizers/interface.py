@@ -1,6 +1,6 @@
 """What the pipeline and the evaluations ask of a tokenizer, and what its files are called.
 
-Implementations: `huggingface` (a tokenizer.json: byte-level BPE that `bpe` has trained, or one that
+Implementations: `huggingface` (a tokenizer.json: byte-level BPE that was trained here, or one that
 was loaded), `sentencepiece` (a .model file) and `raw_bytes`. `tokenizer` opens the right one of a
 prepared folder, `hub` one that somebody else has made.
 """
@@ -48,11 +48,6 @@ class Tokenizer(Protocol):
     @property
     def sha256(self) -> str:
         """Returns the hex hash of the files: two tokenizers are the same when it is."""
-        ...
-
-    @property
-    def engine(self) -> str:
-        """Returns the library that encodes; the ids do not depend on it."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

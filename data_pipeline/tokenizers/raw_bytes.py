@@ -18,7 +18,6 @@ class BytesTokenizer:
     vocab_size: int = NUM_BYTE_IDS
     end_of_document_id: int = NUM_BYTE_IDS - 1
     end_of_document: str = END_OF_DOCUMENT
-    engine: str = "numpy"
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -20,8 +20,6 @@ from .interface import CONFIG_FILE, MODEL_FILE, hash_of_files, token_dtype
 class SentencePieceTokenizer:
     """Encodes and decodes as a SentencePiece model says."""
 
-    engine: str = "sentencepiece"
-
     def __init__(self, model: bytes, *, end_of_document: str = ""):
         """Loads a tokenizer from the bytes of its .model file.
 

@@ -85,7 +85,7 @@ def test_each_of_a_thousand_flipped_bits_is_found(intact, tmp_path):
             data[flipped] ^= (bit := 1 << rng.randrange(8))
             path.write_bytes(data)
             with pytest.raises(ShardError, match="CRC32"):
-                store.read_tokens(batch)
+                store.read(batch)
             with pytest.raises(ShardError, match="blake2b"):
                 verify_shard(folder, entry)
             data[flipped] ^= bit

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_folder import header_of, shard_entry, source_entry
 
 from moebius.data_pipeline import manifest as manifests
 from moebius.data_pipeline.atomic import atomic_write, create_once
@@ -20,68 +21,25 @@ from moebius.data_pipeline.manifest import (
     DatasetManifest,
     Header,
     ManifestWriter,
-    SealedSegment,
     Segment,
     ShardEntry,
-    SourceEntry,
-    TokenizerEntry,
     follow,
     manifest_name,
     read_manifest,
-    shard_name,
 )
-
-HASH = "0" * 64
-
-
-def shard(source: str, number: int, split: Any = "train", **changes: Any) -> ShardEntry:
-    values: dict[str, Any] = {
-        "name": shard_name(source, split, number),
-        "split": split,
-        "source": source,
-        "input": f"{source}.txt[{number}:{number + 1}]",
-        "num_documents": 3,
-        "num_tokens": 100 + number,
-        "num_text_bytes": 90,
-        "num_batches": 1,
-        "num_bytes": 500,
-        "blake2b": HASH,
-        "index_blake2b": HASH,
-    }
-    return ShardEntry(**(values | changes))
 
 
 def header(**changes: Any) -> Header:
-    values: dict[str, Any] = {
-        "spec_hash": HASH,
-        "spec": {"tokenizer": "bytes"},
-        "tokenizer": TokenizerEntry(
-            kind="bytes",
-            file="tokenizer.json",
-            sha256=HASH,
-            vocab_size=257,
-            end_of_document_id=256,
-        ),
-        "batch_tokens": 64,
-        "segment_tokens": 200,
-        "sources": [
-            SourceEntry(
-                name=name,
-                licence="",
-                num_splits=4,
-                has_loss_mask=False,
-                has_record_id=False,
-            )
-            for name in ("web", "code")
-        ],
-    }
-    return Header(**(values | changes))
+    sources = [source_entry(name) for name in ("web", "code")]
+    return header_of(sources, **({"batch_tokens": 64, "segment_tokens": 200} | changes))
 
 
 SEGMENTS = (
-    Segment(source="web", number=0, shards=(shard("web", 0), shard("web", 0, "validation"))),
-    Segment(source="code", number=0, shards=(shard("code", 1),)),
-    Segment(source="web", number=1, shards=(shard("web", 2), shard("web", 3))),
+    Segment(
+        source="web", number=0, shards=(shard_entry("web", 0), shard_entry("web", 0, "validation"))
+    ),
+    Segment(source="code", number=0, shards=(shard_entry("code", 1),)),
+    Segment(source="web", number=1, shards=(shard_entry("web", 2), shard_entry("web", 3))),
 )
 END = Completion(
     num_documents={"web": {"train": 9}},
@@ -104,17 +62,12 @@ def chain(tmp_path) -> Path:
     return write(tmp_path, header(), *SEGMENTS, END)
 
 
-def test_written_and_read_again(chain):
+def test_what_was_written_is_read_again(chain):
     manifest = read_manifest(chain)
     assert manifest.header == header()
     assert tuple(segment.unpacked() for segment in manifest.sealed) == SEGMENTS
     assert manifest.completion == END
     assert manifest.complete
-    assert manifest.num_files == 5
-
-
-def test_what_a_manifest_tells(chain):
-    manifest = read_manifest(chain)
     assert [segment.number for segment in manifest.segments("web")] == [0, 1]
     assert [one.name for one in manifest.of("train")] == [
         "web.train-00000.tok.arrow",
@@ -123,9 +76,6 @@ def test_what_a_manifest_tells(chain):
         "code.train-00001.tok.arrow",
     ]
     assert manifest.num_tokens("train") == 100 + 102 + 103 + 101
-    assert manifest.num_documents("validation") == 3
-    assert manifest.dropped == {"empty": 7, "duplicate": 1}
-    assert manifest.inputs == {"web.txt": 7}
     assert manifest.segments("web")[1].num_tokens("train") == 205
     with pytest.raises(ShardError, match=r"no source 'books'; its sources are web, code"):
         manifest.segments("books")
@@ -137,7 +87,6 @@ def test_a_growing_chain_is_followed_without_reading_again_what_is_known(tmp_pat
     known = read_manifest(tmp_path)
     assert not known.complete
     assert known.segments("web") == ()
-    assert known.dropped == {}
     assert follow(tmp_path, known) is known
     opened: list[str] = []
     for body in (*SEGMENTS, END):
@@ -291,11 +240,12 @@ def dumped(*shards: ShardEntry, **changes: Any) -> list[dict[str, Any]]:
         "web.validation-00000.tok.arrow",
         "code.train-00000.tok.arrow",
         "web.train-0.tok.arrow",
+        "web.train-000000.tok.arrow",
         "",
     ],
 )
 def test_no_name_leaves_the_folder(chain, name):
-    forge(chain, 1, shards=dumped(shard("web", 0), name=name))
+    forge(chain, 1, shards=dumped(shard_entry("web", 0), name=name))
     with pytest.raises(ShardError, match=re.escape(f"lists {name!r}, which is no name of a train")):
         read_manifest(chain)
 
@@ -307,16 +257,16 @@ def test_no_name_leaves_the_folder(chain, name):
         (0, {"batch_tokens": 2**40}, "unknown, missing or impossible"),
         (0, {"sources": []}, "unknown, missing or impossible"),
         (1, {"kind": "header"}, "unknown, missing or impossible"),
-        (1, {"kind": "tombstone"}, "unknown kind 'tombstone'"),
+        (1, {"kind": "tombstone"}, "unknown, missing or impossible.*'tombstone'"),
         (1, {"number": 1}, "segment 1 of source 'web', expected 0"),
         (1, {"source": "books"}, "unknown source 'books'"),
         (1, {"shards": []}, "unknown, missing or impossible"),
-        (1, {"shards": dumped(shard("web", 0), num_tokens=2**60)}, "unknown, missing or"),
-        (1, {"shards": dumped(shard("web", 0), num_bytes=-1)}, "unknown, missing or"),
-        (1, {"shards": dumped(shard("web", 0), surprise=1)}, "unknown, missing or"),
-        (1, {"shards": dumped(shard("web", 0), source="code")}, "no name of a train shard"),
-        (1, {"shards": dumped(shard("web", 1), shard("web", 1))}, "out of order"),
-        (3, {"shards": dumped(shard("web", 0))}, "out of order"),
+        (1, {"shards": dumped(shard_entry("web", 0), num_tokens=2**60)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard_entry("web", 0), num_bytes=-1)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard_entry("web", 0), surprise=1)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard_entry("web", 0), source="code")}, "no name of a train shard"),
+        (1, {"shards": dumped(shard_entry("web", 1), shard_entry("web", 1))}, "out of order"),
+        (3, {"shards": dumped(shard_entry("web", 0))}, "out of order"),
     ],
 )
 def test_what_cannot_be_is_refused_whatever_the_hashes_say(chain, file, changes, message):
@@ -375,26 +325,15 @@ def test_what_the_system_says_becomes_advice(tmp_path, monkeypatch, number, mess
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_not_by_rule_is_refused(tmp_path):
-    """Names are not kept: they follow from source, split and number."""
-    odd = shard("web", 1, name="web.train-000001.tok.arrow")
-    write(tmp_path, header(), Segment(source="web", number=0, shards=(odd,)))
-    with pytest.raises(ShardError, match="no name of a train shard"):
-        read_manifest(tmp_path)
-
-
 def test_a_sealed_segment_is_kept_small_and_comes_back_whole(tmp_path):
     shards = tuple(
-        shard("web", number, split, blake2b=f"{number:064x}")
+        shard_entry("web", number, split, blake2b=f"{number:064x}")
         for number in range(200)
         for split in ("train", "validation")
     )
     segment = Segment(source="web", number=0, shards=shards)
     (sealed,) = read_manifest(write(tmp_path, header(), segment)).sealed
     assert sealed.unpacked() == segment
-    assert (
-        sealed == SealedSegment(segment) != SealedSegment(segment.model_copy(update={"number": 1}))
-    )
-    assert sealed.num_tokens("validation") == segment.num_tokens("validation")
+    assert sealed.num_tokens("validation") == sum(shard.num_tokens for shard in shards) / 2
     assert sealed.last_shard == 199
     assert sys.getsizeof(sealed._packed) < 100 * len(shards)

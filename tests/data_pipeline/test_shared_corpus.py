@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from shared import shared_folder
-from token_stream import TokenStream
+from token_stream import documents_of
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.make.prepare import prepare
@@ -31,16 +31,11 @@ def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
     with zstandard.open(corpus_file, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
     tokenizer = load_tokenizer(tmp_path / "d")
-    found = {}
-    for split in ("train", "validation"):
-        store = TokenStream(tmp_path / "d", split)
-        for batch in range(store.num_batches):
-            for row in store.read_documents(batch).to_pylist():
-                found[row["source_row"]] = (
-                    tokenizer.decode(row["tokens"]),
-                    row["source"],
-                    row["n_bytes"],
-                )
+    found = {
+        row["source_row"]: (tokenizer.decode(row["tokens"]), row["source"], row["n_bytes"])
+        for split in ("train", "validation")
+        for row in documents_of(tmp_path / "d", split)
+    }
     expected = {
         n: (text, record["source"], len(text.encode()))
         for n, record in enumerate(records)

@@ -5,12 +5,11 @@ lock-step.
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from parts import layers
 from small_corpus import sentences
-from token_stream import TokenStream
+from token_stream import tokens_of
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
@@ -86,17 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "shards"
 
 
-def training_stream(folder: Path) -> np.ndarray:
-    store = TokenStream(folder, "train")
-    stream = np.concatenate(
-        [store.read_tokens(batch) for batch in range(len(store.batch_starts) - 1)]
-    )
-    store.close()
-    return stream
-
-
 def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) -> None:
-    stream = training_stream(folder)
+    stream = tokens_of(folder)
     with GroupContextText(folder, seq_len=40, seed=5) as text:
         drawn = text.draw(31, 41, key=(2, 0))
         starts = []

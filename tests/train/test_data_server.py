@@ -13,7 +13,7 @@ from trained import lines, run_training
 from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.protocol import ServerJob
 from moebius.data_pipeline.serve.start import ServerHandle
 from moebius.distributed.process.process import Process
 from moebius.train import loop

@@ -65,18 +65,13 @@ def planted(text: str) -> str:
     ],
 )
 def test_a_planted_item_is_found_however_it_is_printed(index, printed):
-    found = index.find(planted(printed))
-    assert found is not None
-    assert (found.evaluation_set, found.item) == ("riddles", 1)
-    assert len(found.words.split()) == 13
-    assert found.words in " ".join(QUESTION.lower().replace(",", "").replace("?", "").split())
+    assert index.find(planted(printed)) == "riddles"
 
 
-def test_the_first_item_that_has_the_words_is_named(index):
-    found = index.find(STORY)
-    assert found is not None
-    assert (found.evaluation_set, found.item) == ("stories", 0)
-    assert str(found).startswith("stories, item 0: it was as everyone in the valley had said")
+def test_the_set_of_the_first_shared_words_is_named(index):
+    assert index.find(STORY) == "stories"
+    assert index.find(f"{QUESTION} {STORY}") == "riddles"
+    assert index.find(f"{STORY} {QUESTION}") == "stories"
 
 
 def test_twelve_words_are_not_enough_and_thirteen_are(index):
@@ -113,7 +108,7 @@ def test_a_saved_index_finds_the_same(index, tmp_path):
     again = load_index(path)
     for text in (planted(QUESTION), STORY, random_words(5, 500)):
         assert again.find(text) == index.find(text)
-    assert (again.num_items, again.sets) == (5, index.sets)
+    assert again.sets == index.sets == ("riddles", "stories")
     one, other = io.BytesIO(), io.BytesIO()
     index.save(one)
     again.save(other)
@@ -165,9 +160,7 @@ def test_the_corpus_holds_none_of_the_evaluation_sets():
     index = build_index(DecontaminateConfig(evaluation_sets=paths))
     with zstandard.open(folder / "data/corpus/train-00.jsonl.zst", "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in islice(file, 500)]
-    assert [str(found) for text in texts if (found := index.find(text))] == []
+    assert not any(map(index.find, texts))
     with zstandard.open(paths[1], "rt", encoding="utf-8") as file:
         passage = json.loads(next(file))["text"]
-    found = index.find(f"{texts[0]}\n{passage}\n{texts[1]}")
-    assert found is not None
-    assert (found.evaluation_set, found.item) == ("lambada", 0)
+    assert index.find(f"{texts[0]}\n{passage}\n{texts[1]}") == "lambada"

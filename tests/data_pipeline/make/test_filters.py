@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_corpus
 from pydantic import ValidationError
 
 from moebius.data_pipeline.errors import InputError, PrepareError
@@ -60,9 +61,9 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
 
 def dropped(folder: Path, values: dict[str, Any]) -> dict[str, int]:
     manifest = prepare(PrepareConfig.model_validate(values), folder)
-    kept = manifest.num_documents("train") + manifest.num_documents("validation")
-    assert kept + sum(manifest.dropped.values()) == 13
-    return manifest.dropped
+    found = small_corpus.dropped(manifest)
+    assert small_corpus.count_of(manifest, "num_documents") + sum(found.values()) == 13
+    return found
 
 
 @pytest.mark.usefixtures("functions")
@@ -115,13 +116,13 @@ def test_a_filter_that_fails_names_the_document(name: str, message: str, tmp_pat
     config = PrepareConfig(filters=(f"filters_of_a_test:{name}",))
     (rule,) = document_rules(config, tmp_path)
     with pytest.raises(InputError, match=message):
-        rule.reason_to_drop("sur la table")
+        rule("sur la table")
 
 
 @pytest.mark.usefixtures("functions")
 def test_a_method_can_be_a_filter(tmp_path: Path) -> None:
     (rule,) = document_rules(PrepareConfig(filters=("filters_of_a_test:model.keep",)), tmp_path)
-    assert rule.reason_to_drop("sur la table") is None
+    assert rule("sur la table") is None
 
 
 @pytest.mark.parametrize("path", ["", "module", "module:", ":function", "a b:c", "a.:b", "a:b()"])
@@ -162,4 +163,4 @@ def test_the_filters_of_the_example(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     (rule,) = document_rules(PrepareConfig(filters=(f"filter_documents:{name}",)), tmp_path)
-    assert rule.reason_to_drop(text) == reason
+    assert rule(text) == reason

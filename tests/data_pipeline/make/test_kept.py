@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from meddling import Meddling, files_of
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make import kept, tasks
-from moebius.data_pipeline.make.pools import SerialPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.units import plan_units
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -46,10 +46,6 @@ def _corpus(folder: Path) -> PrepareConfig:
     )
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 def test_kept_documents_are_read_once_and_give_the_same_bytes(tmp_path, reads, monkeypatch):
     config = _corpus(tmp_path)
     prepare(config, tmp_path / "kept")
@@ -59,7 +55,7 @@ def test_kept_documents_are_read_once_and_give_the_same_bytes(tmp_path, reads, m
     monkeypatch.setattr(kept, "_SETTLED_NS", 10**18)  # written just now
     prepare(config, tmp_path / "again")
     assert sorted(reads) == sorted(2 * list(set(reads)))
-    assert _files(tmp_path / "kept") == _files(tmp_path / "again")
+    assert files_of(tmp_path / "kept") == files_of(tmp_path / "again")
 
 
 def test_no_more_is_kept_than_may_be(tmp_path, reads, monkeypatch):
@@ -69,28 +65,17 @@ def test_no_more_is_kept_than_may_be(tmp_path, reads, monkeypatch):
     monkeypatch.setattr(kept, "MAX_KEPT_BYTES", 700)
     prepare(config, tmp_path / "some")
     assert 3 < len(reads) < 6  # the last, short one was kept
-    assert _files(tmp_path / "all") == _files(tmp_path / "some")
-
-
-class Meddling(SerialPool):
-    """Does something before the first unit is tokenised."""
-
-    def __init__(self, meddle):
-        super().__init__()
-        self._meddle = meddle
-
-    def submit(self, function, item, /):
-        if function.__name__ == "tokenise_unit":
-            self._meddle(Path(item.unit.splits[0].url))
-        return super().submit(function, item)
+    assert files_of(tmp_path / "all") == files_of(tmp_path / "some")
 
 
 def test_a_file_that_changes_after_it_was_scanned_is_noticed(tmp_path):
     config = _corpus(tmp_path)
 
-    def meddle(path: Path) -> None:
-        path.write_text(path.read_text().replace("0", "9"))
-        os.utime(path, (0, 0))  # the clock that tells times apart may be coarse
+    def meddle(function, item) -> None:
+        if function.__name__ == "tokenise_unit":
+            path = Path(item.unit.splits[0].url)
+            path.write_text(path.read_text().replace("0", "9"))
+            os.utime(path, (0, 0))  # the clock that tells times apart may be coarse
 
     with pytest.raises(InputError, match="has changed while it was being prepared"):
         prepare(config, tmp_path / "d", pool=Meddling(meddle))

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_corpus import dropped
+from token_stream import documents_of
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError
@@ -13,7 +15,6 @@ from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import DatasetManifest
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.loader import Batch, Loader
-from moebius.data_pipeline.read.token_store import TokenStore
 
 END = 256
 ASKED = [
@@ -120,11 +121,6 @@ def test_beside_a_source_without_prompts_all_of_which_is_learned(tmp_path):
     assert kinds == {"plain", "asked"}
 
 
-def _read_all(folder: Path, source: str = "asked", split: str = "train") -> list[dict]:
-    store = TokenStore(folder, source, 0, split)
-    return [row for n in range(store.num_batches) for row in store.read_documents(n).to_pylist()]
-
-
 def _prepared(tmp_path: Path, records: list[dict[str, str]], **options) -> DatasetManifest:
     return prepare(_config(_asked(tmp_path, records), **options), tmp_path / "d")
 
@@ -132,14 +128,14 @@ def _prepared(tmp_path: Path, records: list[dict[str, str]], **options) -> Datas
 def test_a_records_own_name_is_kept_beside_its_tokens(tmp_path):
     _prepared(tmp_path, ASKED)
     found = {
-        row["record_id"]: bytes(row["tokens"][:-1]).decode() for row in _read_all(tmp_path / "d")
+        row["record_id"]: bytes(row["tokens"][:-1]).decode() for row in documents_of(tmp_path / "d")
     }
     assert found == {one["id"]: one["q"] + one["a"] for one in ASKED}
 
 
 def test_equal_names_of_different_records_are_all_kept(tmp_path):
     _prepared(tmp_path, [{"q": "a", "a": "b", "id": "1"}, {"q": "c", "a": "d", "id": "1"}])
-    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["1", "1"]
+    assert [row["record_id"] for row in documents_of(tmp_path / "d")] == ["1", "1"]
 
 
 def test_a_repeat_is_of_both_parts_and_where_they_meet(tmp_path):
@@ -148,8 +144,8 @@ def test_a_repeat_is_of_both_parts_and_where_they_meet(tmp_path):
     manifest = _prepared(
         tmp_path, [{"q": q, "a": a, "id": str(n)} for n, (q, a) in enumerate(records)]
     )
-    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["0", "1", "3", "4", "6"]
-    assert manifest.dropped == {"duplicate": 1, "empty": 1}
+    assert [row["record_id"] for row in documents_of(tmp_path / "d")] == ["0", "1", "3", "4", "6"]
+    assert dropped(manifest) == {"duplicate": 1, "empty": 1}
 
 
 def test_filters_look_at_both_parts(tmp_path, monkeypatch):
@@ -159,8 +155,8 @@ def test_filters_look_at_both_parts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     records = [{"q": "one two ", "a": "three", "id": "1"}, {"q": "few ", "a": "words", "id": "2"}]
     manifest = _prepared(tmp_path, records, filters=("filter_of_prompts:few",))
-    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["1"]
-    assert manifest.dropped == {"too few words": 1}
+    assert [row["record_id"] for row in documents_of(tmp_path / "d")] == ["1"]
+    assert dropped(manifest) == {"too few words": 1}
 
 
 def test_what_is_no_unicode_is_counted(tmp_path):
@@ -171,12 +167,12 @@ def test_what_is_no_unicode_is_counted(tmp_path):
         prepare(config, tmp_path / "e")
     dropping = config.model_copy(update={"encoding_faults": "drop"})
     manifest = prepare(dropping, tmp_path / "d")
-    assert manifest.dropped == {"not UTF-8": 1, "not Unicode (lone surrogates)": 1}
-    assert [row["n_bytes"] for row in _read_all(tmp_path / "d", "text")] == [4]
+    assert dropped(manifest) == {"not UTF-8": 1, "not Unicode (lone surrogates)": 1}
+    assert [row["n_bytes"] for row in documents_of(tmp_path / "d")] == [4]
 
 
 def test_documents_that_are_spread_keep_prompt_and_name(tmp_path):
     _prepared(tmp_path, ASKED, shuffle_documents=True)
-    rows = _read_all(tmp_path / "d")
+    rows = documents_of(tmp_path / "d")
     assert {tuple(row["tokens"]): row["loss_mask"] for row in rows} == _expected(ASKED)
     assert {row["record_id"] for row in rows} == {one["id"] for one in ASKED}

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from meddling import NothingToRun, StoppedError, files_of
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.atomic import TEMPORARY
-from moebius.data_pipeline.make.pools import LocalPool, SerialPool
+from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.tasks import UNFINISHED
 from moebius.data_pipeline.make.units import PrepareProgress
@@ -78,14 +79,10 @@ def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
         events: list[PrepareProgress] = []
         manifest = prepare(config, folder / name, on_progress=events.append)
         assert len(manifest.sealed) >= 4
-        found[shuffle] = Undisturbed(config, _files(folder / name), len(events), manifest)
+        found[shuffle] = Undisturbed(config, files_of(folder / name), len(events), manifest)
     totals = [(one.end.num_documents, one.end.num_tokens) for one in found.values()]
     assert totals[0] == totals[1], "a shuffle loses or repeats nothing"
     return found
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 # ---- any number of processes
@@ -101,14 +98,10 @@ def _check_processes(undisturbed: dict[bool, Undisturbed], folder: Path, num_wor
     with LocalPool(num_workers) as pool:
         for shuffle, expected in undisturbed.items():
             prepare(expected.config, folder / _SHUFFLES[shuffle], pool=pool)
-            assert _files(folder / _SHUFFLES[shuffle]) == expected.files
+            assert files_of(folder / _SHUFFLES[shuffle]) == expected.files
 
 
 # ---- interruptions
-
-
-class _StoppedError(Exception):
-    pass
 
 
 def test_stopping_the_coordinator_between_two_tasks_of_a_shuffle_changes_nothing(
@@ -131,15 +124,15 @@ def _stop_at(expected: Undisturbed, folder: Path, *, every: int) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            raise _StoppedError
+            raise StoppedError
 
     for event in range(1, expected.num_events, every):
         left = event
-        with pytest.raises(_StoppedError):
+        with pytest.raises(StoppedError):
             prepare(expected.config, folder / str(event), on_progress=tell)
         _check_nothing_is_half_there(folder / str(event), expected.files)
         prepare(expected.config, folder / str(event))
-        assert _files(folder / str(event)) == expected.files
+        assert files_of(folder / str(event)) == expected.files
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -152,9 +145,9 @@ def test_work_that_is_damaged_before_it_goes_on_is_done_again(undisturbed, tmp_p
         nonlocal num_events
         num_events += 1
         if num_events == expected.num_events - 8:
-            raise _StoppedError
+            raise StoppedError
 
-    with pytest.raises(_StoppedError):
+    with pytest.raises(StoppedError):
         prepare(expected.config, tmp_path / "d", on_progress=stop)
     kinds = ["scan.npz", "fates.npy", "sample.jsonl", "spill.json" if shuffle else "shards.json"]
     for kind in kinds:
@@ -165,7 +158,7 @@ def test_work_that_is_damaged_before_it_goes_on_is_done_again(undisturbed, tmp_p
             data[len(data) // 2] ^= 2
             path.write_bytes(data if number % 2 else data[:-1])
     prepare(expected.config, tmp_path / "d")
-    assert _files(tmp_path / "d") == expected.files
+    assert files_of(tmp_path / "d") == expected.files
 
 
 # ---- kill -9
@@ -217,7 +210,7 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
 
 def _check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> None:
     """Whatever has its name has its content, and what is sealed is whole."""
-    for name, content in _files(folder).items() if folder.exists() else ():
+    for name, content in files_of(folder).items() if folder.exists() else ():
         assert TEMPORARY in name or content == expected[name], name
     if is_prepared(folder):
         for shard in read_manifest(folder).shards:
@@ -249,7 +242,7 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
         program.stdout.read()
         assert program.wait() == 0
     for folder in folders:
-        assert _files(folder) == expected.files
+        assert files_of(folder) == expected.files
         assert not (folder / UNFINISHED).exists()
 
 
@@ -270,7 +263,7 @@ def test_killing_workers_at_any_moment_changes_nothing(undisturbed, tmp_path, se
         program.stdout.read()
         assert program.wait() == 0
     assert num_killed
-    assert _files(tmp_path / "d") == expected.files
+    assert files_of(tmp_path / "d") == expected.files
 
 
 def _workers_of(process: int) -> list[int]:
@@ -284,13 +277,6 @@ def _workers_of(process: int) -> list[int]:
 
 
 # ---- two at once
-
-
-class NothingToRun(SerialPool):
-    """Is the pool of a preparation that has nothing to do."""
-
-    def submit(self, function, item, /):
-        raise AssertionError("it was done already")
 
 
 def test_a_second_preparation_of_a_folder_waits_and_gets_what_the_first_has_made(
@@ -315,7 +301,7 @@ def test_a_second_preparation_of_a_folder_waits_and_gets_what_the_first_has_made
         found = prepare(expected.config, tmp_path / "d", pool=NothingToRun(), on_progress=second)
         assert began.result() == found == expected.manifest
     assert told == ["waiting for another process"]
-    assert _files(tmp_path / "d") == expected.files
+    assert files_of(tmp_path / "d") == expected.files
     assert not (tmp_path / "d" / UNFINISHED).exists()
 
 
@@ -326,7 +312,7 @@ def test_a_preparation_that_fails_hands_the_folder_over(undisturbed, tmp_path):
     def fail(progress: PrepareProgress) -> None:
         if progress.stage == "tokenising":
             assert second_waits.wait(30)
-            raise _StoppedError
+            raise StoppedError
 
     with ThreadPoolExecutor(1) as thread:
         began = thread.submit(prepare, expected.config, tmp_path / "d", on_progress=fail)
@@ -335,10 +321,10 @@ def test_a_preparation_that_fails_hands_the_folder_over(undisturbed, tmp_path):
         found = prepare(
             expected.config, tmp_path / "d", on_progress=lambda progress: second_waits.set()
         )
-        with pytest.raises(_StoppedError):
+        with pytest.raises(StoppedError):
             began.result()
     assert found == expected.manifest
-    assert _files(tmp_path / "d") == expected.files
+    assert files_of(tmp_path / "d") == expected.files
 
 
 @pytest.mark.slow
@@ -359,7 +345,7 @@ def test_processes_that_wait_take_over_from_one_that_is_killed(undisturbed, tmp_
             said = [waiting.stdout.read() for waiting in (second, third) if waiting.stdout]
             assert [second.wait(), third.wait()] == [0, 0]
     assert sorted(map(bool, said)) == [False, True], "one of them did the work, and one only"
-    assert _files(tmp_path / "d") == expected.files
+    assert files_of(tmp_path / "d") == expected.files
 
 
 def _is_complete(folder: Path) -> bool:

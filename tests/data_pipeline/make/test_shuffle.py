@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_corpus import sentences, write_jsonl
-from token_stream import TokenStream
+from token_stream import documents_of
 
 from moebius.data_pipeline.make import shuffle
 from moebius.data_pipeline.make.prepare import prepare
@@ -61,12 +61,7 @@ def _config(paths: list[Path]) -> PrepareConfig:
 
 def _documents(folder: Path, split: str) -> list[str]:
     tokenizer = load_tokenizer(folder)
-    stream = TokenStream(folder, split)
-    return [
-        tokenizer.decode(tokens)
-        for batch in range(stream.num_batches)
-        for tokens in stream.read_documents(batch)["tokens"].to_pylist()
-    ]
+    return [tokenizer.decode(row["tokens"]) for row in documents_of(folder, split)]
 
 
 @pytest.mark.parametrize("piece_tokens", [500, pytest.param(2**24, marks=pytest.mark.slow)])

@@ -1,7 +1,6 @@
 """Who has a folder, what is being made there, and what an interrupted run has left."""
 
 import errno
-import os
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from moebius.data_pipeline.make.unfinished import (
     begin,
     claimed,
     clear,
-    finished,
     read_quarantined,
     write_quarantined,
 )
@@ -94,16 +92,6 @@ def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_pat
         assert (tmp_path / UNFINISHED).is_dir()
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with (
-        pytest.raises(PrepareError, match="is not empty and holds no prepared data"),
-        claimed(tmp_path, on_wait=nobody_waits),
-    ):
-        pass
-    assert os.listdir(tmp_path) == ["thesis.tex"]
-
-
 def test_what_is_begun_is_remembered_and_its_debris_is_cleared(tmp_path):
     (tmp_path / UNFINISHED).mkdir()
     begin(CONFIG, tmp_path, [UNIT])
@@ -135,10 +123,6 @@ def test_another_configuration_or_other_input_may_not_go_on(tmp_path):
         begin(CONFIG, tmp_path, [UNIT])
 
 
-def test_a_folder_that_is_not_there_is_not_finished(tmp_path):
-    assert finished(CONFIG, tmp_path / "d") is None
-
-
 def test_what_is_given_up_leaves_no_shard_and_says_why(tmp_path):
     (tmp_path / UNFINISHED).mkdir()
     names = [shard_name("text", side, 3) for side in ("train", "validation")]
@@ -152,20 +136,6 @@ def test_what_is_given_up_leaves_no_shard_and_says_why(tmp_path):
     account = (tmp_path / QUARANTINED / "text-00003.txt").read_text()
     assert account.startswith("/a.txt[0:9] was left out in stage 'scan'\n\nTraceback \\ud800")
     assert [path.name for path in tmp_path.glob("*.arrow")] == ["text.train-00002.tok.arrow"]
-
-
-def test_a_lock_that_cannot_be_made_is_explained(tmp_path, monkeypatch):
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with (
-        pytest.raises(
-            PrepareError, match=r"cannot write .* \(No space left on device\): free some"
-        ),
-        claimed(tmp_path / "d", on_wait=nobody_waits),
-    ):
-        pass
 
 
 def test_a_record_that_was_damaged_was_never_written(tmp_path):

@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.make import decontaminate as words
-from moebius.data_pipeline.make.decontaminate import (
-    ngram_hashes,
-    plain_words,
-    spelled_plain_words,
-)
+from moebius.data_pipeline.make.decontaminate import ngram_hashes, plain_words
 
 TEXT = st.text(
     alphabet=st.one_of(
@@ -23,6 +19,19 @@ TEXT = st.text(
     ),
     max_size=60,
 )
+
+
+def spelled_plain_words(text: str) -> list[str]:
+    """The plain words as strings: the meaning of `plain_words`."""
+    kinds = words._kinds()
+    spaced = ""
+    for character in text.lower():
+        kind = kinds[ord(character)]
+        if kind & words._ALONE:
+            spaced += f" {character} "
+        elif not kind & words._IGNORED:
+            spaced += character if kind & words._IN_WORD else " "
+    return [word for word in spaced.split(" ") if word]
 
 
 @given(TEXT, TEXT)

@@ -4,7 +4,6 @@ is passed over again, by any number of ranks and after any restart.
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,7 @@ def intact(tmp_path_factory) -> MadeFolder:
 @pytest.fixture
 def made(intact, tmp_path) -> MadeFolder:
     """A copy to damage."""
-    copy = MadeFolder.__new__(MadeFolder)
-    folder = Path(shutil.copytree(intact.folder, tmp_path / "data"))
-    copy.__dict__.update(intact.__dict__, folder=folder)
-    return copy
+    return intact.copied(tmp_path / "data")
 
 
 def run(
@@ -130,15 +126,15 @@ def test_a_replica_heals_and_nobody_notices(made, intact, tmp_path, damage, pack
 
 def test_damage_that_goes_away_is_read_again(made, monkeypatch, caplog):
     expected = run(made.config())
-    read, failed = TokenStore._read_buffers, set()
+    read, failed = TokenStore._fetch, set()
 
-    def once_damaged(store, batch, *of):
+    def once_damaged(store, batch):
         if (store.segment, batch) not in failed:
             failed.add((store.segment, batch))
             raise ShardError(f"batch {batch} was torn on the way")
-        return read(store, batch, *of)
+        return read(store, batch)
 
-    monkeypatch.setattr(TokenStore, "_read_buffers", once_damaged)
+    monkeypatch.setattr(TokenStore, "_fetch", once_damaged)
     assert run(made.config(when_corrupt="refetch")) == expected
     assert len(failed) > 10
 
@@ -302,7 +298,7 @@ def test_the_list_survives_a_torn_line_and_is_read_by_all_ranks(tmp_path, caplog
 def test_a_list_that_cannot_be_written_ends_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be written .*would not repeat"):
-        SkipList(tmp_path / "file" / "skipped").add_row(ROW)
+        SkipList(tmp_path / "file" / "skipped", rank=0).add_row(ROW)
 
 
 def test_nothing_is_written_where_nothing_is_lost(intact, tmp_path):

@@ -148,7 +148,7 @@ def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_pat
             found = []
             while len(found) < len(after):
                 if not all(loader.wait_until_ready(0.02) for loader in loaders):
-                    seen_growing.append(read_manifest(tmp_path / "d").num_files)
+                    seen_growing.append(len(read_manifest(tmp_path / "d").sealed))
                     may_go_on.release()
                     continue
                 found.append(_joined([next(loader) for loader in loaders]))

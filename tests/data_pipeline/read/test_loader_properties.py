@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_folder import MadeFolder, documents
 
-from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.data_config import DataConfig, Stage
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.loader import Loader
@@ -21,6 +21,7 @@ from moebius.data_pipeline.read.loader import Loader
 S = 16
 STEPS = 12
 BATCH = 48
+MIXED = {"weights": {"b": 0.3}, "stages": (Stage(at_tokens=200 * S, weights={"a": 1.0, "b": 3.0}),)}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def read(data: DataConfig, steps: int, **options: Any) -> tuple[np.ndarray, np.n
 def whole(made) -> dict[str, tuple[np.ndarray, np.ndarray, list[int]]]:
     packings: tuple[Literal["concat", "best_fit"], ...] = ("concat", "best_fit")
     return {
-        packing: read(made.config(packing=packing), STEPS, micro_batch=BATCH)
+        packing: read(made.config(packing=packing, **MIXED), STEPS, micro_batch=BATCH)
         for packing in packings
     }
 
@@ -81,7 +82,7 @@ def _check_layout(
     total = np.zeros(steps, dtype=np.int64)
     for rank in range(layout):
         found = read(
-            made.config(packing=packing),
+            made.config(packing=packing, **MIXED),
             steps,
             micro_batch=divisors[cut % len(divisors)],
             rank=rank,

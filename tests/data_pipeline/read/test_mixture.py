@@ -1,4 +1,6 @@
-"""Mixtures: exact proportions, against a dealing that anyone believes, whatever is asked for when."""
+"""Mixtures: exact proportions, against a dealing that anyone believes, whatever is asked for when; and
+keyed permutations, the same ones as a slow loop over Python's integers makes.
+"""
 
 from fractions import Fraction
 
@@ -8,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.read.mixture import SMALLEST_BLOCK, Mixture, WeightStage
+from moebius.data_pipeline.read.mixture import (
+    SMALLEST_BLOCK,
+    Mixture,
+    WeightStage,
+    derive_key,
+    permutation,
+    permutations,
+)
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g")
 
@@ -16,6 +25,12 @@ NAMES = ("a", "b", "c", "d", "e", "f", "g")
 def make(*stages: tuple[int, dict[str, float]], seed: int = 0, names=None) -> Mixture:
     names = names or tuple(dict.fromkeys(name for _, weights in stages for name in weights))
     return Mixture(names, [WeightStage(row, weights) for row, weights in stages], seed=seed)
+
+
+def shares(mixture: Mixture) -> list[Fraction]:
+    """The exact proportions of its first stage, after rounding: those of a whole cycle."""
+    dealt_k = mixture._stages[0].dealt_Ck[-1].tolist()
+    return [Fraction(dealt, sum(dealt_k)) for dealt in dealt_k]
 
 
 WEIGHTS = st.lists(
@@ -33,11 +48,10 @@ WEIGHTS = st.lists(
 @given(weights=WEIGHTS, seed=st.integers(0, 99), first_block=st.integers(0, 10**7))
 def test_no_source_is_wrong_by_a_row_at_the_end_of_any_block(weights, seed, first_block):
     mixture = make((0, weights), seed=seed)
-    shares = np.array([float(share) for share in mixture.shares(0).values()])
     row, length = mixture.block_at(first_block * SMALLEST_BLOCK)
     sources, indices = mixture.rows_at(row, 3 * length)
     assert len(sources) == 3 * length
-    for source, share in enumerate(shares):
+    for source, share in enumerate(map(float, shares(mixture))):
         had = indices[sources == source]
         assert np.array_equal(had, np.arange(len(had)) + (had[0] if len(had) else 0))
         if len(had):
@@ -53,7 +67,7 @@ def test_quotas_hold_from_the_first_row_on(weights):
     mixture = make((0, weights))
     _, length = mixture.block_at(0)
     sources, _ = mixture.rows_at(0, 60 * length)
-    for source, share in enumerate(mixture.shares(0).values()):
+    for source, share in enumerate(shares(mixture)):
         counts = np.cumsum(sources.reshape(60, length) == source, axis=None)[length - 1 :: length]
         for block, count in enumerate(counts.tolist(), start=1):
             exact = share * block * length
@@ -62,9 +76,8 @@ def test_quotas_hold_from_the_first_row_on(weights):
 
 def test_a_whole_cycle_of_rounded_weights_keeps_every_quota():
     mixture = make((0, {"a": 2**0.5, "b": 1.0, "c": 0.001}))
-    assert mixture.rounded
     sources, _ = mixture.rows_at(0, 2**20)
-    for source, share in enumerate(mixture.shares(0).values()):
+    for source, share in enumerate(shares(mixture)):
         counts = np.cumsum(sources == source)[SMALLEST_BLOCK - 1 :: SMALLEST_BLOCK]
         exact = np.arange(1, len(counts) + 1) * SMALLEST_BLOCK * float(share)
         assert np.abs(counts - exact).max() < 1
@@ -72,21 +85,20 @@ def test_a_whole_cycle_of_rounded_weights_keeps_every_quota():
 
 
 @pytest.mark.parametrize(
-    ("weights", "shares", "rounded", "length"),
+    ("weights", "expected", "length"),
     [
-        ({"a": 0.7, "b": 0.2, "c": 0.1}, ("7/10", "1/5", "1/10"), False, 260),
-        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, ("1/3", "1/3", "1/3"), False, 258),
-        ({"a": 30, "b": 10}, ("3/4", "1/4"), False, 256),
-        ({"a": 0.9999, "b": 0.0001}, ("9999/10000", "1/10000"), False, 400),
-        ({"a": 0.999999, "b": 0.000001}, ("999999/1000000", "1/1000000"), False, 320),
-        ({"a": 1e9, "b": 1e-9}, (f"{2**20 - 1}/{2**20}", f"1/{2**20}"), True, 256),
-        ({"a": 1.0, "b": 0.0}, ("1", "0"), False, 256),
+        ({"a": 0.7, "b": 0.2, "c": 0.1}, ("7/10", "1/5", "1/10"), 260),
+        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, ("1/3", "1/3", "1/3"), 258),
+        ({"a": 30, "b": 10}, ("3/4", "1/4"), 256),
+        ({"a": 0.9999, "b": 0.0001}, ("9999/10000", "1/10000"), 400),
+        ({"a": 0.999999, "b": 0.000001}, ("999999/1000000", "1/1000000"), 320),
+        ({"a": 1e9, "b": 1e-9}, (f"{2**20 - 1}/{2**20}", f"1/{2**20}"), 256),
+        ({"a": 1.0, "b": 0.0}, ("1", "0"), 256),
     ],
 )
-def test_weights_that_are_decimals_are_exact(weights, shares, rounded, length):
+def test_weights_that_are_decimals_are_exact(weights, expected, length):
     mixture = make((0, weights))
-    assert tuple(mixture.shares(0).values()) == tuple(map(Fraction, shares))
-    assert mixture.rounded == rounded
+    assert shares(mixture) == list(map(Fraction, expected))
     assert mixture.block_at(10**9)[1] == length
 
 
@@ -129,11 +141,6 @@ def test_rows_before_counts_what_was_dealt(weights, second, row):
     mixture = make((0, weights), (3000, second), names=NAMES)
     counted = np.bincount(mixture.rows_at(0, row)[0], minlength=len(NAMES))
     assert np.array_equal(mixture.rows_before(row), counted)
-
-
-def test_a_source_that_gets_no_more_rows_says_so():
-    mixture = make((0, {"a": 1.0, "b": 1.0}), (1000, {"a": 1.0}), names=("a", "b"))
-    assert mixture.starts == (0, 1024)
 
 
 def test_no_place_of_a_batch_belongs_to_one_source():
@@ -184,3 +191,55 @@ def test_the_mixture_of_order_version_2_is_this_one():
 def test_what_cannot_be_mixed_is_refused(stages, message):
     with pytest.raises(DataError, match=message):
         make(*stages, names=("a", "b"))
+
+
+# ---- permutations
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(1, 3000), key=KEYS)
+def test_permutation_is_a_bijection(size, key):
+    assert np.array_equal(np.sort(permutation(size, key)), np.arange(size))
+
+
+def _permuted_slowly(size: int, key: int, number: int) -> list[int]:
+    """Splitmix64's outputs with their low bits replaced by the index, sorted."""
+    word = 2**64 - 1
+    bits = max(1, (size - 1).bit_length())
+    words = []
+    for index in range(size):
+        value = ((number * size + index) * 0x9E3779B97F4A7C15 + key) & word
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & word
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & word
+        value ^= value >> 31
+        words.append((value >> bits << bits) | index)
+    return [value % (1 << bits) for value in sorted(words)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 70), key=KEYS, number=st.integers(0, 2**40))
+def test_permutations_equal_the_slow_loop(size, key, number):
+    found = permutations(np.array([number]), size, key)
+    assert found.tolist() == [_permuted_slowly(size, key, number)]
+
+
+def test_keys_and_numbers_give_unrelated_permutations():
+    every = [*permutations(np.arange(4), 500, 7), permutation(500, 8), np.arange(500)]
+    for i, one in enumerate(every):
+        for other in every[:i]:
+            assert (one == other).mean() < 0.05
+    assert np.array_equal(permutations(np.arange(4), 500, 7)[0], permutation(500, 7))
+
+
+def test_every_place_goes_everywhere_about_equally_often():
+    counts = np.zeros((5, 5))
+    for found in permutations(np.arange(20_000), 5, 3):
+        counts[np.arange(5), found] += 1
+    assert np.abs(counts / 4000 - 1).max() < 0.07
+
+
+def test_a_key_depends_on_every_part_and_their_order():
+    keys = {derive_key(*parts) for parts in [(1, 2), (2, 1), (12,), ("1", "2", ""), (1, 2, 0)]}
+    assert len(keys) == 5

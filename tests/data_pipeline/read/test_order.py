@@ -2,8 +2,6 @@
 reads, and does not change when segments are added.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -120,20 +118,6 @@ def test_random_access_equals_reading_on(start, count, cut):
     second = as_list(other.refs_at(start + middle, count - middle))
     first = as_list(other.refs_at(start, middle))
     assert whole == first + second
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12, 16])
-def test_any_number_of_ranks_has_the_same_global_order(num_ranks):
-    """A rank takes the contiguous slice of each step: put together they are the order itself."""
-    step = 48
-    local = step // num_ranks
-    ranks = [make() for _ in range(num_ranks)]
-    together = [
-        as_list(ranks[rank].refs_at(first + rank * local, local))
-        for first in range(0, 10 * step, step)
-        for rank in range(num_ranks)
-    ]
-    assert list(itertools.chain(*together)) == as_list(make().refs_at(0, 10 * step))
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from made_folder import Document, MadeFolder, documents
+from made_folder import Document, MadeFolder, documents, flip
 
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.read.loader import Loader
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFolder:
 
 
 def text_of(row: DecodedRow) -> str:
-    return "".join(segment.text for part in row.documents for segment in part.segments)
+    return "".join(text for part in row.documents for text, _ in part.segments)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -44,11 +44,11 @@ def test_samples_are_those_of_the_loader(made: MadeFolder, packing: str) -> None
         assert text_of(row) == TOKENIZER.decode(real)
         assert sum(part.ends for part in row.documents) == sum(real == 256)
         for part in row.documents:
-            learned = "".join(one.text for one in part.segments if one.learned)
+            learned = "".join(text for text, is_learned in part.segments if is_learned)
             if "source q" in row.place and packing == "best_fit":
                 assert learned == " so"
             elif "source a" in row.place and packing == "concat":
-                assert learned == "".join(one.text for one in part.segments)
+                assert learned == "".join(text for text, _ in part.segments)
 
 
 def test_rows_of_a_split_are_from_all_over_it(made: MadeFolder) -> None:
@@ -65,6 +65,14 @@ def test_samples_that_are_not_sealed_yet_are_refused(tmp_path: Path) -> None:
     growing = MadeFolder(tmp_path / "made").seal("text", documents(0, 3))
     with pytest.raises(DataError, match="samples 5000 to 5003 cannot be read"):
         peek_samples(growing.config(), range(5000, 5004), TOKENIZER, skip_folder=None)
+
+
+def test_looking_at_replaced_rows_writes_nothing_down(made: MadeFolder, tmp_path: Path) -> None:
+    damaged = made.copied(tmp_path / "made")
+    flip(damaged.folder, "a", 0, 2)
+    data = damaged.config(seq_len=S, when_corrupt="skip")
+    assert len(peek_samples(data, range(200), TOKENIZER, skip_folder=tmp_path / "skipped")) == 200
+    assert not (tmp_path / "skipped").exists()
 
 
 def test_what_would_steer_a_terminal_is_shown() -> None:

@@ -1,7 +1,5 @@
 """Rows of both packings, with loss masks and document ids, against a slow reading of the documents."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,7 +84,7 @@ def test_rows_of_fitted_documents_hold_them_whole(
 ):
     monkeypatch.setattr(packing, "_PLAN_DOCUMENTS", documents_per_chunk)
     monkeypatch.setattr(packing, "_PLAN_ROWS", 1)
-    made = _copied(folder, tmp_path)
+    made = folder.copied(tmp_path / "copy")
     tokens, mask, ids = _read(made, source, segment, packing="best_fit", document_ids=True)
     pieces = []
     for row in range(len(tokens)):
@@ -125,32 +123,13 @@ def _agree(found: list[bool | None], wanted: list[bool]) -> bool:
     return all(one is None or one == other for one, other in zip(found, wanted, strict=True))
 
 
-def _copied(made: MadeFolder, to: Path) -> MadeFolder:
-    copy = MadeFolder.__new__(MadeFolder)
-    copy.__dict__.update(made.__dict__, folder=Path(shutil.copytree(made.folder, to / "copy")))
-    return copy
-
-
-def test_a_plan_is_made_once_for_all(folder, tmp_path, monkeypatch):
-    made = _copied(folder, tmp_path)
-    first = _read(made, "plain", 0, packing="best_fit")
-    reads = []
-    ends = TokenStore.document_ends
-    monkeypatch.setattr(
-        TokenStore, "document_ends", lambda store, batch: reads.append(batch) or ends(store, batch)
-    )
-    again = _read(made, "plain", 0, packing="best_fit")
-    assert np.array_equal(first[0], again[0])
-    assert not reads
-
-
 def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     reads = []
-    read = TokenStore._read_buffers
+    read = TokenStore._fetch
     monkeypatch.setattr(
         TokenStore,
-        "_read_buffers",
-        lambda store, batch, *of: reads.append(batch) or read(store, batch, *of),
+        "_fetch",
+        lambda store, batch: reads.append(batch) or read(store, batch),
     )
     prepared, reader = _reader(folder, chunk_batches=4)
     table = prepared.chunks("plain", 0)
@@ -241,7 +220,7 @@ def test_a_folder_that_grows_can_be_validated_on_from_its_first_segments_on(tmp_
 
 
 def test_a_plan_that_does_not_fit_its_segment_is_told(folder, tmp_path, monkeypatch):
-    made = _copied(folder, tmp_path)
+    made = folder.copied(tmp_path / "copy")
     _read(made, "plain", 0, packing="best_fit")
     read = packing.BestFitPlan.read
 

@@ -16,7 +16,6 @@ from served_ranks import close, job_of, open_ranks, read, seen, serving, take
 
 from moebius.data_pipeline.serve import protocol
 from moebius.data_pipeline.serve import server as server_module
-from moebius.data_pipeline.serve.job import config_sha256
 from moebius.data_pipeline.serve.protocol import (
     Hello,
     Here,
@@ -24,6 +23,7 @@ from moebius.data_pipeline.serve.protocol import (
     ProtocolError,
     Refused,
     Waiting,
+    config_sha256,
     receive_reply,
     receive_request,
     send,

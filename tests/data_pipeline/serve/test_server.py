@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from made_folder import MadeFolder, documents, flip
-from served_ranks import GLOBAL_BATCH, close, job_of, open_ranks, read, seen, serving, take
+from served_ranks import GLOBAL_BATCH, close, job_of, open_ranks, read, seen, serving, take, until
 
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.read import corruption
@@ -20,6 +20,7 @@ from moebius.data_pipeline.read.corruption import BatchFetcher, SkipList
 from moebius.data_pipeline.read.loader import Batch
 from moebius.data_pipeline.serve import client as client_module
 from moebius.data_pipeline.serve import server as server_module
+from moebius.data_pipeline.serve.cache import ChunkKey
 
 STEPS = 24
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,10 +41,8 @@ def made(tmp_path_factory) -> MadeFolder:
 @pytest.fixture
 def damaged(made, tmp_path) -> MadeFolder:
     """A copy with a record batch that is not as it was written, which some row needs."""
-    copy = MadeFolder.__new__(MadeFolder)
-    folder = Path(shutil.copytree(made.folder, tmp_path / "data"))
-    copy.__dict__.update(made.__dict__, folder=folder)
-    flip(folder, "a", 0, 8)  # the first of a chunk: the chunk before ends in it
+    copy = made.copied(tmp_path / "data")
+    flip(copy.folder, "a", 0, 8)  # the first of a chunk: the chunk before ends in it
     return copy
 
 
@@ -55,16 +54,22 @@ def _no_pauses(monkeypatch):
 @pytest.mark.parametrize(
     "way", ["cut", pytest.param("with documents", marks=pytest.mark.slow), "fitted"]
 )
-def test_any_number_of_ranks_sees_the_same_and_every_chunk_is_decoded_once(made, way):
-    data = made.config(**WAYS[way])
+def test_any_number_of_ranks_sees_the_same_and_every_chunk_is_decoded_once(made, way, monkeypatch):
+    data, decode = made.config(**WAYS[way]), server_module.DataServer._decode
+    keys: list[ChunkKey] = []
+    monkeypatch.setattr(
+        server_module.DataServer,
+        "_decode",
+        lambda server, key: keys.append(key) or decode(server, key),
+    )
     for num_ranks in (1, 2, 4) if way == "cut" else (2,):
+        keys.clear()
         expected = read(data, num_ranks, STEPS, None)
         with serving(job_of(data, num_ranks)) as (server, handle):
             assert read(data, num_ranks, STEPS, handle) == expected
-            account = server.account
-        assert account.decoded == account.chunks >= 2
-        assert 2 * num_ranks <= account.served <= account.decoded * num_ranks
-        assert account.no_room == 0
+        assert server.decoded == len(keys) == len(set(keys)) >= 2
+        assert 2 * num_ranks <= server.served <= server.decoded * num_ranks
+        assert server.no_room == 0
 
 
 def test_a_node_serves_its_own_ranks_and_a_resumed_run_its_own_samples(made):
@@ -77,7 +82,7 @@ def test_a_node_serves_its_own_ranks_and_a_resumed_run_its_own_samples(made):
             assert seen(take(loaders, 12)) == [step[2:] for step in expected[11:23]]
         finally:
             close(loaders)
-        assert server.account.served
+        assert server.served
 
 
 def test_a_folder_that_grows_is_served_as_if_it_were_complete(tmp_path):
@@ -99,7 +104,7 @@ def test_a_folder_that_grows_is_served_as_if_it_were_complete(tmp_path):
     with serving(job_of(data, 2)) as (server, handle):
         maker.start()
         assert read(data, 2, 80, handle) == expected
-        assert server.account.no_room == 0
+        assert server.no_room == 0
     maker.join()
 
 
@@ -111,23 +116,21 @@ def test_the_bytes_are_never_exceeded_and_who_finds_no_room_reads_by_itself(made
     expected = read(data, 2, STEPS, None)
     with serving(job_of(data, 2)) as (server, handle):
         read(data, 2, STEPS, handle)
-        enough = server.account.most_bytes
+        enough = server.cache.most_bytes
     little = data.model_copy(update={"server_bytes": enough // 3})
     with serving(job_of(little, 2)) as (server, handle), caplog.at_level(logging.WARNING):
         loaders = open_ranks(little, 2, handle)
-        accounts = []
         try:
             found = []
             for _ in range(STEPS):
                 found += take(loaders, 1)
-                accounts.append(server.account)
                 assert _bytes_of_files() <= enough // 3
         finally:
             close(loaders)
     assert seen(found) == expected
-    assert max(account.most_bytes for account in accounts) <= enough // 3
-    assert accounts[-1].served > 0
-    assert accounts[-1].no_room > 0
+    assert server.cache.most_bytes <= enough // 3
+    assert server.served > 0
+    assert server.no_room > 0
     assert "has no room, so this rank decodes by itself" in caplog.text
 
 
@@ -136,8 +139,7 @@ def test_less_than_one_chunk_serves_nothing_and_loses_nothing(made):
     expected = read(data, 2, 5, None)
     with serving(job_of(data, 2)) as (server, handle):
         assert read(data, 2, 5, handle) == expected
-        account = server.account
-    assert (account.most_bytes, account.served, account.decoded) == (0, 0, 0)
+    assert (server.cache.most_bytes, server.served, server.decoded) == (0, 0, 0)
 
 
 def test_a_rank_that_is_gone_holds_nothing(made):
@@ -145,10 +147,10 @@ def test_a_rank_that_is_gone_holds_nothing(made):
     with serving(job_of(data, 2)) as (server, handle):
         loaders = open_ranks(data, 2, handle)
         take(loaders, 10)
-        assert any(entry.holders for entry in server._cache._entries.values())
+        assert any(entry.holders for entry in server.cache._entries.values())
         close(loaders)
-        _until(lambda: not server._clients)
-        assert not any(entry.holders for entry in server._cache._entries.values())
+        until(lambda: not server._clients)
+        assert not any(entry.holders for entry in server.cache._entries.values())
 
 
 def test_a_chunk_that_is_let_go_is_given_back(made):
@@ -158,11 +160,11 @@ def test_a_chunk_that_is_let_go_is_given_back(made):
         chunk = served.read("a", 0, 0, alone=_never)
         tokens = chunk.flat_tokens[:17].tolist()
         assert tokens == made.stream("a", 0)[:17]
-        (entry,) = [one for one in server._cache._entries.values() if one.key == ("a", 0, 0)]
+        (entry,) = [one for one in server.cache._entries.values() if one.key == ("a", 0, 0)]
         assert entry.holders
         del chunk
         served.progress(8)
-        _until(lambda: not entry.holders)
+        until(lambda: not entry.holders)
         served.close()
 
 
@@ -254,7 +256,7 @@ def test_a_rank_says_what_the_server_waits_for(made, monkeypatch):
         try:
             for loader in loaders:
                 assert not loader.wait_until_ready(0.1)
-                _until(lambda loader=loader: "slow store" in loader.wait_reason)
+                until(lambda loader=loader: "slow store" in loader.wait_reason)
                 assert loader.wait_reason.startswith("the data server is reading record batch")
             let_go.set()
             take(loaders, 3)
@@ -329,10 +331,3 @@ def _bytes_of_files() -> int:
 
 def _never(*_: Any) -> Any:
     raise AssertionError("the server has it")
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from made_folder import MadeFolder, documents
-from served_ranks import GLOBAL_BATCH, close, job_of, open_ranks, read, seen, serving, take
+from served_ranks import GLOBAL_BATCH, close, job_of, open_ranks, read, seen, take, until
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.read.loader import Loader
@@ -26,7 +25,7 @@ RANK_0 = """
 import sys
 from pathlib import Path
 from moebius.data_pipeline.read.loader import Loader
-from moebius.data_pipeline.serve.job import ServerJob
+from moebius.data_pipeline.serve.protocol import ServerJob
 from moebius.data_pipeline.serve.start import start_server
 job = ServerJob.model_validate_json(sys.argv[1])
 handle = start_server(job)
@@ -54,7 +53,7 @@ def test_ranks_go_on_when_the_server_is_killed_and_nothing_is_left(made, caplog)
     try:
         found = take(loaders, 8)
         assert not any(loader.lost_server for loader in loaders)
-        _until(lambda: not handle.address.parent.exists())  # all ranks are connected
+        until(lambda: not handle.address.parent.exists())  # all ranks are connected
         os.kill(handle.process.pid, signal.SIGKILL)
         handle.process.wait(20)
         with caplog.at_level(logging.WARNING):
@@ -92,55 +91,11 @@ def test_the_server_ends_with_the_loaders_or_with_the_rank_that_started_it(made)
             assert process.stdout.readline() == "read\n"
             next(second)
             process.kill()
-            _until(lambda: not server.is_running())
+            until(lambda: not server.is_running())
     assert not Path(address).parent.exists()
 
 
 # A second rank that reads a step, says so, and waits to be killed with what it has mapped.
-RANK_1 = """
-import sys
-from pathlib import Path
-from moebius.data_pipeline.read.loader import Loader
-from moebius.data_pipeline.serve.job import ServerJob
-from moebius.data_pipeline.serve.start import ServerHandle
-job = ServerJob.model_validate_json(sys.argv[1])
-loader = Loader(job.data, global_batch=job.global_batch, micro_batch=1, rank=1,
-                num_ranks=job.num_ranks, server=ServerHandle(Path(sys.argv[2])))
-next(loader)
-print("read", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_gives_back_what_it_had_mapped(made):
-    data = made.config()
-    expected = read(data, 2, STEPS, None)
-    job = job_of(data, 2)
-    with serving(job) as (server, handle):
-        first = open_ranks(data, 2, handle, prefetch=1, ranks=range(1))
-        command = [sys.executable, "-c", RANK_1, job.model_dump_json(), str(handle.address)]
-        second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            with second:
-                assert second.stdout is not None
-                assert second.stdout.readline() == "read\n"
-                found = take(first, 4)
-                clients = {
-                    client for one in server._cache._entries.values() for client in one.holders
-                }
-                assert len(clients) == 2
-                second.kill()
-                _until(lambda: len(server._clients) == 1)
-            left = {client for one in server._cache._entries.values() for client in one.holders}
-            assert left == set(server._clients)
-            found += take(first, STEPS - 4)
-            assert not first[0].lost_server
-        finally:
-            close(first)
-        assert seen(found) == [step[:1] for step in expected]
-
-
 def test_a_server_that_was_never_asked_ends_with_its_starter(made):
     handle = start_server(job_of(made.config(), 2))
     assert handle.process is not None
@@ -171,10 +126,3 @@ def test_which_nodes_get_a_server(made, tmp_path):
     assert [wants(large.config(), ranks) for ranks in (1, 3, 4, 8)] == [False, False, True, True]
     assert wants(few, 1, "on")
     assert not wants(growing, 8, "off")
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -20,36 +20,20 @@ _FINGERPRINT = (
 
 
 @pytest.mark.slow
-def test_there_is_enough_of_it_in_documents_of_a_page():
+def test_there_is_enough_prose_and_every_process_reads_the_same():
     documents = embedded_documents()
-    assert sum(map(len, documents)) > 1_000_000
-    assert len(documents) > 500
-    assert len(set(documents)) == len(documents)
+    text = "|".join(documents)
+    assert len(text) > 1_000_000
+    assert len(set(documents)) == len(documents) > 500
     assert min(map(len, documents)) >= 120
-
-
-@pytest.mark.slow
-def test_every_process_reads_the_same():
+    assert ">>>" not in text, "a doctest"
+    assert "::=" not in text, "a grammar"
+    rows = [pair for part in range(NUM_PARTS) for pair in embedded_part(part)]
+    assert dict(rows) == dict(enumerate(documents))
     other = subprocess.run(
         [sys.executable, "-c", _FINGERPRINT], capture_output=True, text=True, check=True
     )
-    assert (
-        other.stdout.strip() == hashlib.sha256("|".join(embedded_documents()).encode()).hexdigest()
-    )
-
-
-@pytest.mark.slow
-def test_parts_hold_every_document_once():
-    rows = [pair for part in range(NUM_PARTS) for pair in embedded_part(part)]
-    assert dict(rows) == dict(enumerate(embedded_documents()))
-    assert len(rows) == len(embedded_documents())
-
-
-@pytest.mark.slow
-def test_no_doctests_and_no_grammars():
-    text = "\n".join(embedded_documents())
-    assert ">>>" not in text
-    assert "::=" not in text
+    assert other.stdout.strip() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_prose_keeps_sentences_and_drops_the_rest():

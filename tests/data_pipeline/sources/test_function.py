@@ -3,7 +3,8 @@ one is one clear error.
 """
 
 import pytest
-from token_stream import TokenStream
+from meddling import files_of
+from token_stream import documents_of
 
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.make.pools import LocalPool
@@ -189,16 +190,12 @@ def test_a_function_that_gives_something_else_each_time(tmp_path):
         prepare(_config("changes"), tmp_path / "d")
 
 
-def _files(path):
-    return {one.name: one.read_bytes() for one in path.iterdir() if one.is_file()}
-
-
 @pytest.mark.usefixtures("folder")
 def test_it_is_prepared_like_a_file(tmp_path):
     manifest = prepare(_config("pages"), tmp_path / "d")
-    assert manifest.inputs == {f"python:{MODULE}:pages": 3}
-    stream = TokenStream(tmp_path / "d", "train")
-    assert sum(stream.read_documents(n).num_rows for n in range(stream.num_batches)) == 10
+    assert manifest.completion is not None
+    assert manifest.completion.inputs == {f"python:{MODULE}:pages": 3}
+    assert len(documents_of(tmp_path / "d")) == 10
     assert prepare(_config("pages"), tmp_path / "d") == manifest, "it is there already"
 
 
@@ -210,4 +207,4 @@ def test_processes_give_the_same_bytes(tmp_path):
         prepare(_config("pages"), tmp_path / "two", pool=pool)
         with pytest.raises(InputError, match="record 1: the function raised KeyError: 'lost'"):
             prepare(_config("breaks"), tmp_path / "three", pool=pool)
-    assert _files(tmp_path / "one") == _files(tmp_path / "two")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")

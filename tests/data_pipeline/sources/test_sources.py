@@ -149,13 +149,6 @@ def _break_first_reads(monkeypatch, count):
     monkeypatch.setattr(hf_file_system.HfFileSystemFile, "_fetch_range", breaks)
 
 
-def test_several_zstd_frames_are_one_file(tmp_path):
-    (tmp_path / "a.jsonl.zst").write_bytes(
-        zstandard.compress(_lines(TEXTS[:2])) + zstandard.compress(_lines(TEXTS[2:]))
-    )
-    assert _read(tmp_path / "a.jsonl.zst")[0] == TEXTS
-
-
 def test_jsonl_allows_blank_lines_a_bom_and_a_missing_last_newline(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n\n  \r\n{"text": "b"}')
     assert _read(tmp_path / "a.jsonl")[0] == ["a", "b"]
@@ -201,20 +194,6 @@ def test_a_name_with_brackets_is_a_name_first(tmp_path):
     assert _read(tmp_path / "[1].jsonl")[0] == ["here"]
 
 
-def test_relative_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_text('{"text": "here"}')
-    assert _read("a.jsonl")[0] == ["here"]
-
-
-def test_fsspec_urls_and_globs_of_them():
-    memory = fsspec.filesystem("memory")
-    for name in "ab":
-        memory.pipe(f"/test_reading/{name}.jsonl", json.dumps({"text": name}).encode())
-    assert _read("memory://test_reading/*.jsonl")[0] == ["a", "b"]
-    assert _read("memory://test_reading/b.jsonl")[0] == ["b"]
-
-
 def test_other_fields(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"content": "c", "from": "web", "text": 3}\n{"content": "d", "from": 7}'
@@ -222,27 +201,6 @@ def test_other_fields(tmp_path):
     texts, sources, _ = _read(tmp_path / "a.jsonl", text_field="content", source_field="from")
     assert texts == ["c", "d"]
     assert sources == ["web", "a.jsonl"]
-
-
-def test_validation_comes_first_and_keeps_its_role(tmp_path):
-    for name in "tv":
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
-    config = PrepareConfig(
-        input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),)
-    )
-    assert [(split.file_name, split.role) for split in plan_splits(config)] == [
-        ("v.jsonl", "validation"),
-        ("t.jsonl", "train"),
-    ]
-
-
-@pytest.mark.slow
-def test_the_embedded_corpus_is_an_input():
-    texts, sources, num_splits = _read("embedded")
-    assert num_splits == 4
-    assert len(set(texts)) == len(texts) > 500
-    assert set(sources) == {"embedded"}
-    assert not any(">>>" in text or "::=" in text for text in texts), "no doctests, no grammars"
 
 
 # ---- bad input

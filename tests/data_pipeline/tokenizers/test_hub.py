@@ -10,8 +10,8 @@ from tokenizers import models, pre_tokenizers, processors
 
 from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.tokenizers.bpe import train_bpe
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
+from moebius.data_pipeline.tokenizers.huggingface import train_bpe
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
@@ -51,7 +51,6 @@ def test_a_file_and_a_folder_are_opened(tmp_path):
     for name in (folder, folder / TOKENIZER_FILE):
         tokenizer = open_tokenizer(str(name))
         assert tokenizer.end_of_document == "[SEP]"
-        assert tokenizer.engine == "tokenizers"
         (ids,) = tokenizer.encode_batch(["the the expert expert the"])
         assert ids.tolist() == [3, 3, 4, 4, 3]  # neither cut off nor padded, and no [SEP]
         assert tokenizer.decode([*ids, tokenizer.end_of_document_id]) == "the the expert expert the"
@@ -59,7 +58,7 @@ def test_a_file_and_a_folder_are_opened(tmp_path):
 
 def test_ours_and_raw_bytes_are_opened_as_others_are(tmp_path):
     for tokenizer in (OURS, BytesTokenizer()):
-        folder = tmp_path / tokenizer.engine
+        folder = tmp_path / type(tokenizer).__name__
         folder.mkdir()
         save_tokenizer(folder, tokenizer)
         opened = open_tokenizer(str(folder))

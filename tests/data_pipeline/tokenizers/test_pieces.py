@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.data_pipeline.tokenizers.bpe import train_bpe
-from moebius.data_pipeline.tokenizers.pieces import MAX_PIECE_CHARS, cut_text
+from moebius.data_pipeline.tokenizers.huggingface import MAX_PIECE_CHARS, cut_text, train_bpe
 
 BLANKS = " \n\t\r\u3000\x1c\x85"
 TEXTS = st.text(st.sampled_from("ab5.'" + BLANKS), max_size=120)

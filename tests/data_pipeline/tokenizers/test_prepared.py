@@ -1,9 +1,11 @@
 """What is prepared with each kind of tokenizer, and by each engine."""
 
+from pathlib import Path
+
 import pytest
 import tokenizers
 from small_corpus import sentences, write_jsonl
-from token_stream import TokenStream
+from token_stream import documents_of
 from tokenizers import models, pre_tokenizers
 
 from moebius.data_pipeline.errors import InputError
@@ -44,13 +46,13 @@ def test_a_tokenizer_that_exists_is_copied_and_used(tmp_path, words, end):
     assert tokenizer.end_of_document == (end or "</s>")
     assert manifest.end_of_document_id == tokenizer.end_of_document_id
     assert manifest.tokenizer_sha256 == tokenizer.sha256
-    found = []
-    for split in ("train", "validation"):
-        stream = TokenStream(tmp_path / "d", split)
-        for batch in range(stream.num_batches):
-            for tokens in stream.read_documents(batch)["tokens"].to_pylist():
-                assert tokens[-1] == tokenizer.end_of_document_id
-                found.append(tokenizer.decode(tokens))
+    rows = [
+        row["tokens"]
+        for split in ("train", "validation")
+        for row in documents_of(tmp_path / "d", split)
+    ]
+    assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
+    found = map(tokenizer.decode, rows)
     assert sorted(found) == sorted(" ".join(text.split()) for text in sentences(0, 5))
 
 
@@ -61,10 +63,16 @@ def test_a_vocabulary_that_has_no_room_is_said_before_tokens_are_made(tmp_path, 
         prepare(_config(tmp_path, tokenizer=words, vocab_size=257), tmp_path / "d")
 
 
+def _engine(folder: Path) -> str:
+    tokenizer = prepared_tokenizer(folder)
+    assert isinstance(tokenizer, huggingface.HuggingFaceTokenizer)
+    return tokenizer.engine
+
+
 def test_both_engines_make_the_same_folder(tmp_path, monkeypatch):
     config = _config(tmp_path, vocab_size=300)
     prepare(config, tmp_path / "fast")
-    assert prepared_tokenizer(tmp_path / "fast").engine == "tiktoken"
+    assert _engine(tmp_path / "fast") == "tiktoken"
 
     def unsuitable(text_json):
         raise UnsuitableError("for this test")
@@ -72,7 +80,7 @@ def test_both_engines_make_the_same_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "fast_encoder", unsuitable)
     huggingface._proven_encoder.cache_clear()
     prepare(config, tmp_path / "slow")
-    assert prepared_tokenizer(tmp_path / "slow").engine == "tokenizers"
+    assert _engine(tmp_path / "slow") == "tokenizers"
     huggingface._proven_encoder.cache_clear()
     contents = [
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}

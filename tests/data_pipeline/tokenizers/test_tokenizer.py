@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.tokenizers.bpe import train_bpe
-from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from moebius.data_pipeline.tokenizers.interface import (
     END_OF_DOCUMENT,
     TOKENIZER_FILE,
@@ -95,7 +94,7 @@ def test_a_small_corpus_yields_a_smaller_vocabulary():
 
 def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
     program = (
-        "from moebius.data_pipeline.tokenizers.bpe import train_bpe;"
+        "from moebius.data_pipeline.tokenizers.huggingface import train_bpe;"
         f"print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
     )
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}

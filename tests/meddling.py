@@ -1,0 +1,42 @@
+"""Pools that get in the way of a preparation, and what such tests look at."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moebius.data_pipeline.make.pools import SerialPool
+
+
+class StoppedError(Exception):
+    """Stops a coordinator."""
+
+
+class Meddling(SerialPool):
+    """Runs tasks one after another, and does something with function and item before each."""
+
+    def __init__(self, meddle: Callable[[Any, Any], object]):
+        super().__init__()
+        self._meddle = meddle
+
+    def submit(self, function, item, /):
+        def meddled(item):
+            self._meddle(function, item)
+            return function(item)
+
+        return super().submit(meddled, item)
+
+
+class NothingToRun(SerialPool):
+    """Is the pool of a preparation that has nothing to do."""
+
+    def submit(self, function, item, /):
+        raise AssertionError("it was done already")
+
+
+def files_of(folder: Path, pattern: str = "*") -> dict[str, bytes]:
+    """Returns the content of the files of a folder, by their names below it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
