@@ -11,11 +11,17 @@ from pathlib import Path
 
 from .errors import ShardError
 from .growth import UNFINISHED
-from .manifest import DatasetManifest, SealedSegment, is_prepared, read_manifest
+from .manifest import (
+    SPLITS,
+    DatasetManifest,
+    SealedSegment,
+    is_prepared,
+    manifest_name,
+    read_manifest,
+)
 from .read.token_store import TokenStore, verify_shard
 from .tokenizers.tokenizer import prepared_tokenizer
 
-SPLITS = ("train", "validation")
 _CONFIG_FILE = "config.json"  # of a run folder
 
 OnBytes = Callable[[int], None]
@@ -59,9 +65,22 @@ def find_folders(root: Path) -> Iterator[FoundFolder]:
     for path in (path for level in levels for path in level):
         if path.is_dir() and is_prepared(path):
             try:
-                yield FoundFolder(path, read_manifest(path))
+                manifest = read_manifest(path)
+                lost = _lost_end(path, manifest)
+                yield FoundFolder(path, None if lost else manifest, lost)
             except ShardError as error:
                 yield FoundFolder(path, None, str(error))
+
+
+def _lost_end(directory: Path, manifest: DatasetManifest) -> str:
+    """Says that the last manifest of a folder is gone which is not being prepared any more."""
+    if manifest.complete or (directory / UNFINISHED).exists() or read_manifest(directory).complete:
+        return ""
+    last = directory / manifest_name(1 + len(manifest.sealed))
+    return (
+        f"{last} is missing, and the folder is not being prepared: restore it from a copy, or run the "
+        "same `moebius prepare` again"
+    )
 
 
 def verify(directory: Path, manifest: DatasetManifest, on_bytes: OnBytes) -> Iterator[str]:
@@ -70,6 +89,8 @@ def verify(directory: Path, manifest: DatasetManifest, on_bytes: OnBytes) -> Ite
     Checks the tokenizer, both hashes of every shard, and every record batch: its CRC32, and that it
     decodes to the documents that its index states.
     """
+    if lost := _lost_end(directory, manifest):
+        yield lost
     try:
         prepared_tokenizer(directory)
     except ShardError as error:

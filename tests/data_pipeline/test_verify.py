@@ -70,8 +70,14 @@ def _change_tokenizer(folder: Path) -> list[str]:
     return ["tokenizer"]
 
 
+def _lose_end(folder: Path) -> list[str]:
+    (folder / manifest_name(2)).unlink()
+    return ["manifest-000002.json is missing, and the folder is not being prepared"]
+
+
 @pytest.mark.parametrize(
-    "damage", [_flip_in_batch, _flip_in_footer, _lose_shard, _lose_index, _change_tokenizer]
+    "damage",
+    [_lose_end, _flip_in_batch, _flip_in_footer, _lose_shard, _lose_index, _change_tokenizer],
 )
 def test_every_damage_is_named_once(copy: Path, damage: Callable[[Path], list[str]]) -> None:
     expected = damage(copy)
@@ -86,6 +92,14 @@ def test_folders_are_found_two_levels_deep_with_what_is_wrong(
     for place in ("b/data", "a", "too/deep/data"):
         shutil.copytree(prepared, tmp_path / place)
     flip(tmp_path / "a" / manifest_name(1), 30)
+    (tmp_path / "b" / "data" / "unfinished").mkdir()
+    (tmp_path / "b" / "data" / manifest_name(2)).unlink()
+    damaged, growing = find_folders(tmp_path)
+    assert growing.manifest is not None
+    assert not growing.manifest.complete
+    (tmp_path / "b" / "data" / "unfinished").rmdir()
+    assert "000002.json is missing" in list(find_folders(tmp_path))[1].problem
+    shutil.copy(prepared / manifest_name(2), tmp_path / "b" / "data")
     damaged, intact = find_folders(tmp_path)
     assert (damaged.path, intact.path) == (tmp_path / "a", tmp_path / "b" / "data")
     assert "is damaged" in damaged.problem
