@@ -7,13 +7,22 @@ another specification is refused. The section stands apart from the stages that 
 
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .callables import is_function_path
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
+
+if TYPE_CHECKING:
+    from .manifest import Header
 
 NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
 MAX_NGRAM = 1024
@@ -21,6 +30,10 @@ MAX_NGRAM = 1024
 
 DEFAULT_SOURCE = "text"
 """The name of the one source of a configuration that gives `input` instead of `sources`."""
+
+
+Name = Annotated[str, Field(min_length=1)]
+"""A file, folder, glob, URL or function; an empty one would be the working folder."""
 
 
 class RecordFields(BaseModel):
@@ -60,10 +73,10 @@ class SourceConfig(RecordFields):
     name: SourceName = Field(examples=["books"])
     """The source's name, which begins the names of its shards."""
 
-    input: Annotated[tuple[str, ...], OneOrMore] = Field(min_length=1, examples=[["books/*.txt"]])
+    input: Annotated[tuple[Name, ...], OneOrMore] = Field(min_length=1, examples=[["books/*.txt"]])
     """Files, folders, globs, URLs or functions, as in `prepare.input`."""
 
-    validation_input: Annotated[tuple[str, ...], OneOrMore] = Field(
+    validation_input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=(), examples=[["held_out.txt"]]
     )
     """Text to validate on; empty: a share of `input`."""
@@ -103,14 +116,14 @@ class PrepareConfig(RecordFields):
     Give text of several kinds as `sources`; `input` is short for one source named "text".
     """
 
-    input: Annotated[tuple[str, ...], OneOrMore] = Field(
+    input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=("embedded",), examples=[["texts/*.txt"]]
     )
     """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
     .arrow; python:package.module:function for records of your own; or "embedded", the English prose
     that every Python carries."""
 
-    validation_input: Annotated[tuple[str, ...], OneOrMore] = Field(
+    validation_input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=(), examples=[["held_out.txt"]]
     )
     """Text to validate on; empty: `validation_fraction` of `input`."""
@@ -234,9 +247,29 @@ class PrepareConfig(RecordFields):
             raise ValueError(
                 f"{', '.join(given)} beside sources: give it to the source that it belongs to"
             )
-        if repeated := _repeated(source.name for source in self.sources):
-            raise ValueError(f"several sources are named {repeated!r}: give each its own name")
+        names = [source.name for source in self.sources]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"several sources are named {repeated[0]!r}: give each its own name")
         return self
+
+    @classmethod
+    def of_folder(cls, header: "Header") -> Self | None:
+        """Returns what a prepared folder was made of; None: its first manifest does not say it all."""
+        licences = {source.name: source.licence for source in header.sources}
+        values = {"vocab_size": max(NUM_BYTE_IDS, header.tokenizer.vocab_size)} | header.spec
+        if licences == {DEFAULT_SOURCE: ""}:
+            for source in values.pop("sources", ()):
+                values |= {key: value for key, value in source.items() if key != "name"}
+        else:
+            values["sources"] = [
+                source | {"licence": licences.get(source["name"], "")}
+                for source in values.get("sources", ())
+            ]
+        try:
+            found = cls.model_validate(values)
+        except ValidationError:
+            return None
+        return found if found.spec_hash == header.spec_hash else None
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
@@ -286,12 +319,3 @@ class PrepareConfig(RecordFields):
         """Returns the hex sha256 of `spec` and the format of the files."""
         versioned = self.spec | {"format_version": FORMAT_VERSION}
         return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()
-
-
-def _repeated(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None

@@ -48,7 +48,7 @@ from .commit import Committer
 from .filters import set_up_rules
 from .kept import forget
 from .pools import Failures, OnPoison, SerialPool, TaskPool, account, ended, reason
-from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
+from .shuffle import gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
     Sampled,
@@ -70,6 +70,7 @@ from .unfinished import (
     claimed,
     clear,
     finished,
+    in_words_of,
     read_quarantined,
     temporary_files,
     write_quarantined,
@@ -107,6 +108,7 @@ def prepare(
         PrepareError: a folder that holds something else or cannot be written.
     """
     folder = Path(directory).absolute()
+    config = in_words_of(folder, config)
     show = on_progress or (lambda progress: None)
     manifest = finished(config, folder)
     if manifest is None:
@@ -149,7 +151,8 @@ def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest 
         InputError: some input is not there.
         PrepareError: the folder holds something else.
     """
-    manifest = finished(config, Path(directory).absolute())
+    folder = Path(directory).absolute()
+    manifest = finished(in_words_of(folder, config), folder)
     if manifest is None:
         plan_units(config)
     return manifest
@@ -251,9 +254,11 @@ class _Preparation:
         if stage == "train":
             return train_task, self._vocabulary.task
         if stage == "gather":
-            return gather_bucket, self._bucket_task(index)
-        proof = self._vocabulary.proof
-        task = UnitTask(self._config, self._folder, self._units[index], proof=proof)
+            bucket = self._buckets[index]
+            spilled = [self._units[one] for one in sorted(self._spilled)]
+            of_source = tuple(unit for unit in spilled if unit.source == bucket.source)
+            return gather_bucket, replace(self._unit_task(bucket), spilled=of_source)
+        task = self._unit_task(self._units[index])
         if stage == "sample":
             is_decided = self._vocabulary.waits_for(index)
             share = self._vocabulary.shares[index]
@@ -261,21 +266,14 @@ class _Preparation:
         if stage == "scan":
             return scan_unit, task
         self._meter.begin_tokenising()
-        if self._buckets:
-            of_source = [one for one in self._buckets if one.source == task.unit.source]
-            return spill_unit, SpillTask(task, len(of_source))
-        return tokenise_unit, task
+        return spill_unit if self._buckets else tokenise_unit, task
 
-    def _bucket_task(self, index: int) -> BucketTask:
-        bucket = self._buckets[index]
-        spilled = [self._units[one] for one in sorted(self._spilled)]
-        return BucketTask(
+    def _unit_task(self, unit: Unit) -> UnitTask:
+        return UnitTask(
             self._config,
             self._folder,
-            bucket,
-            num_buckets=sum(one.source == bucket.source for one in self._buckets),
-            units=tuple(unit for unit in spilled if unit.source == bucket.source),
-            proof=self._vocabulary.proof,
+            unit,
+            num_buckets=sum(bucket.source == unit.source for bucket in self._buckets),
         )
 
     def _tell(self) -> None:
@@ -298,7 +296,7 @@ class _Preparation:
         elif stage == "sample":
             self._sampled(index, result)
         elif stage == "train":
-            self._vocabulary.trained(result)
+            self._vocabulary.is_ready = True
         elif stage == "gather":
             self._shards[index] = result
         elif self._buckets:
@@ -414,11 +412,7 @@ class _Preparation:
         return recorded if names <= self._sealed else None
 
     def _check_source(self, index: int) -> None:
-        """Checks that a source has something to train on, once all of it is decided about.
-
-        Raises:
-            InputError: it has not.
-        """
+        """Checks that a source has something to train on, once all of it is decided about."""
         source = self._units[index].source
         if self._last_units[source] != index:
             return
@@ -443,15 +437,14 @@ class _Preparation:
             "in validation_input"
         )
 
-    def _is_given_up(self, index: int) -> bool:
-        return index in self._quarantined and index < self._num_chosen
-
     def _commit_in_order(self) -> None:
         while self._to_commit:
             position, unit = self._to_commit[0]
             if position in self._shards:
                 shards = self._shards.pop(position)
-            elif not self._buckets and self._is_given_up(position):
+            elif (
+                not self._buckets and position in self._quarantined and position < self._num_chosen
+            ):
                 shards = ()
             else:
                 return

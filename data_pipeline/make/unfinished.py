@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from glob import glob
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors
+from ..callables import PYTHON
 from ..errors import PrepareError
 from ..growth import UNFINISHED, go_on
 from ..manifest import (
@@ -21,7 +23,7 @@ from ..manifest import (
     read_manifest,
     shard_name,
 )
-from ..prepare_config import PrepareConfig
+from ..prepare_config import DEFAULT_SOURCE, PrepareConfig, RecordFields
 from ..sources.embedded import EMBEDDED
 from .tasks import SIDES, read_record, unfinished_file, write_record
 from .units import Unit
@@ -43,15 +45,15 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
     if not is_prepared(folder):
         return None
     manifest = read_manifest(folder)
-    if manifest.spec_hash != config.spec_hash:
+    if manifest.header.spec_hash != config.spec_hash:
         raise PrepareError(
             f"{folder} holds data prepared in another way "
-            f"({_difference(manifest.spec, config.spec)}): "
+            f"({_difference(manifest.header.spec, config.spec)}): "
             "choose another folder, or delete this one"
         )
-    if not manifest.complete:
+    if manifest.completion is None:
         return None
-    for url, size in manifest.inputs.items():
+    for url, size in manifest.completion.inputs.items():
         if "://" in url or url == EMBEDDED or not Path(url).exists():
             continue
         if (size_now := Path(url).stat().st_size) != size:
@@ -60,6 +62,67 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
                 "now: choose another folder, or delete this one"
             )
     return manifest
+
+
+def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
+    """Returns a configuration that names files as a folder does, where both lead to the same ones.
+
+    So `texts/*.txt`, its absolute form and the list of its files are one input, whichever of them the
+    folder was begun with.
+    """
+    known = _recorded_spec(folder)
+    sources = {source["name"]: source for source in known.get("sources", ())}
+
+    def words(asked: Sequence[str], there: Any) -> tuple[str, ...]:
+        is_same = there and _led_to(there) == _led_to(asked)
+        return tuple(there) if is_same else tuple(asked)
+
+    def of_source(source: RecordFields, there: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: words(getattr(source, name), there.get(name))
+            for name in ("input", "validation_input")
+        }
+
+    changed: dict[str, Any] = {}
+    if config.sources:
+        changed["sources"] = tuple(
+            source.model_copy(update=of_source(source, sources.get(source.name, {})))
+            for source in config.sources
+        )
+    else:
+        changed = of_source(config, sources.get(DEFAULT_SOURCE, {}))
+    if config.loads_tokenizer and "tokenizer" in known:
+        (changed["tokenizer"],) = words([config.tokenizer], [known["tokenizer"]])
+    if config.decontaminate is not None and known.get("decontaminate"):
+        sets = words(
+            config.decontaminate.evaluation_sets, known["decontaminate"]["evaluation_sets"]
+        )
+        changed["decontaminate"] = config.decontaminate.model_copy(update={"evaluation_sets": sets})
+    return config.model_copy(update=changed)
+
+
+def _recorded_spec(folder: Path) -> dict[str, Any]:
+    """Returns the configuration that a folder was begun with, as far as it says so."""
+    if is_prepared(folder):
+        return read_manifest(folder).header.spec
+    path = folder / UNFINISHED / "plan.json"
+    plan = read_record(path) if path.exists() else None
+    return plan["spec"] if plan else {}
+
+
+def _led_to(names: Sequence[str]) -> list[str]:
+    """Returns the files that names lead to, absolute, by way of no link to a folder."""
+    found = []
+    for name in names:
+        if "://" in name or name == EMBEDDED or name.startswith(PYTHON):
+            found.append(name)
+        else:
+            paths = [] if os.path.exists(name) else sorted(glob(name, recursive=True))
+            found += [
+                os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+                for path in paths or [name]
+            ]
+    return found
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from ...data_pipeline.callables import import_function, is_function_path
-from ...data_pipeline.errors import InputError
+from ...data_pipeline.errors import InputError, ShardError
+from ...data_pipeline.manifest import is_prepared, read_manifest
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.sections import kinds_first, merge, set_value
 from .errors import ConfigError
@@ -29,15 +30,54 @@ def resolve(
         ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
             nearest known one.
     """
-    values = _base_values(name_or_file, recipes)
+    values, given = _base_values(name_or_file, recipes)
+    _take_from_folder(values, given, overrides)
     return _built_with(values, overrides, origin=name_or_file)
 
 
-def _base_values(name_or_file: str, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
-    """Returns the plain values of a recipe or a TOML file."""
+def _base_values(
+    name_or_file: str, recipes: Mapping[str, Callable[[], Config]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the plain values of a recipe or a TOML file, and those that the file itself gives."""
     if name_or_file.endswith(".toml"):
         return _read_toml(Path(name_or_file), recipes)
-    return _recipe_values(name_or_file, recipes, where=name_or_file)
+    values = _recipe_values(name_or_file, recipes, where=name_or_file)
+    return values, values if name_or_file.endswith(".json") else {}
+
+
+def _take_from_folder(
+    values: dict[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
+) -> None:
+    """Sets what the prepared folder `data.directory` knows of itself, where nobody says otherwise.
+
+    It knows all of `prepare`, and the least vocabulary that its tokens need.
+    """
+    asked: dict[str, Any] = {"data": dict(_section(values, "data"))}
+    for override in overrides:
+        if override.partition("=")[0].strip() == "data.directory":
+            _apply(asked, override)
+    directory = asked["data"].get("directory")
+    if not isinstance(directory, str) or not directory or not is_prepared(directory):
+        return
+    try:
+        known = PrepareConfig.of_folder(read_manifest(directory).header)
+    except ShardError as error:
+        raise ConfigError(f"data.directory: {error}") from None
+    if known is None:
+        return
+    said = _section(given, "prepare")
+    values["prepare"] = known.model_dump(mode="json")
+    _choose_input(values, said.keys())
+    values["prepare"] |= said
+    if "vocab_size" not in _section(given, "model"):
+        least = max(known.num_token_ids, _section(values, "model").get("vocab_size", 0))
+        values["model"] = dict(_section(values, "model")) | {"vocab_size": least}
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a section; an empty one for what is none, which is told when all is checked."""
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _recipe_values(
@@ -88,7 +128,7 @@ def resolve_prepare(
     Raises:
         ConfigError: the file cannot be read, or the section is not valid.
     """
-    section = _read_toml(file, recipes).get("prepare", {}) if file else {}
+    section = _read_toml(file, recipes)[0].get("prepare", {}) if file else {}
     if not isinstance(section, dict):
         raise ConfigError(f"{file}: prepare = {section!r} is not a section")
     values = {"prepare": dict(section)}
@@ -112,7 +152,10 @@ class _PrepareAlone(BaseModel):
     prepare: PrepareConfig
 
 
-def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
+def _read_toml(
+    path: Path, recipes: Mapping[str, Callable[[], Config]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of a file upon those of its recipe, and its own alone."""
     try:
         values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -125,13 +168,12 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
         ) from None
     base = values.pop("recipe", None)
     if base is None:
-        return values
+        return dict(values), values
     if not isinstance(base, str):
         raise ConfigError(f"{path}: recipe = {base!r} is not the name of a recipe")
     merged = merge(_recipe_values(base, recipes, where=str(path)), values, KINDS)
-    given = values.get("prepare")
-    _choose_input(merged, given.keys() if isinstance(given, dict) else ())
-    return merged
+    _choose_input(merged, _section(values, "prepare").keys())
+    return merged, values
 
 
 def _choose_input(values: dict[str, Any], given: Collection[str]) -> None:

@@ -10,47 +10,32 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpus import sentences, write_jsonl
-from token_stream import TokenStream
+from meddling import Meddling, NothingToRun, StoppedError, files_of
+from small_corpus import count_of, dropped, sentences, write_jsonl
+from token_stream import documents_of, tokens_of
 
 from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.growth import UNFINISHED
 from moebius.data_pipeline.make.pools import SerialPool
-from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.make.prepare import look_ahead, prepare
 from moebius.data_pipeline.make.units import PrepareProgress
 from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.read.token_store import TokenStore
 from moebius.data_pipeline.sources import embedded
-from moebius.data_pipeline.tokenizers.fast import proof_of
-from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def _texts(folder: Path, split: str) -> list[str]:
     """All documents of a split, decoded, in order."""
     tokenizer = load_tokenizer(folder)
-    store = TokenStream(folder, split)
-    rows = [
-        row
-        for batch in range(store.num_batches)
-        for row in store.read_documents(batch)["tokens"].to_pylist()
-    ]
+    rows = [row["tokens"] for row in documents_of(folder, split)]
     assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
     return [tokenizer.decode(row) for row in rows]
 
@@ -77,13 +62,14 @@ def test_every_document_is_there_once_in_order_and_exact(prepared, corpus):
 
 def test_the_manifest_counts(prepared, corpus):
     manifest = read_manifest(prepared)
-    assert manifest.dropped == {"duplicate": 1, "empty": 1}
-    assert manifest.num_documents("train") + manifest.num_documents("validation") == 3 * 40 - 2
-    assert manifest.num_text_bytes("train") == sum(
+    assert dropped(manifest) == {"duplicate": 1, "empty": 1}
+    assert count_of(manifest, "num_documents") == 3 * 40 - 2
+    assert count_of(manifest, "num_text_bytes", "train") == sum(
         len(text.encode()) for text in _texts(prepared, "train")
     )
-    assert manifest.num_tokens("train") == TokenStream(prepared, "train").num_tokens
-    assert manifest.inputs == {str(path): path.stat().st_size for path in corpus}
+    assert manifest.num_tokens("train") == len(tokens_of(prepared))
+    assert manifest.completion is not None
+    assert manifest.completion.inputs == {str(path): path.stat().st_size for path in corpus}
     assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
     assert 257 < manifest.vocab_size <= 400
 
@@ -102,24 +88,8 @@ def test_only_the_result_is_left(prepared):
 def test_the_second_time_nothing_is_done(prepared, config):
     before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
 
-    class NothingToRun(SerialPool):
-        def submit(self, function, item, /):
-            raise AssertionError("prepared data was prepared again")
-
     assert prepare(config, prepared, pool=NothingToRun()) == read_manifest(prepared)
     assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
-
-
-def test_bytes_tokenizer(config, corpus, tmp_path):
-    raw = PrepareConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
-    manifest = prepare(raw, tmp_path / "d")
-    assert manifest.vocab_size == 257
-    assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(
-        _expected(corpus)
-    )
-    assert manifest.num_tokens("train") == manifest.num_text_bytes(
-        "train"
-    ) + manifest.num_documents("train")
 
 
 def test_text_is_normalised_before_it_is_compared(tmp_path):
@@ -131,7 +101,7 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
     )
     manifest = prepare(config, tmp_path / "d")
     assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
-    assert manifest.dropped == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
+    assert dropped(manifest) == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
 
 
 def test_validation_input_wins_over_train(tmp_path):
@@ -163,16 +133,6 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
         sides.append(set(_texts(tmp_path / name, "validation")))
     assert sides[1] == sides[0] & set(texts[::2])
     assert 35 < len(sides[0]) < 85
-
-
-def test_a_few_documents_still_give_one_to_validation(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    prepare(
-        PrepareConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9),
-        tmp_path / "d",
-    )
-    assert len(_texts(tmp_path / "d", "validation")) == 1
-    assert len(_texts(tmp_path / "d", "train")) == 2
 
 
 def test_the_tokenizer_sees_train_text_only(tmp_path):
@@ -212,21 +172,6 @@ def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_pat
 
 
 # ---- pools and progress
-
-
-class Meddling(SerialPool):
-    """Runs tasks one after another, and does something before each of them."""
-
-    def __init__(self, meddle: Callable[[Any, Any], object]):
-        super().__init__()
-        self._meddle = meddle
-
-    def submit(self, function, item, /):
-        def meddled(item):
-            self._meddle(function, item)
-            return function(item)
-
-        return super().submit(meddled, item)
 
 
 class Last(SerialPool):
@@ -295,24 +240,7 @@ def _each_twice(function, item):
 )
 def test_any_pool_gives_the_same_bytes(config, prepared, tmp_path, pool):
     assert prepare(config, tmp_path / "d", pool=pool) == read_manifest(prepared)
-    assert _files(tmp_path / "d") == _files(prepared)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_workers_are_handed_the_proof_of_the_tokenizer(config, prepared, tmp_path, shuffle):
-    """Whether it was trained or given: each worker would show the same, for 0.1 to 1 s."""
-    for name in ("bpe", str(prepared)):
-        proofs: dict[str, set[str]] = {}
-
-        def note(function, item, proofs=proofs):
-            task = getattr(item, "task", item)
-            proofs.setdefault(function.__name__, set()).add(getattr(task, "proof", ""))
-
-        of_tokenizer = config.model_copy(update={"tokenizer": name, "shuffle_documents": shuffle})
-        prepare(of_tokenizer, tmp_path / Path(name).name, pool=Meddling(note))
-        shown = proof_of((tmp_path / Path(name).name / TOKENIZER_FILE).read_text())
-        stages = ("spill_unit", "gather_bucket") if shuffle else ("tokenise_unit",)
-        assert {stage: proofs[stage] for stage in stages} == {stage: {shown} for stage in stages}
+    assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
 
 
 def test_progress_is_told(config, tmp_path):
@@ -332,14 +260,14 @@ def test_progress_is_told(config, tmp_path):
     assert [event.eta_s is None for event in events if event.done == 0][:5] == [True] * 5
     (source,) = last.sources
     assert (source.name, source.segments, source.quarantined) == ("text", 1, 0)
-    assert source.num_bytes == source.total_bytes == sum(manifest.inputs.values())
+    assert (
+        source.num_bytes
+        == source.total_bytes
+        == sum(path.stat().st_size for path in map(Path, config.input))
+    )
 
 
 # ---- interruptions
-
-
-class _StoppedError(Exception):
-    pass
 
 
 class StoppingAfter(SerialPool):
@@ -351,13 +279,13 @@ class StoppingAfter(SerialPool):
 
     def wait(self):
         if self._left == 0:
-            raise _StoppedError
+            raise StoppedError
         self._left -= 1
         return super().wait()
 
 
 def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> None:
-    found = _files(folder)
+    found = files_of(folder, "**/*")
     assert not [name for name in found if TEMPORARY in name]
     for name, content in found.items():
         if not name.startswith(UNFINISHED):
@@ -367,17 +295,17 @@ def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> N
             TokenStore(folder, "text", segment.number, "train").read(0)
     else:
         with pytest.raises(ShardError, match="holds no prepared data"):
-            TokenStream(folder, "train")
+            read_manifest(folder)
 
 
 @pytest.mark.parametrize("num_tasks", range(10))
 def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
-    reference = _files(prepared)
-    with pytest.raises(_StoppedError):
+    reference = files_of(prepared, "**/*")
+    with pytest.raises(StoppedError):
         prepare(config, tmp_path / "d", pool=StoppingAfter(num_tasks))
     _check_nothing_is_half_valid(tmp_path / "d", reference)
     prepare(config, tmp_path / "d")
-    assert _files(tmp_path / "d") == reference
+    assert files_of(tmp_path / "d", "**/*") == reference
 
 
 class TrainingLast(SerialPool):
@@ -390,7 +318,7 @@ class TrainingLast(SerialPool):
             if self._waiting[0][1].__name__ != "train_task":
                 return super().wait()
             self._waiting.rotate(-1)
-        raise _StoppedError
+        raise StoppedError
 
 
 def test_the_tokenizer_does_not_depend_on_what_an_earlier_run_has_scanned(tmp_path):
@@ -399,11 +327,11 @@ def test_the_tokenizer_does_not_depend_on_what_an_earlier_run_has_scanned(tmp_pa
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", some) for n, some in enumerate(texts)]
     config = PrepareConfig(input=tuple(map(str, paths)), vocab_size=300, validation_fraction=1e-9)
     manifest = prepare(config, tmp_path / "undisturbed")
-    assert manifest.num_documents("validation") == 1
-    with pytest.raises(_StoppedError):
+    assert count_of(manifest, "num_documents", "validation") == 1
+    with pytest.raises(StoppedError):
         prepare(config, tmp_path / "stopped", pool=TrainingLast())
     prepare(config, tmp_path / "stopped")
-    assert _files(tmp_path / "stopped") == _files(tmp_path / "undisturbed")
+    assert files_of(tmp_path / "stopped", "**/*") == files_of(tmp_path / "undisturbed", "**/*")
 
 
 def test_files_that_killed_workers_left_in_a_complete_folder_are_removed(
@@ -417,7 +345,7 @@ def test_files_that_killed_workers_left_in_a_complete_folder_are_removed(
     plan.write_text("a loader is writing this")
     prepare(config, folder)
     plan.unlink()
-    assert _files(folder) == _files(prepared)
+    assert files_of(folder, "**/*") == files_of(prepared, "**/*")
 
 
 def test_failing_at_some_writes(config, prepared, tmp_path, monkeypatch):
@@ -432,7 +360,7 @@ def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
 
 def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
     """The disk fills at the first write, at the second, ... until there was room for all."""
-    reference, tried, survived = _files(prepared), 0, 0
+    reference, tried, survived = files_of(prepared, "**/*"), 0, 0
     for tried, survived in enumerate(at):
         folder = tmp_path / str(survived)
         real, left = getattr(os, call), [survived]
@@ -455,7 +383,7 @@ def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
         _check_nothing_is_half_valid(folder, reference)
         if tried % 5 == 0:
             prepare(config, folder)
-            assert _files(folder) == reference
+            assert files_of(folder, "**/*") == reference
     assert tried >= (3 if call != "link" else 2)
     assert survived < max(at), "there was never room for all"
 
@@ -478,14 +406,14 @@ prepare(PrepareConfig.model_validate_json({config.model_dump_json()!r}), {str(tm
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False)
     assert killed.returncode == 9
-    assert any(TEMPORARY in name for name in _files(tmp_path / "d"))
+    assert any(TEMPORARY in name for name in files_of(tmp_path / "d", "**/*"))
     assert not is_prepared(tmp_path / "d")
     prepare(config, tmp_path / "d")
-    assert _files(tmp_path / "d") == _files(prepared)
+    assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
 
 
 def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
-    with pytest.raises(_StoppedError):
+    with pytest.raises(StoppedError):
         prepare(config, tmp_path / "d", pool=StoppingAfter(9))  # two of three splits are tokenised
     good, bad = (
         tmp_path / "d" / "text.train-00000.tok.arrow",
@@ -496,15 +424,77 @@ def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, 
     prepare(config, tmp_path / "d")
     assert good.stat().st_ino == good_before
     assert bad.stat().st_ino != bad_before
-    assert _files(tmp_path / "d") == _files(prepared)
+    assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
 
 
 def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "d")
     (tmp_path / "d" / UNFINISHED).mkdir()
     prepare(config, tmp_path / "d")
-    assert _files(tmp_path / "d") == _files(prepared)
+    assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
     assert not (tmp_path / "d" / UNFINISHED).exists()
+
+
+# ---- names that lead to the same files
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> Path:
+    """A folder of two files, and a link to it, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / f"texts/{name}.jsonl", sentences(ord(name), 9))
+    (tmp_path / "link").symlink_to("texts")
+    return tmp_path / "texts"
+
+
+FIRST, *OTHERS = (
+    ["texts/*.jsonl"],
+    ["HERE/texts/*.jsonl"],
+    ["texts/a.jsonl", "HERE/texts/../texts/b.jsonl"],
+    ["link/*.jsonl"],
+)
+
+
+def _of(words: list[str], here: Path, **options: Any) -> PrepareConfig:
+    names = tuple(word.replace("HERE", str(here)) for word in words)
+    return PrepareConfig(input=names, **{"tokenizer": "bytes", **options})
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_input_is_the_same_by_any_name_that_leads_there(texts, words):
+    here = texts.parent
+    made = prepare(_of(FIRST, here), here / "d")
+    assert prepare(_of(words, here), here / "d", pool=NothingToRun()) == made
+    assert look_ahead(_of(words, here), here / "d") == made
+    other = ["texts/b.jsonl", "texts/a.jsonl"]
+    with pytest.raises(PrepareError, match=r"text.input: there \['texts/\*.jsonl'\], asked for"):
+        prepare(_of(other, here), here / "d")
+
+
+def test_so_are_a_tokenizer_evaluation_sets_and_the_files_of_a_source(texts):
+    here = texts.parent
+    prepare(_of(FIRST, here, tokenizer="bpe", vocab_size=300), here / "tok")
+    (here / "set.jsonl").write_text(json.dumps({"text": "a b c d e f g h i j k l m n"}) + "\n")
+
+    def named(root: str) -> PrepareConfig:
+        source = {"name": "web", "input": [f"{root}texts/a.jsonl"]}
+        sets = {"evaluation_sets": [f"{root}set.jsonl"]}
+        values = {"tokenizer": f"{root}tok/tokenizer.json", "decontaminate": sets}
+        return PrepareConfig.model_validate({"sources": [source], **values})
+
+    made = prepare(named("./"), here / "d")
+    assert prepare(named(f"{here}/"), here / "d", pool=NothingToRun()) == made
+
+
+def test_a_preparation_goes_on_under_another_name_and_keeps_its_own(texts):
+    here = texts.parent
+    prepare(_of(FIRST, here), here / "undisturbed")
+    with pytest.raises(StoppedError):
+        prepare(_of(FIRST, here), here / "d", pool=StoppingAfter(3))
+    prepare(_of(OTHERS[0], here), here / "d")
+    assert files_of(here / "d") == files_of(here / "undisturbed")
 
 
 # ---- what is refused
@@ -519,21 +509,11 @@ def test_a_folder_of_another_spec(config, prepared):
         prepare(other, prepared)
 
 
-def test_an_unfinished_folder_of_another_spec(config, tmp_path):
-    with pytest.raises(_StoppedError):
-        prepare(config, tmp_path / "d", pool=StoppingAfter(1))
-    with pytest.raises(
-        PrepareError,
-        match=r"unfinished preparation of something else \(vocab_size: there 400, asked",
-    ):
-        prepare(config.model_copy(update={"vocab_size": 500}), tmp_path / "d")
-
-
 def test_a_folder_with_something_else_in_it(config, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(PrepareError, match="is not empty and holds no prepared data"):
         prepare(config, tmp_path)
-    assert _files(tmp_path) == {"thesis.tex": b"years of work"}
+    assert files_of(tmp_path, "**/*") == {"thesis.tex": b"years of work"}
 
 
 def _growing_input(tmp_path) -> tuple[Path, PrepareConfig]:
@@ -555,7 +535,7 @@ def test_input_that_grew_after_it_was_prepared(tmp_path):
 
 def test_input_that_grew_while_it_was_interrupted(tmp_path):
     path, config = _growing_input(tmp_path)
-    with pytest.raises(_StoppedError):
+    with pytest.raises(StoppedError):
         prepare(config, tmp_path / "d", pool=StoppingAfter(1))
     write_jsonl(path, sentences(0, 21))
     with pytest.raises(PrepareError, match="its input files have changed since"):
@@ -636,10 +616,10 @@ def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
     folders = [tmp_path / str(n) for n in range(3)]
     manifests = [prepare(config, folder, pool=Shuffled()) for folder in folders]
     assert manifests[0] == manifests[1] == manifests[2]
-    assert _files(folders[0]) == _files(folders[1]) == _files(folders[2])
-    assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents(
-        "train"
-    ) - manifests[0].num_documents("validation")
+    assert (
+        files_of(folders[0], "**/*") == files_of(folders[1], "**/*") == files_of(folders[2], "**/*")
+    )
+    assert dropped(manifests[0])["duplicate"] == 150 - count_of(manifests[0], "num_documents")
 
 
 def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):

@@ -1,0 +1,124 @@
+"""The sections `data` and `prepare`: what makes no sense is refused, and the hash of `prepare` changes
+with what decides the bytes, and with nothing else.
+"""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.prepare_config import PrepareConfig
+
+
+def _source(name: str = "text", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "input": ["embedded"]} | fields
+
+
+def _two_sources(**changes: Any) -> dict[str, Any]:
+    return {"sources": [_source("web"), _source("code")]} | changes
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"sources": [_source(licence="PSF-2.0")]}, True),
+        ({"input": ("a.txt",)}, False),
+        ({"validation_input": ("v.txt",)}, False),
+        ({"validation_fraction": 0.02}, False),
+        ({"text_field": "content"}, False),
+        ({"source_field": "origin"}, False),
+        ({"tokenizer": "bytes"}, False),
+        ({"tokenizer": "./mine"}, False),
+        ({"vocab_size": 4000}, False),
+        ({"tokenizer_sample_bytes": 1000}, False),
+        ({"batch_tokens": 1000}, False),
+        ({"split_bytes": 1000}, False),
+        ({"segment_tokens": 1000}, False),
+        ({"encoding_faults": "drop"}, False),
+        ({"shuffle_documents": True}, False),
+        ({"sources": [_source(id_field="id")]}, False),
+        ({"sources": [_source(prompt_field="q", answer_field="a")]}, False),
+        ({"sources": [_source("prose")]}, False),
+    ],
+)
+def test_the_spec_hash_covers_what_decides_the_bytes(change: dict[str, Any], same: bool) -> None:
+    found = PrepareConfig.model_validate(change).spec_hash
+    assert (found == PrepareConfig().spec_hash) == same
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "same"),
+    [
+        ({"tokenizer": "bytes"}, {"tokenizer_sample_bytes": 9}, True),
+        ({"validation_input": ("v.txt",)}, {"validation_fraction": 0.5}, True),
+        ({"tokenizer": "hf://our/words"}, {"vocab_size": 50257}, True),
+        ({"tokenizer": "hf://our/words"}, {"end_of_document": "</s>"}, False),
+    ],
+)
+def test_the_spec_hash_ignores_settings_that_do_not_apply(
+    values: dict[str, Any], change: dict[str, Any], same: bool
+) -> None:
+    plain, changed = (PrepareConfig.model_validate(one) for one in (values, values | change))
+    assert (plain.spec_hash == changed.spec_hash) == same
+
+
+def test_input_is_short_for_one_source() -> None:
+    (one,) = PrepareConfig(text_field="body").all_sources
+    assert (one.name, one.input, one.text_field) == ("text", ("embedded",), "body")
+    two = PrepareConfig.model_validate(_two_sources())
+    assert [source.name for source in two.all_sources] == ["web", "code"]
+    assert PrepareConfig.model_validate(two.model_dump()) == two
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokenizer": "bpee"}, "'bpee'"),
+        ({"end_of_document": "</s>"}, "'</s>' is for a tokenizer that exists"),
+        ({"tokenizer": "bytes", "end_of_document": "x"}, "'bytes' has its own"),
+        ({"tokenizer": "bytes", "vocab_size": 512}, r"257 ids.*vocab_size=512"),
+        (_two_sources(input=["a.txt"]), r"input=\['a.txt'\] and 2 sources"),
+        ({"input": []}, r"input=\[\] and 0 sources"),
+        ({"input": [""]}, r"input.0\n  String should have at least 1 character"),
+        (_two_sources(validation_input=["v"]), r"validation_input=\['v'\] beside sources"),
+        (_two_sources(id_field="id"), "id_field beside sources"),
+        ({"sources": [_source("a"), _source("a")]}, "several sources are named 'a'"),
+        ({"sources": [_source("A b")]}, "sources.0.name"),
+        ({"sources": [_source("../x")]}, "sources.0.name"),
+        ({"sources": [_source(input=[])]}, "sources.0.input"),
+        ({"sources": [_source(prompt_field="q")]}, "prompt_field='q' and answer_field=''"),
+        ({"tokeniser": "bpe"}, "tokeniser"),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PrepareConfig.model_validate(values)
+
+
+def test_an_embedding_needs_as_many_ids_as_the_tokenizer_may_have() -> None:
+    assert PrepareConfig().num_token_ids == 8000
+    assert PrepareConfig(tokenizer="bytes").num_token_ids == 257
+
+
+def _stages(*starts: int, **weights: Any) -> dict[str, Any]:
+    return {"stages": [{"at_tokens": start, "weights": weights} for start in starts]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weights": {"web": 0}}, "weights.web"),
+        ({"weights": {"web": "inf"}}, "weights.web"),
+        ({"weights": {"../x": 1}}, "weights"),
+        ({"max_epochs": {"web": -1}}, "max_epochs.web"),
+        (_stages(5, 5, web=1), r"stages begin at \[5, 5\] tokens"),
+        (_stages(5, web=0, code=-1), r"weights \{'web': 0.0, 'code': -1.0\}"),
+        (_stages(5, web="nan"), "stages.0"),
+        ({"targets": "paired", "seq_len": 33}, "set seq_len=34"),
+        ({"sequence_length": 3}, "sequence_length"),
+    ],
+)
+def test_impossible_ways_of_reading_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataConfig.model_validate(values)

@@ -1,0 +1,106 @@
+"""What a prepared folder knows of itself need not be said again to train on it."""
+
+from pathlib import Path
+
+import pytest
+from meddling import NothingToRun
+from small_corpus import sentences, write_jsonl
+
+from moebius.data_pipeline.errors import PrepareError
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.manifest import manifest_name, read_manifest
+from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.train.config.resolve import resolve
+from moebius.train.config.run_config import Config, ConfigError
+from moebius.train.recipes.smoke import RECIPES
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files of text in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / f"texts/{name}.jsonl", sentences(ord(name), 8))
+
+
+def resolved(*overrides: str, name: str = "own_text") -> Config:
+    return resolve(name, ["data.directory=shards", *overrides], RECIPES)
+
+
+def check_is_of(config: Config, folder: str) -> None:
+    """Checks that a run has nothing to prepare, and room for every token."""
+    manifest = prepare(config.prepare, folder, pool=NothingToRun())
+    assert config.model.vocab_size >= manifest.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("made", "vocab_size"),
+    [
+        ({"input": ["texts/*.jsonl"], "tokenizer": "bytes", "text_field": "text"}, 8000),
+        ({"input": ["texts/*.jsonl"], "vocab_size": 9000}, 9000),
+        ({"input": ["texts"], "validation_input": ["texts/b.jsonl"], "tokenizer": "given"}, 8000),
+        (
+            {
+                "sources": [
+                    {"name": "web", "input": ["texts/a.jsonl"], "licence": "CC0-1.0"},
+                    {"name": "books", "input": ["texts/b.jsonl"], "source_field": "x"},
+                ],
+                "tokenizer": "bytes",
+            },
+            8000,
+        ),
+    ],
+)
+def test_the_folder_alone_is_enough(made: dict, vocab_size: int) -> None:
+    if made.get("tokenizer") == "given":
+        prepare(PrepareConfig(input=("texts",), vocab_size=300), "words")
+        made = made | {"tokenizer": "words/tokenizer.json"}
+    prepare(PrepareConfig.model_validate(made), "shards")
+    config = resolved()
+    check_is_of(config, "shards")
+    assert config.model.vocab_size == vocab_size
+    assert [one.licence for one in config.prepare.all_sources] == [
+        one.licence for one in read_manifest("shards").sources
+    ]
+
+
+def test_what_is_said_goes_before_what_the_folder_knows(tmp_path: Path) -> None:
+    prepare(PrepareConfig(input=("texts",), tokenizer="bytes"), "shards")
+    (tmp_path / "mine.toml").write_text(
+        'recipe = "own_text"\n[data]\ndirectory = "shards"\n[model]\nvocab_size = 300\n'
+        '[prepare]\ninput = ["texts"]\nsegment_tokens = 1000\n'
+    )
+    config = resolve("mine.toml", (), RECIPES)
+    assert config.model.vocab_size == 300
+    with pytest.raises(PrepareError, match=r"in another way \(segment_tokens: there \d+, asked"):
+        prepare(config.prepare, "shards")
+    check_is_of(resolve("mine.toml", ["prepare.segment_tokens=268435456"], RECIPES), "shards")
+    with pytest.raises(
+        PrepareError, match=r"\(text.input: there \['texts'\], asked for \['no'\]\)"
+    ):
+        prepare(resolved("prepare.input=['no']").prepare, "shards")
+
+
+@pytest.mark.parametrize("given", ["texts/*.jsonl", "ABSOLUTE/texts/*.jsonl"])
+def test_a_folder_that_was_moved_as_a_whole_is_trained_on(given: str, tmp_path: Path) -> None:
+    given = given.replace("ABSOLUTE", str(tmp_path / "one"))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "texts").rename(tmp_path / "one/texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "one")
+        prepare(PrepareConfig(input=(given,), tokenizer="bytes"), "shards")
+    (tmp_path / "one").rename(tmp_path / "two")
+    config = resolve("own_text", [f"data.directory={tmp_path}/two/shards"], RECIPES)
+    check_is_of(config, config.data.directory)
+
+
+def test_a_damaged_folder_is_one_clear_error() -> None:
+    prepare(PrepareConfig(input=("texts",), tokenizer="bytes"), "shards")
+    Path("shards", manifest_name(0)).write_text("{")
+    with pytest.raises(ConfigError, match=r"data\.directory: .*manifest-000000\.json is damaged"):
+        resolved()
+
+
+def test_a_folder_that_is_not_there_yet_says_nothing() -> None:
+    assert resolved().prepare == RECIPES["own_text"]().prepare
