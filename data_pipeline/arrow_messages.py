@@ -10,6 +10,7 @@ needed are read here (format/Message.fbs and Flatbuffers' "internals" of the two
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -40,16 +41,21 @@ def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.Rec
     Raises:
         ValueError: it is no such message, states larger buffers, or is not consistent in itself.
     """
-    try:
-        opened = pa.ipc.read_message(message)
-        total = sum(_stated_sizes(memoryview(opened.metadata), memoryview(opened.body)))
+    with _one_kind_of_error():
+        total = EncodedBuffers(message).stated_bytes
         if total > max_bytes:
             raise ValueError(f"its buffers ask for {total} bytes, at most {max_bytes} are possible")
-        batch = pa.ipc.read_record_batch(opened, schema)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema)
         batch.validate(full=True)  # offsets inside their columns, text that is UTF-8
-    except (struct.error, IndexError, TypeError, OSError, EOFError) as error:
-        raise ValueError(f"it is no record batch ({error})") from error
     return batch
+
+
+@contextmanager
+def _one_kind_of_error() -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGES as error:
+        raise ValueError(f"it is no record batch ({error})") from error
 
 
 class EncodedBuffers:
@@ -64,13 +70,21 @@ class EncodedBuffers:
         Raises:
             ValueError: it is no such message.
         """
-        try:
+        with _one_kind_of_error():
             opened = pa.ipc.read_message(message)
             self._head = _record_batch(memoryview(opened.metadata))
             self._is_compressed = self._head.table(_COMPRESSION) is not None
             self._body = memoryview(opened.body)
-        except _DAMAGES as error:
-            raise ValueError(f"it is no record batch ({error})") from error
+
+    @property
+    def stated_bytes(self) -> int:
+        """Returns the memory that all buffers take once they are decoded, as the message says.
+
+        Raises:
+            ValueError: one lies outside of the message.
+        """
+        with _one_kind_of_error():
+            return sum(self._stated_size(self._at(*place)) for place in self._head.pairs(_BUFFERS))
 
     def decode(self, number: int, count: int, dtype: np.dtype) -> np.ndarray:
         """Returns the values of a buffer.
@@ -89,33 +103,38 @@ class EncodedBuffers:
             ValueError: it has not the array's size.
         """
         out = array.view(np.uint8)
-        try:
-            data, is_zstd = self._located(number, len(out))
+        with _one_kind_of_error():
+            data = self._at(*self._head.pair(_BUFFERS, number))
+            size = self._stated_size(data)
+            if size != len(out):
+                raise ValueError(f"a buffer states {size} bytes, it must have {len(out)}")
+            is_prefixed = self._is_compressed and len(data) > 0
+            is_zstd = is_prefixed and _SIZE.unpack_from(data)[0] != _NOT_COMPRESSED
+            content = data[_PREFIX_BYTES:] if is_prefixed else data
             # A frame that states its size is decoded in one go, without a window in between.
-            if is_zstd and zstandard.frame_content_size(data) == len(out):
-                size = _decompressor().stream_reader(data).readinto(out)
+            if is_zstd and zstandard.frame_content_size(content) == len(out):
+                size = _decompressor().stream_reader(content).readinto(out)
                 if size != len(out):
                     raise ValueError(f"a buffer ends after {size} of {len(out)} bytes")
             else:
-                raw = _ZSTD.decompress(data, len(out)) if is_zstd else data
+                raw = _ZSTD.decompress(content, len(out)) if is_zstd else content
                 out[:] = np.frombuffer(raw, dtype=np.uint8)
-        except _DAMAGES as error:
-            raise ValueError(f"it is no record batch ({error})") from error
 
-    def _located(self, number: int, expected: int) -> tuple[memoryview, bool]:
-        """Returns the bytes of a buffer, and whether they are to be decompressed."""
-        offset, length = self._head.pair(_BUFFERS, number)
+    def _at(self, offset: int, length: int) -> memoryview:
         most = len(self._body)
         if not 0 <= offset <= offset + length <= most:
             raise ValueError(f"a buffer lies at {offset} to {offset + length} of {most} bytes")
-        data = self._body[offset : offset + length]
-        size = _stated_size(data, self._is_compressed)
-        if size != expected:
-            raise ValueError(f"a buffer states {size} bytes, it must have {expected}")
-        if not self._is_compressed or not length:
-            return data, False
-        (stated,) = _SIZE.unpack_from(data)
-        return data[_PREFIX_BYTES:], stated != _NOT_COMPRESSED
+        return self._body[offset : offset + length]
+
+    def _stated_size(self, data: memoryview) -> int:
+        if not self._is_compressed or not len(data):
+            return len(data)
+        (size,) = _SIZE.unpack_from(data)
+        if size == _NOT_COMPRESSED:
+            return len(data) - _PREFIX_BYTES
+        if size < 0:
+            raise ValueError(f"a buffer states {size} bytes")
+        return size
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
@@ -133,27 +152,6 @@ def _record_batch(head: memoryview) -> "_Table":
     if record_batch is None:
         raise ValueError("it has no head")
     return record_batch
-
-
-def _stated_sizes(head: memoryview, body: memoryview) -> Iterator[int]:
-    """Yields the size in memory of every buffer of a record batch message."""
-    record_batch = _record_batch(head)
-    is_compressed = record_batch.table(_COMPRESSION) is not None
-    for offset, length in record_batch.pairs(_BUFFERS):
-        if not 0 <= offset <= offset + length <= len(body):
-            raise ValueError(f"a buffer lies at {offset} to {offset + length} of {len(body)} bytes")
-        yield _stated_size(body[offset : offset + length], is_compressed)
-
-
-def _stated_size(data: memoryview, is_compressed: bool) -> int:
-    if not is_compressed or not len(data):
-        return len(data)
-    (size,) = _SIZE.unpack_from(data)
-    if size == _NOT_COMPRESSED:
-        return len(data) - _PREFIX_BYTES
-    if size < 0:
-        raise ValueError(f"a buffer states {size} bytes")
-    return size
 
 
 class _Table:
