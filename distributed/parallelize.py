@@ -91,14 +91,11 @@ def _connect(
     *,
     dispatcher: str,
     device: torch.device,
-    check_every: int = 0,
-    ranks_per_node: int | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    check_every: int,
+    ranks_per_node: int | None,
+    timeout_s: float,
 ) -> None:
-    """Gives a model the groups of `mesh`: its dispatchers, and the sums of its balancing losses.
-
-    Arguments as of `build_model`, and collective for the same dispatchers.
-    """
+    """Gives a model the groups of `mesh`: its dispatchers, and the sums of its balancing losses."""
     choice = choose_dispatcher(
         dispatcher,
         mesh.ep_group,

@@ -23,40 +23,18 @@ Legend: U source rows, N routes, P ranks.
 """
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from ...kernels.calls import ROUTES, ROWS, TARGETS
-from ...model.execution.recompute import save_combine, save_decision
+from ...model.execution.recompute import save_decision
 from ...model.moe import Dispatched
 from ...model.routing import Routes
 from .alltoall import RowSharingDispatcher
 from .base import rows_are_equal
-from .dedup_hop import DedupExchange, DedupRows, ExchangeSizes, read_sizes
+from .dedup_hop import DedupExchange, ExchangeSizes, read_sizes
 from .exchange import AllToAll
 from .expert_map import ExpertMap, places
-
-
-@dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way."""
-
-    came: DedupRows
-
-    @property
-    def x_UD(self) -> Tensor:
-        """Waits for the distinct rows."""
-        return self.came.x_UD
-
-    @property
-    def routes(self) -> Routes:
-        """Waits for the routes that read them."""
-        return self.came.routes
-
-    def combine(self, y_TD: Tensor) -> Tensor:
-        """Sends the sums back and adds them up in the order of ranks, (num_targets, D). Collective."""
-        return save_combine(self.came.combine(y_TD))
 
 
 class DedupDispatcher(RowSharingDispatcher):
@@ -79,7 +57,7 @@ class DedupDispatcher(RowSharingDispatcher):
             rows_sent=sum(row[ROWS] for row in sizes.sent),
             routes_served=sum(row[ROUTES] for row in sizes.received),
         )
-        return _Dispatched(came)
+        return came
 
     def _known_sizes(self, exchange: DedupExchange, expert_map: ExpertMap) -> ExchangeSizes | None:
         """Returns the sizes where every token sends the same to every rank; None where that is not

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...kernels.calls import ROUTES, ROWS, TARGETS, Addresses, PackedSends, RowPairs
 from ...kernels.sends import count_sends, gather_pairs, pack_sends, sum_pairs, unpack_sends
+from ...model.execution.recompute import save_combine
 from ...model.routing import Routes
 from .exchange import AsyncCollective, Communicator, Counters
 from .expert_map import ExpertPlaces
@@ -95,8 +96,8 @@ class DedupExchange:
         """
         _ = self._packed
 
-    def start(self, x_UD: Tensor, sizes: ExchangeSizes) -> "DedupRows":
-        """Starts to send rows and routes. Collective."""
+    def start(self, x_UD: Tensor, sizes: ExchangeSizes, *, is_inner: bool = False) -> "DedupRows":
+        """Starts to send rows and routes; `is_inner`: within another exchange. Collective."""
         # First, whether `prepare` was called or not: a recomputed pass must make tensors in the
         # order of the first.
         packed, communicator = self._packed, self.communicator
@@ -107,7 +108,7 @@ class DedupExchange:
             returning = packed.targets.first(sum(row[TARGETS] for row in sizes.sent))
         rows = communicator.all_to_all(rows_MD, *sizes.of(ROWS))
         metadata = communicator.all_to_all(packed.metadata_N4, *sizes.of(ROUTES))
-        return DedupRows(communicator, self.num_slots, sizes, rows, metadata, returning)
+        return DedupRows(communicator, self.num_slots, sizes, rows, metadata, returning, is_inner)
 
     @cached_property
     def _packed(self) -> PackedSends:
@@ -127,6 +128,7 @@ class DedupRows:
     rows: AsyncCollective
     metadata: AsyncCollective
     returning: RowPairs  # of the target rows whose sums come back
+    is_inner: bool  # an outer exchange keeps its sums for a recomputation
 
     @property
     def x_UD(self) -> Tensor:
@@ -146,7 +148,8 @@ class DedupRows:
         """
         sent, received = self.sizes.of(TARGETS)
         back = self.communicator.all_to_all(y_TD, received, sent, is_combine=True)
-        return sum_pairs(back.wait(), self.returning)
+        sums = sum_pairs(back.wait(), self.returning)
+        return sums if self.is_inner else save_combine(sums)
 
     @cached_property
     def _received(self) -> tuple[Tensor, Routes]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...kernels.calls import ROUTES, ROWS
 from ...kernels.sends import count_sends
-from ...model.execution.recompute import save_combine, save_decision
+from ...model.execution.recompute import save_decision
 from ...model.moe import Dispatched
 from ...model.routing import Routes
 from .alltoall import RowSharingDispatcher
@@ -57,7 +57,7 @@ class _Dispatched:
         """Adds up outputs inside the nodes, sends the sums back and adds them up in the order of
         nodes, (num_targets, D). Collective.
         """
-        return save_combine(self.inter.combine(self._intra.combine(y_TD)))
+        return self.inter.combine(self._intra.combine(y_TD))
 
     @property
     def _intra(self) -> Dispatched:
@@ -127,7 +127,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         exchange = DedupExchange(
             self.intra, routes, inside, num_sources=len(x_UD), num_slots=num_slots
         )
-        return exchange.start(x_UD, sizes)
+        return exchange.start(x_UD, sizes, is_inner=True)
 
     def _exchange_sizes(
         self, inter: DedupExchange, on_ranks: ExpertPlaces

@@ -36,16 +36,30 @@ from moebius.model.routing import (
 )
 
 
-def on_ranks(cases: list[tuple[Scene, torch.dtype]]) -> list[dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Passed:
+    """A scene, and the dtypes of the experts and of the rows: in bfloat16 training the residual
+    stream is float32, the experts' weights are not.
+    """
+
+    scene: Scene
+    experts: torch.dtype
+    rows: torch.dtype
+
+    def on(self, layer: SparseLayer, rank: int, ranks: int) -> dict[str, Tensor]:
+        x, experts, weights, grad = merge_for(parts(self.scene, self.rows), ranks)[rank]
+        return forward_backward(layer, x, experts, weights, grad.to(self.experts))
+
+
+def on_ranks(cases: list[Passed]) -> list[dict[str, Tensor]]:
     found = []
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
         share = EXPERTS // process.world_size
-        for scene, dtype in cases:
-            layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
+        for case in cases:
+            layer = SparseLayer(bank(case.experts, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
-            own = merge_for(parts(scene, dtype), process.world_size)[process.rank]
-            found.append(forward_backward(layer, *own))
+            found.append(case.on(layer, process.rank, process.world_size))
     return found
 
 
@@ -53,48 +67,29 @@ def one_group(world_size: int, process) -> Mesh:
     return build_mesh(plan_layout(MeshConfig(ep=world_size), world_size), process)
 
 
-def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
-    """As in bfloat16 training: the residual stream is float32, the experts' weights are not."""
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = one_group(process.world_size, process)
-        share = EXPERTS // process.world_size
-        layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))  # pyright: ignore[reportArgumentType]
-        layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
-        x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[
-            process.rank
-        ]
-        return forward_backward(layer, x, experts, weights, grad.bfloat16())
-
-
-def test_float32_rows_and_bfloat16_experts_are_bitwise_too() -> None:
-    [expected] = run_ranks(on_ranks_with_float32_rows, 1, SCENES["uneven"])
-    results = run_ranks(on_ranks_with_float32_rows, 4, SCENES["uneven"])
-    for key, value in expected.items():
-        assert torch.equal(torch.cat([result[key] for result in results]), value), key
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-def compare_with_one_rank(world_size: int, cases: list[tuple[Scene, torch.dtype]]) -> None:
+def compare_with_one_rank(world_size: int, cases: list[Passed]) -> None:
     by_rank = run_ranks(on_ranks, world_size, cases)
-    for (scene, dtype), *results in zip(cases, *by_rank, strict=True):
-        expected = forward_backward(SparseLayer(bank(dtype)), *merge_for(parts(scene, dtype), 1)[0])  # pyright: ignore[reportArgumentType]
+    for case, *results in zip(cases, *by_rank, strict=True):
+        expected = case.on(SparseLayer(bank(case.experts)), 0, 1)  # pyright: ignore[reportArgumentType]
         for key, value in expected.items():
             joined = torch.cat([result[key] for result in results])
-            assert torch.equal(joined, value), (scene, dtype, key, (joined - value).abs().max())
+            assert torch.equal(joined, value), (case, key, (joined - value).abs().max())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_alltoall_equals_one_rank_bitwise(world_size: int) -> None:
     dtypes = DTYPES if world_size == 4 else DTYPES[:1]
-    compare_with_one_rank(
-        world_size, [(scene, dtype) for scene in SCENES.values() for dtype in dtypes]
-    )
+    cases = [Passed(scene, dtype, dtype) for scene in SCENES.values() for dtype in dtypes]
+    cases.append(Passed(SCENES["uneven"], torch.bfloat16, torch.float32))
+    compare_with_one_rank(world_size, cases)
 
 
 def test_one_expert_per_rank_on_eight_ranks_is_bitwise_too() -> None:
-    compare_with_one_rank(8, [(Scene((5, 0, 7, 3, 9, 1, 4, 6)), dtype) for dtype in DTYPES])
+    scene = Scene((5, 0, 7, 3, 9, 1, 4, 6))
+    compare_with_one_rank(8, [Passed(scene, dtype, dtype) for dtype in DTYPES])
 
 
 PER_EXPERT = 3  # rows of every rank for every expert
