@@ -120,9 +120,14 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         inside = places_in_node(expert_map, x_UD.device, self.intra.num_ranks)
         num_slots = expert_map.slots_P[self.communicator.rank]
         if self.setup.outbox is not None:
-            counters = self.intra.counters
             return start_exchange(
-                self.setup.outbox, counters, x_UD, routes, places=inside, num_slots=num_slots
+                self.setup.outbox,
+                self.intra.counters,
+                x_UD,
+                routes,
+                places=inside,
+                num_slots=num_slots,
+                is_inner=True,
             )
         exchange = DedupExchange(
             self.intra, routes, inside, num_sources=len(x_UD), num_slots=num_slots

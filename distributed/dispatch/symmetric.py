@@ -38,7 +38,7 @@ from ...model.routing import Routes
 from ..symmetric.outbox import Outbox, Plan, ReceivedRows
 from .base import ExpertParallelDispatcher, Setup
 from .exchange import Counters
-from .expert_map import ExpertMap, ExpertPlaces, places
+from .expert_map import ExpertPlaces, places
 
 _PLACE_BYTES = 12  # of a route: slot, row and target
 
@@ -55,7 +55,8 @@ class _Pass:
     counters: Counters
     rows: Tensor  # shape and dtype of the rows, (0, D)
     weight_dtype: torch.dtype
-    counts_rows: bool  # and routes that came
+    # within another exchange, which counts rows and routes and keeps its sums for a recomputation
+    is_inner: bool
     sent: int | None = None
     answered: int | None = None
     # of the backward pass
@@ -83,7 +84,7 @@ class _Pass:
             num_bytes += (rows_sent - rows[own]) * row_bytes
             num_bytes += (sum(routes) - routes[own]) * route_bytes
         self.counters.add(bytes_intra_node=num_bytes)
-        if self.counts_rows:
+        if not self.is_inner:
             self.counters.add(rows_sent=rows_sent, routes_served=num_routes)
 
 
@@ -206,6 +207,7 @@ class _Exchange:
     run: _Pass
     posted: Tensor
     num_slots: int
+    one_per_route: Routes | None = None  # where every route has a row of its own
 
     @property
     def x_UD(self) -> Tensor:
@@ -221,10 +223,16 @@ class _Exchange:
         """Posts one row of answers for every target that came, and adds up what the ranks answer,
         in their order, (num_targets, D).
         """
-        starts_3P1 = self._received[2]
+        starts_3P1, routes = self._received[2], self.one_per_route
         self.run.count(starts_3P1, y_TD)
         posted = _PostAnswers.apply(y_TD, self.run, starts_3P1)
-        return _SumAnswers.apply(posted, self.run)  # pyright: ignore[reportReturnType]
+        answers: Tensor = _SumAnswers.apply(posted, self.run)  # pyright: ignore[reportAssignmentType]
+        if routes is not None:
+            target_N, num_rows = routes.target_N, routes.num_targets
+            answers = sum_rows(
+                answers, None, target_N, num_rows=num_rows, per_row=routes.per_target
+            )
+        return answers if self.run.is_inner else save_combine(answers)
 
     @cached_property
     def _received(self) -> tuple[Tensor, Routes, Tensor]:
@@ -250,50 +258,24 @@ def start_exchange(
     *,
     places: ExpertPlaces,
     num_slots: int,
-    counts_rows: bool = False,
+    is_inner: bool = False,
+    one_per_route: Routes | None = None,
 ) -> Dispatched:
-    """Posts distinct rows, and the routes that read them; counts bytes, and if so asked the rows that
-    set out and the routes that come.
+    """Posts distinct rows, and the routes that read them.
 
     Args:
         places: where every expert is.
         num_slots: of this rank.
+        is_inner: the exchange is within another one.
+        one_per_route: routes each of which has a row of its own, whose answers are added up.
 
     Raises:
         ValueError: a route is out of range.
     """
     plan = outbox.plan(routes, x_UD.shape[0], rank_E=places.rank_E, slot_E=places.slot_E)
-    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], routes.weight_N.dtype, counts_rows)
+    run = _Pass(outbox, plan, counters, x_UD.detach()[:0], routes.weight_N.dtype, is_inner)
     posted: Tensor = _PostRows.apply(x_UD, routes.weight_N, run)  # pyright: ignore[reportAssignmentType]
-    return _Exchange(run, posted, num_slots)
-
-
-@dataclass(frozen=True)
-class _Dispatched:
-    """A pass under way."""
-
-    exchange: Dispatched
-    one_per_route: Routes | None = None  # where every route has a row of its own
-
-    @property
-    def x_UD(self) -> Tensor:
-        """Waits for the dispatched rows and returns them, (U, D)."""
-        return self.exchange.x_UD
-
-    @property
-    def routes(self) -> Routes:
-        """Waits for the routes that read them."""
-        return self.exchange.routes
-
-    def combine(self, y_TD: Tensor) -> Tensor:
-        """Posts the answers, and adds up what the ranks answer, (num_targets, D)."""
-        answers, routes = self.exchange.combine(y_TD), self.one_per_route
-        if routes is not None:
-            target_N, num_rows = routes.target_N, routes.num_targets
-            answers = sum_rows(
-                answers, None, target_N, num_rows=num_rows, per_row=routes.per_target
-            )
-        return save_combine(answers)
+    return _Exchange(run, posted, num_slots, one_per_route)
 
 
 class SymmetricDispatcher(ExpertParallelDispatcher):
@@ -314,14 +296,12 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
         check_counts(routes, routes.num_experts)
         expert_map = self.begin(x_UD, routes)
         self.outbox.check(self.communicator.checking)
-        if not routes.per_expert:
-            return _Dispatched(self._start(x_UD, routes, expert_map))
-        rows_ND = gather_rows(x_UD, None, routes.source_N, per_row=routes.per_source)
-        own_N = torch.arange(len(rows_ND), device=x_UD.device)
-        own = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(rows_ND))
-        return _Dispatched(self._start(rows_ND, own, expert_map), one_per_route=routes)
-
-    def _start(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
+        one_per_route = None
+        if routes.per_expert:
+            one_per_route = routes
+            x_UD = gather_rows(x_UD, None, routes.source_N, per_row=routes.per_source)
+            own_N = torch.arange(len(x_UD), device=x_UD.device)
+            routes = replace(routes, source_N=own_N, target_N=own_N, num_targets=len(x_UD))
         return start_exchange(
             self.outbox,
             self.setup.counters,
@@ -329,5 +309,5 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
             routes,
             places=places(expert_map, x_UD.device),
             num_slots=expert_map.slots_P[self.communicator.rank],
-            counts_rows=True,
+            one_per_route=one_per_route,
         )
