@@ -75,6 +75,8 @@ eval nothere --data eval                        | --data goes with --tasks
 models smok                                     | did you mean smoke?
 config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
 config train.stepz                              | did you mean train.steps?
+config muon                                     | there is no recipe 'muon'; AdamW is the only optimizer
+train smoke lora.r=8                            | has no LoRA; export to Hugging Face and use PEFT
 prepare                                         | arguments are required: --output
 prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
 prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5': it is 'bpe', 'bytes',

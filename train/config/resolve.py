@@ -87,8 +87,10 @@ def _recipe_values(
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
     if not is_function_path(name):
+        answer = suggest(name, ())
+        hint = f"{answer}." if answer else nearest(name, recipes) or "."
         raise ConfigError(
-            f"{where}: there is no recipe {name!r}{nearest(name, recipes)} `moebius models` lists "
+            f"{where}: there is no recipe {name!r}{hint} `moebius models` lists "
             "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 # What other frameworks call things: by our key, or by the answer where there is no such key, the last
 # names of their keys. A dotted name is a whole key.
 _NAMES: Mapping[str, str] = {
+    "moebius pretrains and has no LoRA; export to Hugging Face and use PEFT (docs/train.md)": "lora peft",
     "a sweep is `moebius compare RECIPE --sweep section.key=A,B,… --seeds N`": "sweep seeds",
     "optim.learning_rate": "lr max_lr",
     "optim.final_fraction": "min_lr",
@@ -15,7 +16,7 @@ _NAMES: Mapping[str, str] = {
     "optim.epsilon": "eps",
     "optim.beta1": "betas",
     "optim.clip_norm": "grad_clip max_norm max_grad_norm gradient_clipping",
-    "AdamW is the only optimizer; optim.* are its settings": "optimizer optim.name optim.kind",
+    "AdamW is the only optimizer; optim.* are its settings": "optimizer optim.name optim.kind muon sgd lion adafactor",
     "a cosine with warm-up is the only schedule; optim.* are its settings": "scheduler lr_scheduler",
     "train.global_batch": "bs batch batch_size global_batch_size",
     "train.micro_batch": "micro_batch_size per_device_train_batch_size",
