@@ -277,9 +277,9 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     Raises:
         JobError: there is no job in this folder.
     """
-    if not run_dir.is_dir():
-        raise JobError(f"{run_dir}: there is no such folder")
     entries = Journal(run_dir).entries()
+    if not entries and not run_dir.is_dir():
+        raise JobError(f"{run_dir}: there is no such folder")
     if not entries:
         raise JobError(f"{run_dir}: no job was ever started in this folder (there is no {JOURNAL})")
     current = current_submission(entries)
