@@ -1,10 +1,10 @@
 """Makes, trains and asks models: the half of `import moebius` that needs torch.
 
-    config = moebius.recipe("smoke", "train.steps=40", "job.num_nodes=1", "mesh.dp_replicate=1")
-    model = moebius.build(config)                   # untrained, in this process
-    status = moebius.fit(config, "runs/mine")       # prepares the data, starts the ranks, waits
+    config = moebius.recipe("smoke", "job.num_nodes=1", "mesh.dp_replicate=1")
+    model = moebius.build(config)          # untrained, in this process
+    moebius.fit(config, "runs/mine")       # prepares the data, starts the ranks, waits
     print(moebius.evaluate("runs/mine"))
-    trained = moebius.load("runs/mine")
+    trained = moebius.load("runs/mine")    # .model, .tokenizer, .config, .step
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
 
