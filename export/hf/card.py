@@ -29,7 +29,7 @@ A language model of {total:,} parameters, {active:,} of them active for a token,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
 inputs = tokenizer(["Once upon a time", "The band"], return_tensors="pt", padding=True)
 print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=50)))
 ```

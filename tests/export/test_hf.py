@@ -316,9 +316,10 @@ def test_the_card_says_what_the_run_knows(exported: Path) -> None:
         "| bands | CC0-1.0 |",
         "| blimp | acc | 0.6250 | – | 1040 | 3 | 2 |",
         "context: 20, is_subset: True, too_long: fail",
-        "trust_remote_code=True",
     ):
         assert words in said, words
+    loads = said.count(".from_pretrained(")  # one that does not trust asks, and waits for an answer
+    assert loads == said.count(", trust_remote_code=True)") == 2
     assert "piqa" not in said  # its scores are of another step
     assert str(exported.parent) not in said
 
