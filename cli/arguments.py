@@ -51,7 +51,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="RECIPE|FILE.toml",
-        help="`moebius models` lists the recipes; a run's config.json will do, too",
+        help="a recipe (`moebius models` lists them), a TOML file, or a run's config.json",
     )
     add_overrides(parser)
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.key=value") -> None:
     """Declares the single values of a configuration that a command changes."""
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar=metavar, help="single values to change"
+        "overrides", nargs="*", default=[], metavar=metavar, help="values to change"
     )
 
 
@@ -76,7 +76,8 @@ def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-unauthenticated",
         action="store_true",
-        help="use a cluster on the network that asks for no token: whoever reaches it runs code in it",
+        help="use a network cluster that asks for no token: anyone who reaches it can run code "
+        "in it",
     )
 
 

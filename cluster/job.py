@@ -281,7 +281,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
     if not entries and not run_dir.is_dir():
         raise JobError(f"{run_dir}: there is no such folder")
     if not entries:
-        raise JobError(f"{run_dir}: no job was ever started in this folder (there is no {JOURNAL})")
+        raise JobError(f"{run_dir}: no job was started in this folder (it has no {JOURNAL})")
     current = current_submission(entries)
     last = current[-1]
     silent_s = None
@@ -311,7 +311,7 @@ def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]
         return last.state, last.reason
     return (
         State.LOST,
-        f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for "
+        f"was {last.state} ({last.reason}); its supervisor has sent no heartbeat for "
         f"{silent_s:.0f} s",
     )
 
@@ -362,15 +362,15 @@ def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda w
         before_s, silent_s = silent_s, watch.silent_s()
         if silent_s < before_s:
             raise JobError(
-                f"{run_dir}: a job is already at work here ({status.state}, generation "
-                f"{status.generation}): end it with `moebius stop`, or choose another run folder"
+                f"{run_dir}: a job is already running here ({status.state}, generation "
+                f"{status.generation}): stop it with `moebius stop`, or choose another run folder"
             )
         if not told and silent_s > _USUAL_SILENCE_S:
             told = True
             tell(
-                f"{run_dir}: a job was at work here {silent_s:.0f} s ago ({status.state}); if it gives "
-                f"no sign of life for another {liveness.LOST_AFTER_S - silent_s:.0f} s, it is taken "
-                "for dead and the folder is free"
+                f"{run_dir}: a job was running here {silent_s:.0f} s ago ({status.state}); "
+                f"without a heartbeat for another {liveness.LOST_AFTER_S - silent_s:.0f} s, it "
+                "counts as dead and the folder is free"
             )
 
 

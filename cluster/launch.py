@@ -78,7 +78,7 @@ def begin_job(
     code = record_environment(Path(launch.run_dir), shipment)
     if scale is None:
         return begin_submission(launch, **code)
-    note = f"; goes on with {scale.num_nodes} node(s), as `moebius scale` asked before"
+    note = f"; continues with {scale.num_nodes} node(s), as requested with `moebius scale`"
     begin_submission(launch, note=note, **code)
     write_request(Path(launch.run_dir), scale)
 

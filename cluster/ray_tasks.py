@@ -114,7 +114,7 @@ def _result(reference: Any) -> Any:
     except RayTaskError as error:
         return _cause(error)
     except (NodeDiedError, OutOfMemoryError, TaskCancelledError) as error:
-        return WorkerKilledError(f"its process was ended by Ray ({type(error).__name__})")
+        return WorkerKilledError(f"Ray ended its process ({type(error).__name__})")
     except RayError as error:  # Ray does not say what a worker died of
         return WorkerDiedError(f"its process died ({type(error).__name__})")
 

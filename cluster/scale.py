@@ -48,16 +48,16 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
     status = read_status(run_dir)
     if status.state.is_final:
         raise JobError(
-            f"{run_dir}: the job has ended ({status.state}); `moebius resume {run_dir} "
-            f"job.num_nodes={num_nodes}` goes on with {num_nodes} node(s)"
+            f"{run_dir}: the job has ended ({status.state}); continue it on {num_nodes} node(s) "
+            f"with `moebius resume {run_dir} job.num_nodes={num_nodes}`"
         )
     if _where(run_dir) == THIS_MACHINE:
         raise JobError(
-            f"{run_dir}: the job runs on one machine, without a cluster; stop it, and `moebius "
-            "resume` it on one"
+            f"{run_dir}: the job runs on one machine without a cluster: stop it, then `moebius "
+            "resume` it on a cluster"
         )
     if num_nodes < 1:
-        raise JobError(f"a job has at least 1 node, got {num_nodes}")
+        raise JobError(f"a job needs at least 1 node, got {num_nodes}")
     layouts = _layouts(run_dir, num_nodes)
     request = ScaleRequest(num_nodes, layouts)
     write_request(run_dir, request)
@@ -105,8 +105,8 @@ def scale_requested(run_dir: Path) -> ScaleRequest | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise JobError(
-            f"{path}: is damaged ({error}): remove it, and say how many nodes the job is to have "
-            f"(`moebius resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"
+            f"{path} is damaged ({error}): remove it, and set the number of nodes (`moebius "
+            f"resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"
         ) from None
 
 

@@ -191,7 +191,7 @@ def make_shipment(wheel: Path | None, into: Path) -> Shipment:
         raise JobError(f"--ship {wheel}: cannot be read ({error})") from None
     folder = into / "unpacked" / PACKAGE
     if not (folder / "__init__.py").is_file():
-        raise JobError(f"--ship {wheel}: there is no package {PACKAGE!r} in it")
+        raise JobError(f"--ship {wheel}: contains no package {PACKAGE!r}")
     return Shipment(folder, wheel.name, hashlib.sha256(data).hexdigest())
 
 
@@ -205,8 +205,8 @@ def build_wheel(into: Path) -> Path:
     """
     if not (ROOT / "pyproject.toml").is_file():
         raise JobError(
-            f"{ROOT} is an installed package, no checkout, and no wheel can be built from it: give "
-            "the one that it was installed from (--ship FILE)"
+            f"{ROOT} is an installed package, not a checkout, so no wheel can be built from it: "
+            "pass the wheel that it was installed from (--ship FILE)"
         )
     into.mkdir(parents=True)
     source = into / "source"
@@ -228,8 +228,8 @@ def build_wheel(into: Path) -> Path:
     if done.returncode or not built:
         said = (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise JobError(
-            "the wheel cannot be built here (it needs pip and setuptools; or give --ship FILE): "
-            + " ".join(said)
+            "the wheel cannot be built here (this needs pip and setuptools; or pass --ship "
+            "FILE): " + " ".join(said)
         )
     return built[0]
 

@@ -48,7 +48,7 @@ def stop(
     liveness = LivenessWatch(run_dir)
     while not (status := read_status(run_dir, liveness=liveness)).state.is_final:
         if liveness.is_given_up():
-            raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
+            raise JobError(f"{run_dir}: {status.reason}, so no process can stop it")
         if time.monotonic() > deadline:
             raise JobError(
                 f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` "

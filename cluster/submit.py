@@ -83,10 +83,7 @@ def submit(
         DataError: the data cannot be prepared.
     """
     if detach and address is None:
-        raise JobError(
-            "a simulated cluster ends with this command: to leave a job alone, give the address of "
-            "a real one"
-        )
+        raise JobError("--detach needs --address: a simulated cluster ends with this command")
     require_ray()
     console = console or Console()
     run_dir = run_dir.absolute()

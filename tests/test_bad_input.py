@@ -178,7 +178,7 @@ def test_an_archive_that_cannot_be_opened(
 @pytest.mark.parametrize("workers", ["-1", "0"])
 def test_a_number_of_workers_below_one(workers: str, text: Path, moebius: Command) -> None:
     words = ["prepare", "--output", "shards", "--workers", workers]
-    assert_refused(moebius, words, f"--workers {workers}: at least 1")
+    assert_refused(moebius, words, f"--workers {workers}: must be at least 1")
 
 
 def make_empty(text: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_run_folder_without_write_permission(
         ("train smokee", "did you mean smoke?"),
         ("models smokee", "did you mean smoke?"),
         ("models nowhere.toml", "nowhere.toml: cannot be read"),
-        ("submit smoke --detach", "--address|address of a real one"),
+        ("submit smoke --detach", "--detach needs --address"),
     ],
 )
 def test_what_is_not_there(

@@ -95,7 +95,7 @@ def test_a_killed_rank_leaves_no_trace_in_the_curve(
     assert status.root_cause is not None
     assert status.root_cause.on_purpose
     assert "killed on purpose" in said
-    assert "went on from the checkpoint of step" in said
+    assert "continued from the checkpoint of step" in said
 
 
 def test_the_journal_tells_the_story(disturbed: tuple[Path, str]) -> None:

@@ -39,7 +39,7 @@ def list_table(path: Path) -> Table:
         with suppress(FileNotFoundError):  # deleted as an old one by its run, which goes on
             table.add_row(*_row(checkpoint, is_of_run=bool(own)))
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
-        words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
+        words = Text(f"{unfinished.name}: being written, or abandoned", style="yellow")
         with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
             table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
     for aside, why in list_set_aside(path / "checkpoints"):
@@ -60,7 +60,9 @@ def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
         layout, step = meta.layout, str(meta.step)
         ranks = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
         if is_of_run and checkpoint.name != step_name(meta.step):
-            problems.append(f"is called {checkpoint.name}, by which a run goes: was it renamed?")
+            problems.append(
+                f"is called {checkpoint.name}, not {step_name(meta.step)}: was it renamed?"
+            )
     except CorruptCheckpointError as error:
         problems = [str(error)]
     state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")

@@ -62,7 +62,7 @@ def _add_verify(actions: Commands) -> None:
         text,
         examples=["ckpt verify runs/mine", "ckpt verify runs/mine --step 2000"],
     )
-    _add_checkpoint_argument(parser, "RUN without --step: all of its checkpoints")
+    _add_checkpoint_argument(parser, "Without --step, verifies every checkpoint of RUN.")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -102,19 +102,19 @@ def _add_export(actions: Commands) -> None:
             "ckpt export runs/mine --format hf --out exported",
         ],
     )
-    _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
+    _add_checkpoint_argument(parser, "Without --step, exports the newest checkpoint of RUN.")
     _add_out_argument(parser)
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
         default="fp32",
-        help="of what enters matrix products; the rest is fp32",
+        help="dtype of weights that enter matrix products; the others are fp32",
     )
     parser.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="of one file: 5GB, 500MB, 2GiB (5GB)",
+        help="largest size of a file: 5GB, 500MB, 2GiB (default: 5GB)",
     )
     parser.add_argument(
         "--format",
@@ -125,7 +125,7 @@ def _add_export(actions: Commands) -> None:
     parser.add_argument(
         "--no-tokenizer",
         action="store_true",
-        help="with --format hf: leave the tokenizer out",
+        help="with --format hf: omit the tokenizer",
     )
 
 
@@ -152,7 +152,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _add_import(actions: Commands) -> None:
-    text = "make a run of published MoEUT weights, to evaluate, write with or train on"
+    text = "turn published MoEUT weights into a run that you can evaluate, sample from or train"
     parser = add_command(
         actions,
         "import",
@@ -161,15 +161,15 @@ def _add_import(actions: Commands) -> None:
         examples=[
             "ckpt import moeut_244m.pth moeut_244m --out runs/published prepare.tokenizer=c4.model",
         ],
-        notes="A .pth is read with weights_only=True: nothing that it holds is run.",
+        notes="A .pth file is read with weights_only=True, so no code in it runs.",
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a file of torch.save, or .safetensors"
+        "file", type=Path, metavar="FILE", help="a file saved by torch.save, or .safetensors"
     )
     parser.add_argument(
         "name",
         metavar="RECIPE|FILE.toml",
-        help="whose model it is; `moebius models` lists the recipes",
+        help="the model's recipe; `moebius models` lists the recipes",
     )
     add_overrides(parser)
     _add_out_argument(parser)
@@ -178,7 +178,7 @@ def _add_import(actions: Commands) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave out keys like this (* and ?); may be given again",
+        help="ignore keys that match this pattern (* and ?); can be repeated",
     )
 
 

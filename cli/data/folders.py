@@ -44,7 +44,7 @@ def _add_ls(actions: Commands) -> None:
         nargs="*",
         type=Path,
         metavar="DATA",
-        help=f"prepared folders, or folders of some, two levels deep ({RUNS})",
+        help=f"prepared folders, or folders that contain some, two levels deep ({RUNS})",
     )
 
 

@@ -39,10 +39,10 @@ def add_peek(actions: Commands) -> None:
         type=int,
         default=_ROWS,
         metavar="N",
-        help=f"so many from all over the split (default: {_ROWS})",
+        help=f"number of rows, spread over the split (default: {_ROWS})",
     )
     parser.add_argument(
-        "--step", type=int, metavar="T", help="every sample of a step of the run, from 1 on"
+        "--step", type=int, metavar="T", help="show every sample of this step of the run, from 1"
     )
 
 
@@ -64,12 +64,12 @@ def _rows(options: argparse.Namespace) -> "list[DecodedRow]":
     from ...train.config.run_config import Config
 
     if options.rows < 1:
-        raise ValueError(f"--rows {options.rows}: at least 1")
+        raise ValueError(f"--rows {options.rows}: must be at least 1")
     folder = data_folder(options.path)
     tokenizer = prepared_tokenizer(folder)
     if folder == options.path:
         if options.step is not None:
-            raise ValueError(f"--step {options.step}: {folder} is no run, so it has no steps")
+            raise ValueError(f"--step {options.step}: {folder} is not a run, so it has no steps")
         return peek_split(DataConfig(directory=str(folder)), options.split, options.rows, tokenizer)
     config = Config.load(options.path / "config.json")
     if options.step is None:

@@ -46,7 +46,8 @@ def add_commands(commands: Commands) -> None:
         "--config",
         type=Path,
         metavar="FILE.toml",
-        help="its [prepare] table says what is made: sources, filters, tokenizer; a run's file will do",
+        help="file with a [prepare] table: sources, filters, tokenizer; a run's configuration "
+        "works, too",
     )
     parser.add_argument(
         "--input",
@@ -66,23 +67,21 @@ def add_commands(commands: Commands) -> None:
         "file, its folder, or hf://owner/name",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes; 1: this one alone"
+        "--workers", type=int, default=1, metavar="N", help="number of processes; 1: only this one"
     )
     parser.add_argument(
         "--ray",
         action="store_true",
-        help="the workers are Ray tasks, of a cluster started for them",
+        help="run the workers as Ray tasks, on a cluster started for them",
     )
-    parser.add_argument(
-        "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
-    )
+    parser.add_argument("--address", metavar="ADDRESS", help="run the workers on this Ray cluster")
     add_unauthenticated(parser)
     parser.add_argument(
         "--on-poison",
         choices=["auto", "fail", "quarantine"],
         default="auto",
-        help="input that cannot be prepared: leave it out and go on, or fail; auto: leave out what "
-        "crashes, fail at what you can mend",
+        help="input that cannot be prepared: skip it, or fail; auto: skip what crashes, fail on "
+        "errors that you can fix",
     )
 
 
@@ -96,7 +95,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from .folders import print_folders
 
     if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: at least 1")
+        raise ValueError(f"--workers {options.workers}: must be at least 1")
     config, directory = prepare_config(options), options.output.absolute()
     if options.address is not None or options.ray:
         from ...cluster.prepare_data import prepare_on_cluster

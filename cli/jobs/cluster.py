@@ -20,7 +20,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "cluster",
         lambda options: 2,  # argparse asks for one of the actions below
-        "simulated clusters on this machine that stay between commands",
+        "manage simulated clusters on this machine that outlive a command",
         examples=["cluster up --simulate 4", "cluster up", "cluster down"],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -33,23 +33,23 @@ def _add_up(actions: Commands) -> None:
         actions,
         "up",
         _up,
-        "start a simulated cluster that stays, unless it is up; show its nodes and jobs",
+        "start a simulated cluster that outlives the command, or show those that are up",
         examples=[
             "cluster up --simulate 4",
             "cluster up",
             "cluster up --add-node",
             "cluster up mine --simulate 2 --cpus-per-node 8",
         ],
-        notes="Without --simulate it shows the clusters that are up. Exit code: 0, or 2 where there "
-        "is no such cluster, or it cannot be started",
+        notes="Without --simulate, shows the clusters that are up. Exit code: 0, or 2 if there is "
+        "no such cluster or it cannot be started",
     )
     parser.add_argument("cluster", nargs="?", metavar="NAME", help="default: the only one")
-    parser.add_argument("--simulate", type=int, metavar="N", help="pretended nodes (1 to 250)")
+    parser.add_argument("--simulate", type=int, metavar="N", help="simulated nodes (1 to 250)")
     parser.add_argument(
-        "--cpus-per-node", type=int, default=4, metavar="C", help="that each claims; default: 4"
+        "--cpus-per-node", type=int, default=4, metavar="C", help="CPUs of each; default: 4"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=0, metavar="G", help="of this machine's; default: 0"
+        "--gpus-per-node", type=int, default=0, metavar="G", help="GPUs of each; default: 0"
     )
     parser.add_argument("--add-node", action="store_true", help="add a node to one that is up")
     parser.add_argument(
@@ -72,7 +72,7 @@ def _up(options: argparse.Namespace) -> int:
     for cluster in clusters:
         _show(cluster, as_json=options.json)
     if not clusters and not options.json:
-        print("no simulated cluster is up; `moebius cluster up --simulate 4` starts one")
+        print("no simulated cluster is up; start one with `moebius cluster up --simulate 4`")
     return 0
 
 
@@ -84,11 +84,11 @@ def _start(options: argparse.Namespace) -> "StandingCluster":
     if found := [cluster for cluster in list_clusters() if cluster.name == name]:
         return found[0]
     if not 1 <= options.simulate <= MOST_NODES:
-        raise ValueError(f"--simulate {options.simulate}: 1 to {MOST_NODES}")
+        raise ValueError(f"--simulate {options.simulate}: must be 1 to {MOST_NODES}")
     if options.cpus_per_node < 1 or options.gpus_per_node < 0:
         raise ValueError(
             f"--cpus-per-node {options.cpus_per_node}, --gpus-per-node {options.gpus_per_node}: "
-            "at least 1 and 0"
+            "must be at least 1 and 0"
         )
     return start_cluster(
         options.simulate,
@@ -111,7 +111,7 @@ def _show(cluster: "StandingCluster", *, as_json: bool) -> None:
         size = f"{node['cpus']} CPUs, {node['gpus']} GPUs"
         print(f"  node {node['node']}  {node['address']}  {size}  {node['state']}")
     for run in told["runs"]:
-        print(f"  at work: {run}")
+        print(f"  running: {run}")
     print(f"  moebius submit RECIPE --address {SCHEME}:{cluster.name}")
     print(f"  moebius cluster down {cluster.name}")
 
@@ -123,15 +123,17 @@ def _add_down(actions: Commands) -> None:
         _down,
         "end a simulated cluster and everything in it, or one of its nodes",
         examples=["cluster down", "cluster down mine --force", "cluster down --node 1"],
-        notes="exit code: 0, or 2 where there is no such cluster or node, or jobs are at work in it",
+        notes="exit code: 0, or 2 if there is no such cluster or node, or if jobs are running in "
+        "it",
     )
     parser.add_argument("cluster", nargs="?", metavar="NAME", help="default: the only one")
-    parser.add_argument("--force", action="store_true", help="even if jobs are at work in it")
+    parser.add_argument("--force", action="store_true", help="even if jobs are running in it")
     parser.add_argument(
         "--node",
         type=int,
         metavar="N",
-        help="this node alone, as a power cut ends it: its raylet and all below; 0 is the head",
+        help="kill only this node, like a power cut: its raylet and every process below it; not "
+        "node 0, the head",
     )
 
 
@@ -142,7 +144,7 @@ def _down(options: argparse.Namespace) -> int:
     cluster = find_cluster(options.cluster)
     if options.node is not None:
         told = cluster.ask("kill-node", node=options.node)
-        print(f"node {options.node} is gone, with {told['processes']} processes")
+        print(f"killed node {options.node} with {told['processes']} processes")
         return 0
     end_cluster(cluster, force=options.force)
     print(f"simulated cluster {cluster.name!r} is down")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ...train.config.run_config import Config
 
 ENDS = (
-    "exit code: 0 where the job SUCCEEDED or was STOPPED, 75 where it was PREEMPTED, 1 where it has "
-    "FAILED or is LOST, 2 where it could not be begun"
+    "exit code: 0 if the job SUCCEEDED or was STOPPED, 75 if it was PREEMPTED, 1 if it FAILED "
+    "or is LOST, 2 if it could not start"
 )
 
 
@@ -41,7 +41,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    text = "train on this machine, without Ray: torchrun's agent and its ranks"
+    text = "train on this machine without Ray, under torchrun's agent"
     parser = add_command(
         commands,
         "train",
@@ -80,18 +80,19 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help='a running Ray cluster; "auto"; "simulated[:NAME]" of `moebius cluster up`; default: '
-        "simulate one for this job",
+        help='a Ray cluster: HOST:PORT of its head, "auto", or "simulated[:NAME]" of '
+        "`moebius cluster up`; default: simulate one for this job",
     )
     parser.add_argument(
-        "--detach", action="store_true", help="return once the supervisor is up (with --address)"
+        "--detach", action="store_true", help="return once the supervisor runs (needs --address)"
     )
     parser.add_argument(
         "--ship",
         nargs="?",
         const="",
         metavar="WHEEL",
-        help="make the nodes run this wheel's code, whatever they have; default: this checkout's",
+        help="run this wheel's code on the nodes, whatever they have installed; default: a wheel "
+        "of this checkout",
     )
     add_unauthenticated(parser)
 
@@ -101,7 +102,7 @@ def _add_resume(commands: Commands) -> None:
         commands,
         "resume",
         _resume,
-        "submit a run again, as it is configured, from its newest checkpoint",
+        "continue a run from its newest checkpoint, with its own configuration",
         examples=[
             "resume runs/mine",
             "resume runs/mine train.steps=20000 --address auto --detach",
@@ -166,13 +167,13 @@ def _resume(options: argparse.Namespace) -> int:
     step = report.status.step
     if report.status.state is State.SUCCEEDED and step is not None and step >= config.train.steps:
         raise JobError(
-            f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; to "
-            f"go on, ask for more: train.steps={2 * config.train.steps}"
+            f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; "
+            f"to continue, raise it: train.steps={2 * config.train.steps}"
         )
     scale = request_to_keep(run_dir, config, options.overrides)
     print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
     if scale is not None:
-        print(f"on {scale.num_nodes} node(s), as `moebius scale` asked before", flush=True)
+        print(f"on {scale.num_nodes} node(s), as requested with `moebius scale`", flush=True)
     return _submit_to(options, config, run_dir, scale)
 
 
@@ -182,7 +183,7 @@ def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
 
     stored = run_dir / "config.json"
     if not stored.is_file():
-        raise JobError(f"{run_dir}: there is no config.json to go on with")
+        raise JobError(f"{run_dir}: has no config.json to continue from")
     config = resolve_config(str(stored), overrides)
     config.check_world(config.world_size)
     return config
@@ -190,8 +191,8 @@ def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
 
 def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
     if checkpoint is None:
-        return "there is no checkpoint; begins at the beginning"
-    return f"goes on from the checkpoint of step {checkpoint:,}, to step {config.train.steps:,}"
+        return "has no checkpoint; starts from the beginning"
+    return f"continues from the checkpoint of step {checkpoint:,}, to step {config.train.steps:,}"
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
@@ -207,19 +208,19 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
 
 
 def _add_scale(commands: Commands) -> None:
-    text = "let a run go on with another number of nodes, from the next step boundary on"
+    text = "continue a run on another number of nodes from the next step boundary"
     parser = add_command(
         commands,
         "scale",
         _scale,
         text,
         examples=["scale runs/mine 2"],
-        notes="It returns at once; if the cluster has fewer nodes, the run goes on as it is until "
-        "there are more. Exit code: 0 it was asked for, 2 no such run, it has ended, or the run "
-        "cannot be divided so.",
+        notes="Returns at once. If the cluster has too few nodes, the run continues unchanged "
+        "until there are more. Exit code: 0 if the request was recorded, 2 if there is no "
+        "such run, it has ended, or it does not fit this number of nodes.",
     )
     add_run_argument(parser)
-    parser.add_argument("num_nodes", type=int, metavar="N", help="how many nodes")
+    parser.add_argument("num_nodes", type=int, metavar="N", help="number of nodes")
 
 
 def _scale(options: argparse.Namespace) -> int:
@@ -228,25 +229,26 @@ def _scale(options: argparse.Namespace) -> int:
 
     request_scale(options.run_dir, options.num_nodes)
     print(
-        f"{options.run_dir}: asked for {options.num_nodes} node(s); `moebius watch` shows the rest"
+        f"{options.run_dir}: {options.num_nodes} node(s) requested; follow the change with "
+        "`moebius watch`"
     )
     return 0
 
 
 def _add_stop(commands: Commands) -> None:
-    text = "end a run at a step boundary, with a checkpoint"
+    text = "end a run at the next step boundary, with a checkpoint"
     parser = add_command(
         commands,
         "stop",
         _stop,
         text,
         examples=["stop runs/mine", "stop runs/mine --now"],
-        notes="exit code: 0 once the job has ended, 2 where there is none or it does not end",
+        notes="exit code: 0 once the job has ended, 2 if there is none or it does not end",
     )
     add_run_argument(parser)
-    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
     parser.add_argument(
-        "--preempt", action="store_true", help="call it PREEMPTED: the machines are taken away"
+        "--preempt", action="store_true", help="end as PREEMPTED: the machines are taken away"
     )
 
 

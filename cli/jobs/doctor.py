@@ -22,25 +22,26 @@ def add_commands(commands: Commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "check this machine, or a whole cluster, before a job is started",
+        "check this machine or a whole cluster before you start a job",
         examples=[
             "doctor",
             "doctor --address auto --run-dir /shared/runs --links links.json",
             "doctor --address simulated --json",
             "doctor --gpu",
         ],
-        notes="exit code: 0, or 1 where a check fails, or 2 where it cannot be made",
+        notes="exit code: 0, 1 if a check fails, 2 if the checks cannot run",
     )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help='check every node of a Ray cluster; "auto"; "simulated[:NAME]"; default: this machine',
+        help='check every node of a Ray cluster: HOST:PORT of its head, "auto", or '
+        '"simulated[:NAME]"; default: this machine',
     )
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="instead: every kernel against plain PyTorch, a CUDA graph and NCCL on this machine's GPUs, in "
-        "under a minute",
+        help="check only this machine's GPUs, in under a minute: every kernel against plain "
+        "PyTorch, and NCCL",
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", default=RUNS, help=f"where runs go; default: {RUNS}/"
@@ -59,7 +60,7 @@ def _doctor(options: argparse.Namespace) -> int:
     findings: list[Finding]
     if options.gpu:
         if options.address is not None or options.links is not None:
-            raise ValueError("--gpu is of this machine, and does not go with --address or --links")
+            raise ValueError("--gpu checks this machine: omit --address and --links")
         from ...cluster.check.doctor import look_at_gpus
 
         findings, links = look_at_gpus(), None

@@ -30,7 +30,7 @@ def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
 def emit(options: argparse.Namespace) -> int:
     """Carries out `moebius submit --emit`."""
     if options.address is not None or options.detach:
-        raise ValueError("--emit starts nothing: leave out --address and --detach")
+        raise ValueError("--emit starts nothing: omit --address and --detach")
     settings = _settings(options)
     make = _kuberay if options.emit == "kuberay" else _slurm
     print(make(options, settings), end="")
@@ -50,7 +50,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
             settings[key] = value
     cpus = settings.get("cpus_per_rank", "4")
     if not cpus.isdecimal() or int(cpus) < 1:
-        raise ValueError(f"--with cpus_per_rank={cpus}: at least 1")
+        raise ValueError(f"--with cpus_per_rank={cpus}: must be at least 1")
     return settings | {"cpus_per_rank": int(cpus)}
 
 

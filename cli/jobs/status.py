@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _WIDTH_OF_A_PIPE = 10_000  # whoever reads it has room
 EXIT_CODES = (
-    "exit code: 0 where the run goes on or ended well, 75 where it was PREEMPTED, 1 where it has "
-    "FAILED or is LOST, 2 where there is no such run"
+    "exit code: 0 if the run is going on or ended well, 75 if it was PREEMPTED, 1 if it FAILED "
+    "or is LOST, 2 if there is no such run"
 )
 
 
@@ -41,7 +41,7 @@ def _add_status(commands: Commands) -> None:
         commands,
         "status",
         _status,
-        "show how a run stands, or list the runs below a folder, newest first",
+        "show the status of a run, or list the runs below a folder, newest first",
         examples=["status", "status runs/mine", "status runs/sweep --all", "status --json"],
         notes=f"{EXIT_CODES}. Of several runs: 0.",
     )
@@ -54,7 +54,7 @@ def _add_status(commands: Commands) -> None:
         help=f"run folders, or folders of them (three levels); default: {RUNS}/",
     )
     parser.add_argument(
-        "--all", action="store_true", help="those that ended more than a week ago, too"
+        "--all", action="store_true", help="include runs that ended more than a week ago"
     )
     _add_json(parser)
 
@@ -116,7 +116,7 @@ def _list_runs(options: argparse.Namespace) -> int:
     if shown:
         console.print(run_table(shown, root, width=console.width))
     if hidden := len(reports) - len(shown):
-        console.print(f"{hidden} more ended over a week ago: --all", highlight=False)
+        console.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
     elif not shown:
         console.print(f"no runs under {root}", highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -130,12 +130,12 @@ def _add_watch(commands: Commands) -> None:
         commands,
         "watch",
         _watch,
-        "follow a run until it has ended: loss, throughput, experts, events, every rank and node",
+        "follow a run until it ends: loss, throughput, experts, events, every node and rank",
         examples=["watch runs/mine", "watch runs/mine --json"],
         notes=EXIT_CODES,
     )
     add_run_argument(parser)
-    _add_json(parser, "one look at the run, its nodes and its ranks")
+    _add_json(parser, "print the current state of the run, its nodes and its ranks")
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -174,11 +174,11 @@ def _add_logs(commands: Commands) -> None:
             "logs runs/mine --tail 20",
             "logs runs/mine --generation 2 --since 10m",
         ],
-        notes="exit code: 0, or 2 where there are no such logs",
+        notes="exit code: 0, or 2 if there are no such logs",
     )
     add_run_argument(parser)
-    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    parser.add_argument("--generation", type=int, metavar="N", help="only this generation")
+    parser.add_argument("--rank", type=int, metavar="N", help="only logs of this rank")
+    parser.add_argument("--generation", type=int, metavar="N", help="only logs of this generation")
     parser.add_argument(
         "--since", metavar="TIME", help='how long ago ("10m", "2h") or when ("2026-11-22 03:00")'
     )
@@ -197,7 +197,7 @@ def _logs(options: argparse.Namespace) -> int:
     from ...cluster.report.logs import LogLine, follow_logs, parse_since
 
     if options.tail is not None and options.tail < 0:
-        raise ValueError(f"--tail {options.tail}: at least 0")
+        raise ValueError(f"--tail {options.tail}: must be at least 0")
     as_text = str
     if options.json:
         as_text = LogLine.as_json

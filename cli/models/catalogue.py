@@ -151,9 +151,9 @@ def _letters(promises: Promises) -> str:
 def _legend(counted: bool) -> str:
     lines = [
         "",
-        "active: all that is dense and one token's experts, in one pass over the distinct layers",
-        "FLOPs/token: of training, forward and backward, at the recipe's sequence length; ≤ where "
-        "tokens may be refused or halt",
+        "active: dense weights and one token's experts, each distinct layer counted once",
+        "FLOPs/token: training, forward and backward, at the recipe's sequence length; ≤ if "
+        "tokens can be dropped or halt",
         "g: sequences that are routed together",
         "promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by "
         "construction",

@@ -19,7 +19,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "config",
         _config,
-        "look up keys of the configuration, or write a recipe as a commented TOML file",
+        "look up configuration keys, or write a recipe as a commented TOML file",
         examples=[
             "config",
             "config train.steps",

@@ -20,19 +20,20 @@ def add_commands(commands: Commands) -> None:
         commands,
         "lm-eval",
         _lm_eval,
-        "run EleutherAI's lm-evaluation-harness, with our checkpoints as --model moebius",
+        "run EleutherAI's lm-evaluation-harness on moebius checkpoints (--model moebius)",
         examples=[
             "lm-eval --model moebius --model_args path=runs/mine --tasks arc_easy",
             "lm-eval run --model moebius --model_args path=runs/mine,step=500 --tasks my_task.yaml",
         ],
-        notes="Takes what lm_eval takes; `lm_eval run --help` lists it. Needs pip install "
-        "'moebius[lm-eval]'. --model_args: path=RUN, and as wanted step=N, max_length=S, seed=N.",
+        notes="Takes the arguments of lm_eval; `lm_eval run --help` lists them. Needs pip install "
+        "'moebius[lm-eval]'. --model_args: path=RUN and, optionally, step=N, max_length=S, "
+        "seed=N.",
     )
     parser.set_defaults(passed_on=())
 
 
 def _add_eval(commands: Commands) -> None:
-    text = "measure a trained model's loss or zero-shot scores, score a text, or let it write"
+    text = "measure a trained model's loss or zero-shot scores, score a text, or generate text"
     parser = add_command(
         commands,
         "eval",
@@ -53,27 +54,31 @@ def _add_eval(commands: Commands) -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="windows that overlap: they move by N tokens; tells bits per byte as well",
+        help="use overlapping windows that move by N tokens; also prints bits per byte",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
     parser.add_argument(
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
     parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
+        "--tokens", type=int, default=100, metavar="N", help="number of tokens to generate"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="of sampling; 0: most likely"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="of sampling; 0: the likeliest token",
     )
     parser.add_argument(
         "--draws",
         type=int,
         default=1,
         metavar="N",
-        help="of the group context, for models that route sequences together",
+        help="draws of the group context, for models that route sequences together",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the sampling and of the group context"
+        "--seed", type=int, default=0, metavar="N", help="seed of sampling and of the group context"
     )
     _add_task_arguments(parser)
 
@@ -84,13 +89,13 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tasks",
         metavar="NAME,…",
-        help="score these: paper (the six of MoEUT's paper), all, or names (docs/evaluate.md)",
+        help="tasks to score: paper (the six of MoEUT's paper), all, or names (docs/evaluate.md)",
     )
     group.add_argument(
         "--data", metavar="DIR", help="folder of NAME.jsonl[.zst]; hub: the published sets"
     )
     group.add_argument(
-        "--limit", type=int, metavar="N", help="at most so many items of each, evenly over its file"
+        "--limit", type=int, metavar="N", help="at most N items per task, spread over its file"
     )
     group.add_argument(
         "--context", type=int, metavar="S", help="the longest input in tokens; default: as trained"
@@ -111,15 +116,13 @@ def _eval(options: argparse.Namespace) -> int:
     """Carries out `moebius eval`."""
     asked = [f"--{name}" for name in _ONE_OF if getattr(options, name) is not None]
     if len(asked) > 1:
-        raise ValueError(f"{asked[0]} and {asked[1]} are two things to do: ask for one")
+        raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
     if options.tasks is not None:
         return _tasks(options)
     for name in _OF_TASKS:
         if getattr(options, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{option} goes with --tasks: name the tasks to score, or leave it out"
-            )
+            raise ValueError(f"{option} needs --tasks: name the tasks to score, or omit it")
     if options.prompt is not None:
         _write(options)
     elif options.score is not None:

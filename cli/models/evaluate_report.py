@@ -102,10 +102,10 @@ def _notes(report: ZeroShotReport) -> Iterator[str]:
         f"{report.seconds:.0f} s on {report.ranks} rank{'s' if report.ranks > 1 else ''}."
     )
     if any(map(_is_subset, report.tasks)):
-        yield "Scores are of a subset: the table says how many items of the published set."
+        yield "Scores are from a subset; the table shows how many items of the published set."
     if report.paper_mean is not None:
         for name, other in _stand_ins(report).items():
-            yield f"The mean has {other} in place of {name}: compare it with no published figure."
+            yield f"The mean uses {other} instead of {name}: compare it with no published figure."
     for field, words in _LONG_ITEMS.items():
         for result in report.tasks:
             if count := getattr(result, field):

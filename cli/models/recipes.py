@@ -8,7 +8,7 @@ from ..arguments import Commands, add_command
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius models` and its options."""
-    text = "print what the recipes are, what they cost and what they promise"
+    text = "list the recipes with their costs and promises"
     parser = add_command(
         commands,
         "models",

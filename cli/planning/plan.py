@@ -58,13 +58,13 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         help='for example 4, or 1 "…" 1250 (doubling)',
     )
     parser.add_argument(
-        "--precision", choices=list(_PRECISIONS), help="of the products; default: the recipe's"
+        "--precision", choices=list(_PRECISIONS), help="of matrix products; default: the recipe's"
     )
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="N", help="per micro-batch; default: the recipe's"
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=1, metavar="N", help="accumulated by a rank in a step"
+        "--micro-batches", type=int, default=1, metavar="N", help="accumulated by a rank per step"
     )
     parser.add_argument(
         "--skew",
@@ -72,7 +72,10 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
     )
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults"
+        "--measured",
+        type=Path,
+        metavar="FILE.json",
+        help="measured collectives, instead of formulas",
     )
 
 
@@ -82,7 +85,7 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep", type=int, metavar="N", help="only layouts with N ranks per copy of the experts"
     )
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
-    parser.add_argument("--dispatcher", choices=by_collectives(), help="only this one")
+    parser.add_argument("--dispatcher", choices=by_collectives(), help="only this dispatcher")
     parser.add_argument(
         "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
     )
@@ -93,12 +96,12 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         action="store_true",
-        help="predict nothing; show which rank sits where in the configured mesh",
+        help="only show which rank sits where in the configured mesh",
     )
     parser.add_argument(
         "--detail", action="store_true", help="memory, time and collectives of the best layouts"
     )
-    parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
+    parser.add_argument("--sources", action="store_true", help="show the source of every figure")
     parser.add_argument(
         "--json", action="store_true", help="everything, collectives included, as JSON"
     )
@@ -145,7 +148,8 @@ def parse_nodes(words: Sequence[str]) -> list[int]:
             continue
         if not word.isdecimal() or int(word) < 1:
             raise ValueError(
-                f"--nodes {' '.join(words)}: {word!r} is no number of nodes; write 1 2 8, or 1 … 64"
+                f"--nodes {' '.join(words)}: {word!r} is not a number of nodes; write 1 2 8, or "
+                "1 … 64"
             )
         last = int(word)
         while doubling and nodes[-1] * 2 < last:

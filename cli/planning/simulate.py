@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius simulate` and its options."""
-    text = "route tokens on simulated ranks in this process, and count"
+    text = "route tokens on simulated ranks in this process and count the traffic"
     parser = add_command(
         commands,
         "simulate",
@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
         help="replay what a run recorded (train.record_routing)",
     )
     _add_rank_arguments(parser)
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="per step; default: 64")
     parser.add_argument(
         "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
     )
@@ -66,7 +66,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks in all, at most 256; default: the mesh's, or one ep group",
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="default: 8, or all if 8 do not divide"
+        "--ranks-per-node", type=int, metavar="N", help="default: 8, or all if 8 does not divide"
     )
     parser.add_argument(
         "--dispatcher",
@@ -98,13 +98,11 @@ def _simulate(options: argparse.Namespace) -> int:
 def _refuse_contradictions(options: argparse.Namespace) -> None:
     """Raises ValueError where two options exclude each other, or one would be ignored."""
     if (options.name is None) == (options.trace is None):
-        raise ValueError(
-            "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
-        )
+        raise ValueError("name a recipe, a FILE.toml or a run folder, or use --trace RUN")
     if options.trace is not None and options.tokens_per_rank is not None:
         raise ValueError(
-            f"--tokens-per-rank {options.tokens_per_rank}: means nothing with --trace, which has "
-            "its own tokens"
+            f"--tokens-per-rank {options.tokens_per_rank}: cannot be used with --trace, which "
+            "has its own tokens"
         )
 
 
@@ -175,7 +173,7 @@ def _config(options: argparse.Namespace) -> "Config":
         return resolve(options.name, options.overrides, RECIPES)
     if options.overrides:
         raise ValueError(
-            f"{options.name} is a run and is simulated as it is: leave out "
+            f"{options.name} is a run and is simulated as it is: remove "
             f"{' '.join(options.overrides)}"
         )
     return config_of_run(Path(options.name))

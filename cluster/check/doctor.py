@@ -236,21 +236,21 @@ def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
     try:
         measured = run_exchange(group.alive, RANKS_PER_NODE)
     except _FAULTS as error:
-        advice = "see the findings above; `moebius submit` would fail in the same way"
+        advice = "see the findings above; `moebius submit` would fail the same way"
         done.findings.append(Finding("self-test", "fail", str(error), advice))
         return
     world = len(names) * RANKS_PER_NODE
     if not measured["sound"]:
-        advice = "memory, a cable or a card is faulty: split the nodes and look again"
-        found = f"{world} ranks on {len(names)} node(s) got wrong numbers"
+        advice = "memory, a cable or a network card is faulty: check half of the nodes"
+        found = f"{world} ranks on {len(names)} node(s) received wrong numbers"
         done.findings.append(Finding("self-test", "fail", found, advice))
         return
     links = list(_links_of(measured, names))
     done.links = _links_record(measured, links, names, fit)
     rate = 1 / (done.links["beta_s_per_byte"] or float("inf")) / 1e9
     found = (
-        f"{world} ranks on {len(names)} node(s): α {done.links['alpha_s'] * 1e6:,.0f} µs, "
-        f"1/β {rate:,.2f} GB/s, every number right"
+        f"{world} ranks on {len(names)} node(s): α {done.links['alpha_s'] * 1e6:,.0f} µs, 1/β "
+        f"{rate:,.2f} GB/s, all numbers correct"
     )
     done.findings.append(Finding("all-to-all", "ok", found))
     on_nodes = [link for link in links if link.first == link.second]
@@ -299,14 +299,14 @@ def _await_exchange(nodes: Mapping[str, Any]) -> None:
             return
         if time.monotonic() > deadline:
             late = [name for name, report in reports.items() if report is None]
-            raise NodeFault(f"no end after {_EXCHANGE_LIMIT_S:.0f} s on {', '.join(late)}")
+            raise NodeFault(f"not finished after {_EXCHANGE_LIMIT_S:.0f} s on {', '.join(late)}")
         time.sleep(_POLL_S)
 
 
 def _why(report: AgentReport) -> str:
     failure = next(iter(report.failures), None)
     if failure is None:
-        return report.message or "without a word"
+        return report.message or "no error message"
     return f"rank {failure.rank}: {failure.error or f'exit code {failure.exit_code}'}"
 
 
@@ -351,9 +351,9 @@ def look_at_gpus() -> list[Finding]:
 
     if not torch.cuda.is_available():
         raise ValueError(
-            "--gpu: torch sees no GPU here (torch "
-            f"{torch.__version__}, built for CUDA {torch.version.cuda}): install a torch that is "
-            "built for it, or look at nvidia-smi; `moebius doctor` checks the rest"
+            f"--gpu: torch sees no GPU here (torch {torch.__version__}, built for CUDA "
+            f"{torch.version.cuda}): install a CUDA build of torch, or check nvidia-smi; without "
+            "--gpu, `moebius doctor` checks the rest"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     checks = [check_kernels(device, dtype) for dtype in TOLERANCE]
@@ -370,13 +370,13 @@ def _look_at_nccl(world: int) -> Finding:
     try:
         measured = run_exchange({here: Probe(here)}, world, backend="nccl")
     except NodeFault as error:
-        return Finding("NCCL", "fail", str(error), "set NCCL_DEBUG=INFO and see what it says")
+        return Finding("NCCL", "fail", str(error), "run it again with NCCL_DEBUG=INFO")
     if not measured["sound"]:
-        found = f"{world} GPUs got wrong numbers"
-        return Finding("NCCL", "fail", found, "see `nvidia-smi topo -m`")
+        found = f"{world} GPUs received wrong numbers"
+        return Finding("NCCL", "fail", found, "check `nvidia-smi topo -m`")
     if not measured["rows"]:
-        return Finding("NCCL", "ok", "one GPU: there is no other to send to")
+        return Finding("NCCL", "ok", "only one GPU")
     largest = measured["rows"][-1]
     microseconds = f"{largest['seconds'] * 1e6:,.0f} µs"
     found = f"all-to-all of {world} GPUs: {largest['bytes'] >> 20} MiB in {microseconds}"
-    return Finding("NCCL", "ok", f"{found}, every number right")
+    return Finding("NCCL", "ok", f"{found}, all numbers correct")

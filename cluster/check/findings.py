@@ -107,10 +107,10 @@ def judge_silent(silent: Mapping[str, str], num_nodes: int, limit_s: float) -> F
     return Finding(
         "nodes",
         "fail",
-        f"{len(silent)} of {num_nodes} fail or give no answer within {limit_s:g} s "
+        f"{len(silent)} of {num_nodes} failed or did not answer within {limit_s:g} s "
         f"({_named(silent)})",
-        "look at the raylet's log there (/tmp/ray/session_latest/logs), or take the node out of "
-        "the cluster; what follows is about the others",
+        "see the raylet's log there (/tmp/ray/session_latest/logs), or remove the node from the "
+        "cluster; the other checks leave it out",
     )
 
 
@@ -127,8 +127,8 @@ def judge_versions(facts: Sequence[NodeFacts]) -> Finding:
             differing.append(f"{name}: {spelt}")
     if differing:
         advice = (
-            "install the same on every node; another moebius alone: `moebius submit --ship` "
-            "brings this one along"
+            "install the same versions on every node; if only moebius differs, `moebius submit "
+            "--ship` sends this one"
         )
         return Finding("versions", "fail", "; ".join(differing), advice)
     found = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
@@ -173,10 +173,10 @@ def judge_memory(facts: Sequence[NodeFacts]) -> Finding:
     if free:
         found += f"; /dev/shm: at least {min(free.values()) / 2**30:,.1f} GiB free"
     if small := [address for address, size in free.items() if size < GOOD_SHARED_MEMORY_BYTES]:
-        advice = "NCCL and Ray want more: docker run --shm-size=8g"
+        advice = "NCCL and Ray need more: docker run --shm-size=8g"
         return Finding("memory", "warn", f"{found}; less than 1 GiB on {listed(small)}", advice)
     if share < 0.5:
-        return Finding("memory", "warn", found, f"see what else runs on {least.address}")
+        return Finding("memory", "warn", found, f"check what else is running on {least.address}")
     return Finding("memory", "ok", found)
 
 
@@ -184,7 +184,7 @@ def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
     """Judges whether nodes have the same GPUs and driver, and whether somebody uses them."""
     kinds = Counter((len(each.gpus), *sorted({gpu.name for gpu in each.gpus})) for each in facts)
     if set(kinds) == {(0,)}:
-        return Finding("GPUs", "ok", "none: ranks will compute on the CPU")
+        return Finding("GPUs", "ok", "none; ranks run on the CPU")
     spelt = "; ".join(
         f"{number} node(s) with {kind[0]} × {', '.join(map(str, kind[1:])) or 'none'}"
         for kind, number in kinds.items()
@@ -192,14 +192,14 @@ def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
     drivers = Counter(each.driver for each in facts if each.driver)
     found = f"{spelt}; driver {', '.join(drivers)}"
     if len(kinds) > 1 or len(drivers) > 1:
-        return Finding("GPUs", "warn", found, "unlike ones: the slowest sets the pace")
+        return Finding("GPUs", "warn", found, "they differ: the slowest sets the pace")
     busy = [
         each.address
         for each in facts
         if any(gpu.free_bytes < 0.9 * gpu.total_bytes for gpu in each.gpus)
     ]
     if busy:
-        return Finding("GPUs", "warn", f"{found}; in use on {listed(busy)}", "see nvidia-smi there")
+        return Finding("GPUs", "warn", f"{found}; in use on {listed(busy)}", "run nvidia-smi there")
     return Finding("GPUs", "ok", found)
 
 
@@ -216,18 +216,19 @@ def judge_interfaces(facts: Sequence[NodeFacts]) -> Finding:
         if not _names_one(value, each.interfaces)
     ]
     if wrong:
-        return failed(listed(wrong), "name one that is there, or unset it")
+        return failed(listed(wrong), "set it to an existing interface, or unset it")
     if lost := [each.address for each in facts if each.interface is None]:
         return failed(
-            f"no interface has the node's own address on {listed(lost)}",
-            "start Ray there with --node-ip-address of the network that ranks shall use",
+            f"no interface has the node's address on {listed(lost)}",
+            "start Ray there with --node-ip-address set to an address on the network that ranks "
+            "should use",
         )
     used = Counter(
         (each.chosen.get("GLOO_SOCKET_IFNAME", each.interface), each.mtu) for each in facts
     )
     found = "; ".join(f"{name}, MTU {mtu} ({n} node(s))" for (name, mtu), n in used.items())
     if len({mtu for _, mtu in used}) > 1:
-        advice = "unlike MTUs: large packets get lost on the way"
+        advice = "MTUs differ, so large packets can get lost"
         return Finding("interfaces", "warn", found, advice)
     return Finding("interfaces", "ok", found)
 
@@ -263,25 +264,26 @@ def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
         "clocks",
         "fail" if max(map(abs, off.values())) > BAD_LATE_S else "warn",
         f"off: {named} (± {error_s * 1e3:.1f} ms)",
-        "start a time service there (chronyd, systemd-timesyncd): logs come in a wrong order, and "
-        "signed requests to storage are refused",
+        "start a time service there (chronyd, systemd-timesyncd); otherwise logs appear out of "
+        "order and storage refuses signed requests",
     )
 
 
 def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Finding:
     """Judges whether every node reaches every other; keys: from, to."""
     if not reached:
-        return Finding("ports", "ok", "one node: there is nobody else to reach")
+        return Finding("ports", "ok", "only one node")
     closed = {f"{a} → {b}": way.why for (a, b), way in reached.items() if way.seconds is None}
     if closed:
         return Finding(
             "ports",
             "fail",
-            f"{len(closed)} of {len(reached)} ways are closed ({_named(closed)})",
-            "let the nodes reach each other on all ports above 1024 (firewall, security group)",
+            f"{len(closed)} of {len(reached)} connections failed ({_named(closed)})",
+            "allow connections between the nodes on all ports above 1024 (firewall, security "
+            "group)",
         )
     slowest_ms = 1e3 * max(each.seconds or 0.0 for each in reached.values())
-    found = f"all {len(reached)} ways are open, both directions; slowest {slowest_ms:.1f} ms"
+    found = f"all {len(reached)} connections work, in both directions; slowest {slowest_ms:.1f} ms"
     return Finding("ports", "ok", found)
 
 
@@ -291,7 +293,7 @@ def judge_folder(trial: FolderTrial, where: str) -> list[Finding]:
     if trial.written:
         free = min(written.free_bytes for written in trial.written.values())
         verdict = "fail" if free < LEAST_FREE_BYTES else "warn" if free < GOOD_FREE_BYTES else "ok"
-        advice = "" if verdict == "ok" else "compare it with checkpoint.keep_last + 1 checkpoints"
+        advice = "" if verdict == "ok" else "check that checkpoint.keep_last + 1 checkpoints fit"
         space = f"{free / 2**30:,.1f} GiB free at {where}"
         found.append(Finding("disk space", verdict, space, advice))
         slowest = max(trial.written, key=lambda node: trial.written[node].seconds)
@@ -305,7 +307,7 @@ def judge_fsync(seconds: float, where: str) -> Finding:
     if seconds <= SLOW_FSYNC_S:
         return Finding("fsync", "ok", found)
     verdict = "fail" if seconds > BAD_FSYNC_S else "warn"
-    advice = "the journal and checkpoints wait for it: choose a faster disk for the run folder"
+    advice = "the journal and checkpoints wait for fsync: use a faster disk for the run folder"
     return Finding("fsync", verdict, found, advice)
 
 
@@ -316,26 +318,26 @@ def _judge_shared(trial: FolderTrial, where: str) -> Finding:
     if trial.faults:
         return failed(
             f"cannot be written ({_named(trial.faults)})",
-            "mount it there, or give this user the right",
+            "mount it there, or give this user write permission",
         )
     if trial.unseen:
         return failed(
-            f"is not shared: what one node writes is not seen ({_named(trial.unseen)})",
-            "--run-dir must be a folder that every node reaches under the same path",
+            f"is not shared: other nodes do not see what one node writes ({_named(trial.unseen)})",
+            "set --run-dir to a folder that every node sees under the same path",
         )
     if trial.gaps:
         return failed(
-            f"a rename is no replacement there ({_named(trial.gaps)} seen in between)",
-            "checkpoints rely on it: choose another file system",
+            f"renaming does not replace a file atomically ({_named(trial.gaps)} seen in between)",
+            "checkpoints rely on atomic renames: choose another file system",
         )
     if trial.winners > 1:
         return failed(
-            f"{trial.winners} nodes created the same file, each as the only one",
-            "a checkpoint could be committed twice: choose a file system that knows O_EXCL",
+            f"{trial.winners} nodes each created the same file exclusively",
+            "a checkpoint could be committed twice: choose a file system that supports O_EXCL",
         )
     found = f"{where}: seen by all {len(trial.written)} node(s) within {trial.seconds_to_see:.2f} s"
     if trial.seconds_to_see > SLOW_TO_SEE_S:
-        advice = "its attribute cache is long (mount option actimeo): stops and status come late"
+        advice = "its attribute cache is long (mount option actimeo): stops and status are late"
         return Finding("shared folder", "warn", found, advice)
     return Finding("shared folder", "ok", found)
 
@@ -348,7 +350,7 @@ def judge_links(kind: str, links: Sequence[Link]) -> Finding:
     slow = [spelt for link in links if (spelt := _spell_slow(link, usual))]
     if not slow:
         return Finding(kind, "ok", found)
-    advice = "look at its cable, port and neighbours; or leave the node out"
+    advice = "check its cable, switch port and load, or leave the node out"
     return Finding(kind, "warn", f"{found}; slow: {listed(slow)}", advice)
 
 
@@ -359,4 +361,4 @@ def _spell_slow(link: Link, usual: Mapping[int, float]) -> str:
     if factor <= SLOW_LINK or seconds - usual[size] < NOISE_S:
         return ""
     name = link.first if link.first == link.second else f"{link.first} – {link.second}"
-    return f"{name}: {seconds * 1e3:.3g} ms, {factor:.1f} × the median"
+    return f"{name}: {seconds * 1e3:.3g} ms for {size:,} bytes, {factor:.1f} × the median"

@@ -76,7 +76,7 @@ class Probe:
         except OSError as error:
             return Reached(None, error.strerror or str(error) or type(error).__name__)
         if answer != nonce:
-            return Reached(None, "somebody else answers there")
+            return Reached(None, "another program answered on this port")
         return Reached(time.perf_counter() - started)
 
     # Runs rely on three things of a shared folder: what one node has written and renamed is whole
@@ -111,7 +111,7 @@ class Probe:
             if before is not None and found != before:
                 gap = "no file" if found is None else f"{len(found)} of {len(text)} characters"
             if found is not None:
-                why = "it holds another text"
+                why = "its content differs"
             time.sleep(LOOK_EVERY_S)
         return Seen(None, why, gap)
 

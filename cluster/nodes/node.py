@@ -161,7 +161,7 @@ class Node:
         tail = read_tail(self._assignment.log_dir / "agent.log", 2000).strip()
         return AgentReport(
             ok=False,
-            message=f"the agent process ended with exit code {code}; its last words: {tail}",
+            message=f"the agent process ended with exit code {code}; its last output: {tail}",
             exit_code=code,
         )
 

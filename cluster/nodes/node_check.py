@@ -53,16 +53,16 @@ class NodeCheck:
             try:
                 if path.read_text(encoding="utf-8") == self.token:
                     return ""
-                why = "a file of the same name says something else"
+                why = "a file of the same name has other contents"
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        state = "is another folder there" if path.parent.is_dir() else "is not there"
+        state = "is a different folder there" if path.parent.is_dir() else "does not exist there"
         return (
             f"{socket.gethostname()} does not see the run folder: {path.parent} {state} ({why}); "
-            "choose a folder that every node reaches under the same path"
+            "choose a folder that every node sees under the same path"
         )
 
     def _device_fault(self) -> str:
@@ -72,9 +72,9 @@ class NodeCheck:
         if count >= self.gpus:
             return ""
         return (
-            f"{socket.gethostname()} has {count} GPUs{why} and train.device=cuda needs "
-            f"{self.gpus}, one for each of its ranks: lower job.ranks_per_node, or set "
-            "train.device to auto or cpu"
+            f"{socket.gethostname()} has {count} GPUs{why}, but train.device=cuda needs "
+            f"{self.gpus}, one per rank: lower job.ranks_per_node, or set train.device to auto "
+            "or cpu"
         )
 
 

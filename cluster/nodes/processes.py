@@ -97,8 +97,8 @@ def difference_from_linux() -> str | None:
     if IS_LINUX:
         return None
     return (
-        f"on {platform.system()} ranks do not die with the command that started them: end it with "
-        "Ctrl-C; after a kill -9 of it they go on until the next start in the same run folder"
+        f"on {platform.system()}, ranks do not end with the command that started them: stop the "
+        "job with Ctrl-C. After kill -9, they run on until the next start in the same run folder"
     )
 
 
@@ -284,7 +284,7 @@ def _what_it_does(pid: int) -> str:
     try:
         state = psutil.Process(pid).status()
     except psutil.Error:
-        return "which ends just now"
+        return "which is just ending"
     words = "state D (uninterruptible)" if state == psutil.STATUS_DISK_SLEEP else f"state {state}"
     function = ""
     with suppress(OSError):  # no Linux, or not shown to this user

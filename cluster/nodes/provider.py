@@ -118,8 +118,8 @@ class ThisMachine:
     def exclude(self, node: NodeHandle, why: str) -> None:
         """Raises NodesUnavailable: there is no other machine."""
         raise NodesUnavailable(
-            f"{why}, and the job has no other machine; restart this one (or mend the file system or "
-            "driver that it waits for), then continue with `moebius resume`"
+            f"{why}, and the job has no other machine: reboot this one (or repair the file "
+            "system or driver that the process waits for), then run `moebius resume`"
         )
 
     def release(self) -> None:

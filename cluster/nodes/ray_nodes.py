@@ -186,7 +186,7 @@ class RayNodeProvider:
         """Forgets the nodes that do not live; waits for those that are being started."""
         if self._group is not None and any(node and not node.node_id for node in self._nodes):
             number = len(self._nodes)
-            while_waiting(f"waiting for {number} node(s) with {self._bundle} each, reserved before")
+            while_waiting(f"waiting for {number} reserved node(s) with {self._bundle} each")
             self._await_group(self._group, while_waiting)
         for number, node in enumerate(self._nodes):
             if node is not None and not self._is_up(node, while_waiting):
@@ -253,9 +253,9 @@ class RayNodeProvider:
         left = int(cpus) - len(self._nodes) * self._bundle.cpus
         if left < 1:
             raise NodesUnavailable(
-                f"the ranks reserve all {cpus:g} CPUs of the cluster, and preparing data beside "
-                "them (train.start_when) needs one more: add a node, lower job.ranks_per_node, or "
-                "leave out train.start_when"
+                f"the ranks reserve all {cpus:g} CPUs of the cluster, but preparing data during "
+                "training (train.start_when) needs one more: add a node, lower "
+                "job.ranks_per_node, or remove train.start_when"
             )
         address = ray.get_runtime_context().gcs_address
         return ["--address", address, "--capacity", str(tasks_for(left))]
@@ -308,9 +308,7 @@ class RayNodeProvider:
         started = time.monotonic()
         while not group.wait(timeout_seconds=POLL_S):
             busy = time.monotonic() - started > self._launch.place_timeout_s
-            while_waiting(
-                "the nodes that fit are busy with other work; waiting for them" if busy else ""
-            )
+            while_waiting("waiting: all suitable nodes are busy with other work" if busy else "")
 
     def _create_group(self, num_nodes: int) -> PlacementGroup:
         elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
@@ -395,8 +393,8 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
         if differing:
             said = "; ".join(_spell_versions(key, first, node) for key in differing)
             raise NodesUnavailable(
-                f"the nodes do not run the same software ({said}): install the same versions on "
-                "every node"
+                f"the nodes run different software ({said}): install the same versions on every "
+                "node"
             )
 
 

@@ -181,7 +181,7 @@ class StoreGate:
                 keys = await _prove(reader, writer, self._secret, is_gate=True)
             except (OSError, EOFError) as error:
                 peer = writer.get_extra_info("peername")
-                logger.warning("refused a connection of %s to the store: %r", peer, error)
+                logger.warning("refused a connection from %s to the store: %r", peer, error)
                 return
         store = await asyncio.open_connection(LOOPBACK, self._store_port)
         await _join_streams((reader, writer), store, keys)
@@ -317,11 +317,11 @@ async def _unseal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
     while True:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MAX_FRAME_BYTES:
-            raise NotAuthentic(f"a frame of {length} bytes is announced")
+            raise NotAuthentic(f"the other side announced a frame of {length} bytes")
         tag = await reader.readexactly(_TAG_BYTES)
         data = await reader.readexactly(length)
         if not hmac.compare_digest(tag, _frame_tag(key, number, data)):
-            raise NotAuthentic("a frame was changed on the way")
+            raise NotAuthentic("a frame was modified in transit")
         writer.write(data)
         await writer.drain()
         number += 1

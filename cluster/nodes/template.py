@@ -93,13 +93,13 @@ def why_no_fork() -> str | None:
     import torch
 
     if torch.cuda.is_initialized():
-        return "a device was initialised by an import"
+        return "an import initialized a device"
     tasks = Path("/proc/self/task")
     names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
     own = (tasks / str(os.getpid()) / "comm").read_text().strip()
     names.remove(own)
     if others := sorted(set(names) - _MAY_RUN):
-        return f"imports have started threads: {', '.join(others)}"
+        return f"imports started threads: {', '.join(others)}"
     return None
 
 

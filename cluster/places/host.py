@@ -114,10 +114,10 @@ class PretendedNodes:
             ValueError: there is no such node, or it holds the cluster together.
         """
         if number == 0:
-            raise ValueError("node 0 is the head and holds the cluster together: end it with down")
+            raise ValueError("node 0 is the head and cannot be killed alone: end the cluster")
         if number not in self._nodes or not self._is_alive(number):
             alive = [one for one in self._nodes if one and self._is_alive(one)]
-            raise ValueError(f"there is no living node {number}; there are {alive}")
+            raise ValueError(f"there is no live node {number}; live nodes: {alive}")
         own = self._pids(number)
         below = [pid for one in own for pid in processes.descendants(one)]
         self._killed.add(number)

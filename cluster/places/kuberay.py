@@ -59,7 +59,10 @@ class KubeRaySettings:
         """
         known = [field.name for field in fields(cls) if field.name != "run_dir"]
         if unknown := sorted(values.keys() - known):
-            raise JobError(f"--emit kuberay knows no {unknown[0]!r}; it takes {', '.join(known)}")
+            raise JobError(
+                f"--with {unknown[0]!r}: not a key of --emit kuberay, which takes "
+                f"{', '.join(known)}"
+            )
         for name in ("image", "claim"):
             if not values.get(name):
                 raise JobError(f"--emit kuberay needs --with {name}=…")
@@ -75,7 +78,8 @@ class KubeRaySettings:
         plain_path("mount", self.mount)
         if not _QUANTITY.fullmatch(self.memory_per_node):
             raise JobError(
-                f"memory_per_node {self.memory_per_node!r}: a number with its unit, such as 64Gi"
+                f"memory_per_node {self.memory_per_node!r}: must be a number with a unit, such "
+                "as 64Gi"
             )
         for what, name in (("token_secret", self.token_secret), ("queue", self.queue)):
             if name is not None:
@@ -126,7 +130,7 @@ def object_name(job_name: str) -> str:
     """
     name = dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
     if not name[0].isalpha():
-        raise JobError(f"job.name {job_name!r}: KubeRay takes names that begin with a letter")
+        raise JobError(f"job.name {job_name!r}: must begin with a letter for KubeRay")
     return name
 
 
@@ -228,15 +232,15 @@ def _check_ray_version(version: str) -> None:
     if match is None or (int(match[1]), int(match[2])) < LEAST_RAY:
         least = ".".join(map(str, LEAST_RAY))
         raise JobError(
-            f"ray_version {version!r}: give the image's version of Ray, as 2.60.0, at least "
-            f"{least}.0, which knows tokens"
+            f"ray_version {version!r}: must be the Ray version of the image, such as 2.60.0, and "
+            f"at least {least}.0, the first with token authentication"
         )
 
 
 def plain_word(what: str, value: str) -> str:
     """Returns a word that no shell, YAML or sbatch takes for anything else, or raises JobError."""
     if not _WORD.fullmatch(value):
-        raise JobError(f"{what} {value!r}: letters, digits and _ . , : @ / + % = - only")
+        raise JobError(f"{what} {value!r}: only letters, digits and _ . , : @ / + % = -")
     return value
 
 
@@ -244,7 +248,7 @@ def plain_path(what: str, value: str) -> str:
     """Returns an absolute path of plain signs without "..", or raises JobError."""
     if not _PATH.fullmatch(value) or ".." in PurePosixPath(value).parts:
         raise JobError(
-            f"{what} {value!r}: an absolute path of letters, digits and _ . , : @ + - is needed"
+            f"{what} {value!r}: must be an absolute path of letters, digits and _ . , : @ + -"
         )
     return value
 
@@ -253,7 +257,7 @@ def dns_label(what: str, value: str) -> str:
     """Returns a name that Kubernetes takes for an object, or raises JobError."""
     if len(value) > MAX_LABEL or not _DNS_LABEL.fullmatch(value):
         raise JobError(
-            f"{what} {value!r}: lower-case letters, digits and '-', at most {MAX_LABEL}, beginning "
-            "and ending with a letter or digit"
+            f"{what} {value!r}: must be at most {MAX_LABEL} lower-case letters, digits and '-', "
+            "and begin and end with a letter or digit"
         )
     return value

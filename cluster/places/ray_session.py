@@ -69,9 +69,8 @@ def _connect(ray: Any, address: str) -> None:
         )
     except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
         raise JobError(
-            f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit "
-            "from one of its nodes: "
-            f"`ray start --address={address}` makes this machine one"
+            f"cannot connect to the Ray cluster at {address} ({type(error).__name__}: {error}). "
+            "Submit from one of its nodes, or give another --address"
         ) from error
 
 
@@ -90,8 +89,8 @@ def _refused(address: str, said: str | None) -> str:
     mode = os.environ.get("RAY_AUTH_MODE", "not set")
     return (
         f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set "
-        "RAY_AUTH_MODE=token and "
-        f"RAY_AUTH_TOKEN_PATH to the cluster's token file. Ray said: {said}"
+        "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's token. Ray "
+        f"said: {said}"
     )
 
 
@@ -101,16 +100,15 @@ def _check_reachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:
         raise JobError(
-            f"address {address!r}: write host:port of the cluster's head (`ray start --head` "
-            "prints it), or auto"
+            f"address {address!r}: must be host:port of the cluster's head, as `ray start "
+            "--head` prints it, or auto"
         )
     try:
         socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
     except OSError as error:
         raise JobError(
-            f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
-            "leave out --address for "
-            "a simulated cluster on this machine"
+            f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, "
+            "or omit --address to simulate one on this machine"
         ) from None
 
 
@@ -151,9 +149,9 @@ def refuse_unauthenticated(address: str) -> None:
         return
     if _ask_for_cluster_id(address, ()) is None:
         raise JobError(
-            f"the Ray cluster at {address} asks for no token, so everybody who reaches it can run "
-            "code in this job, and read what it reads: start it with RAY_AUTH_MODE=token on every "
-            "node, or say that you know with --allow-unauthenticated"
+            f"the Ray cluster at {address} asks for no token, so anyone who reaches it can run "
+            "code in this job and read its data: start Ray with RAY_AUTH_MODE=token on every "
+            "node, or accept this with --allow-unauthenticated"
         )
 
 

@@ -104,8 +104,8 @@ def check_possible(num_nodes: int) -> None:
         except OSError as error:
             raise JobError(
                 f"a simulated cluster of {num_nodes} node(s) needs the address {address} on this "
-                f"machine ({error.strerror}); on macOS `sudo ifconfig lo0 alias {address}` adds "
-                "it, and `moebius train` needs none"
+                f"machine ({error.strerror}): on macOS, add it with `sudo ifconfig lo0 alias "
+                f"{address}`, or use `moebius train`, which needs none"
             ) from None
 
 
@@ -188,9 +188,9 @@ def await_address(host: subprocess.Popen[str], directory: Path) -> str:
     line = host.stdout.readline() if ready else ""
     told = json.loads(line) if line else {}
     if "address" not in told:
-        why = "could not be started" if ready else f"was not up within {START_TIMEOUT_S:.0f} s"
+        why = "could not be started" if ready else f"did not come up within {START_TIMEOUT_S:.0f} s"
         said = told.get("error") or read_tail(directory / "host.log", 2000)
-        raise JobError(f"the simulated cluster {why}; Ray's last words:\n{said.strip()}")
+        raise JobError(f"the simulated cluster {why}; Ray's last output:\n{said.strip()}")
     return told["address"]
 
 

@@ -115,7 +115,7 @@ class SlurmSettings:
         options = {key: value for key, value in values.items() if key not in own}
         for key, value in options.items():
             if not key.replace("-", "").isalpha() or not key.isascii():
-                raise JobError(f"{key!r} is no option of sbatch; give for example partition=gpu")
+                raise JobError(f"{key!r} is not an sbatch option; give for example partition=gpu")
             if key in _OURS:
                 raise JobError(f"sbatch's {key} comes from the configuration (job.…)")
             plain_word(f"sbatch's {key}", value)
@@ -159,5 +159,5 @@ def _directives(config: Config, settings: SlurmSettings) -> list[str]:
 
 def _quoted(what: str, path: str) -> str:
     if not path.isprintable():
-        raise JobError(f"{what} {path!r}: holds signs that cannot be printed")
+        raise JobError(f"{what} {path!r}: contains unprintable characters")
     return shlex.quote(path)

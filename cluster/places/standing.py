@@ -170,8 +170,8 @@ def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
     """
     if not force and (runs := cluster.ask("status")["runs"]):
         raise JobError(
-            f"jobs are at work in the simulated cluster {cluster.name!r}: {', '.join(runs)}; end "
-            "them with `moebius stop`, or the cluster with --force"
+            f"jobs are running in the simulated cluster {cluster.name!r}: {', '.join(runs)}; "
+            "stop them with `moebius stop`, or end the cluster with --force"
         )
     with contextlib.suppress(JobError):  # then it is ended below
         cluster.ask("down")
@@ -195,8 +195,8 @@ def find_cluster(name: str | None = None) -> StandingCluster:
     which = "" if name is None else f" {name!r}"
     if not chosen:
         raise JobError(
-            f"there is no simulated cluster{which} (up: {names}); `moebius cluster up --simulate "
-            "4` starts one"
+            f"there is no simulated cluster{which} (up: {names}); start one with `moebius "
+            "cluster up --simulate 4`"
         )
     raise JobError(f"several simulated clusters are up: name one of {names}")
 
@@ -230,8 +230,8 @@ def _clusters_folder() -> Path:
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise JobError(
-            f"cluster name {name!r}: letters, digits, '_', '.' and '-', at most 64, not beginning "
-            "with a sign"
+            f"cluster name {name!r}: must be at most 64 letters, digits, '_', '.' and '-', and "
+            "begin with a letter or digit"
         )
 
 
@@ -241,7 +241,7 @@ def _claim(name: str) -> Path:
     if any(cluster.name == name for cluster in list_clusters()):
         raise JobError(
             f"the simulated cluster {name!r} is up: use it (--address {SCHEME}:{name}), end it "
-            f"(`moebius cluster down {name}`), or give another --name"
+            f"(`moebius cluster down {name}`), or choose another name"
         )
     folder = _clusters_folder() / name
     for each in (state_folder(), _clusters_folder()):
@@ -252,8 +252,8 @@ def _claim(name: str) -> Path:
     except FileExistsError:
         age_s = time.time() - folder.stat().st_mtime
         raise JobError(
-            f"{folder}: another command has been starting this cluster for {age_s:.0f} s; if there "
-            "is none, remove the folder"
+            f"{folder}: another command has been starting this cluster for {age_s:.0f} s; if "
+            "none is running, remove this folder"
         ) from None
     return folder
 

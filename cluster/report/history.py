@@ -119,29 +119,28 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
     match line.get("kind"):
         case "checkpoint_set_aside":
             return (
-                f"the checkpoint of step {line['step']} was damaged and is set aside as "
-                f"{line['path']}; the run goes on from step {line['resumed_from_step']}: "
-                f"{line['why']}"
+                f"the checkpoint of step {line['step']} was damaged and renamed {line['path']}; "
+                f"the run continues from step {line['resumed_from_step']}: {line['why']}"
             )
         case "checkpoint" | "checkpoint_copy" if line.get("error"):
             return str(line["error"])
         case "spike" if line["in_a_row"] == 1:
             return (
-                f"step {line['step']} was a spike, and its update was left out: loss "
+                f"step {line['step']} was a spike, and its update was skipped: loss "
                 f"{spell_number(line['loss'])} (limit {spell_number(line['loss_limit'])}), gradient norm "
                 f"{spell_number(line['grad_norm'])} (limit {spell_number(line['grad_norm_limit'])})"
             )
         case "rollback":
             return (
-                f"went back from step {line['step']} to the checkpoint of step {line['to_step']} "
-                f"(rollback {line['number']} of at most {line['most']}): {line['why']}; samples "
-                f"{line['first_sample']} to {line['end_sample'] - 1} are left out, "
-                f"{len(line['abandoned'])} later checkpoint(s) set aside"
+                f"rolled back from step {line['step']} to the checkpoint of step "
+                f"{line['to_step']} (rollback {line['number']} of at most {line['most']}): "
+                f"{line['why']}; samples {line['first_sample']} to {line['end_sample'] - 1} are "
+                f"skipped, {len(line['abandoned'])} later checkpoint(s) set aside"
             )
         case "rollback_impossible":
             return (
-                f"{line['why']}, but there is no whole checkpoint of step {line['at_most']} or "
-                "before to go back to: the run goes on, and leaves out the updates of spikes"
+                f"{line['why']}, but there is no complete checkpoint of step {line['at_most']} "
+                "or earlier: the run continues without the updates of spikes"
             )
     return None
 

@@ -379,7 +379,7 @@ def show_preparation(
 
         yield on_progress
     if last is None:
-        words = "data is prepared already"
+        words = "data is already prepared"
     else:
         took = duration(time.monotonic() - started)
         words = f"data prepared in {took}: {last.tokens:,} tokens"

@@ -210,7 +210,7 @@ class _Log:
         if first <= last:
             which = f"piece {last}" if first == last else f"pieces {first} to {last}"
             yield self._line(
-                f"[lines are missing here: {which}, since only the newest pieces are kept]".encode()
+                f"[lines are missing here: {which}; only the newest pieces are kept]".encode()
             )
         self.num_known = max(self.num_known, number)
 
@@ -301,7 +301,7 @@ def parse_since(text: str) -> float:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
         raise ValueError(
-            f"--since {text!r}: write how long ago (90s, 10m, 2h, 1d) or when (2026-11-22 03:00)"
+            f"--since {text!r}: must be an age (90s, 10m, 2h, 1d) or a time (2026-11-22 03:00)"
         ) from None
 
 

@@ -114,7 +114,7 @@ def describe_start(start: Start) -> str:
         if start.resumed_from is None
         else f"from the checkpoint of step {start.resumed_from}"
     )
-    return f"generation {start.generation} went on {where}"
+    return f"generation {start.generation} continued {where}"
 
 
 def _explain(cause: RootCause, run_dir: Path) -> Group:
@@ -151,7 +151,7 @@ def draw_summary(run_dir: Path, path: Path | None = None) -> Path:
 
     history = read_history(run_dir)
     if not history.loss:
-        raise ValueError(f"{run_dir}: there is nothing to draw, the run has made no step yet")
+        raise ValueError(f"{run_dir}: there is nothing to draw: the run has made no step")
     path = path or run_dir / PICTURE
     depths = _chosen_depths(history)
     figure: Any = Figure(figsize=(12, 10.5 if depths else 4.6), dpi=110, layout="constrained")

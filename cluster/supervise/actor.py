@@ -146,12 +146,12 @@ def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None
         # it may have done its work already and ended: the journal tells
         if held and last_supervisor(Path(launch.run_dir)) == held.held_at:
             raise JobError(
-                f"{launch.run_dir}: the supervisor died before it began ({error}); submit again"
+                f"{launch.run_dir}: the supervisor died before it started ({error}); submit again"
             ) from None
     except GetTimeoutError:
         ray.kill(actor, no_restart=True)
         raise JobError(
-            "the cluster's head node does not start the supervisor; see Ray's own logs there"
+            "the head node of the cluster did not start the supervisor; see Ray's logs there"
         ) from None
 
 
@@ -171,5 +171,5 @@ def _create(launch: Launch, held_at: int | None) -> Any:
         return supervisor.options(**options).remote(launch, held_at)
     except ValueError as error:
         raise JobError(
-            f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})"
+            f"{launch.run_dir}: another supervisor of this run folder is still running ({error})"
         ) from None

@@ -140,7 +140,7 @@ class BackgroundData:
             return self._give_up(cause)
         self._start_at = time.monotonic() + min(2.0 ** (self._deaths - 1), _MAX_BACKOFF_S)
         left = self._launch.max_restarts - self._deaths
-        return f"the data's preparation died ({cause}) and is started again; {left} restart(s) left"
+        return f"data preparation died ({cause}) and is being restarted; {left} restart(s) left"
 
     def _cause(self, code: int) -> str:
         if code == EXIT_FAILED:
@@ -160,8 +160,8 @@ class BackgroundData:
             self.failure += f"; and {error}"
             self.must_end_ranks = True
         return (
-            f"the data's preparation has failed: {self.failure}. The ranks go on to the end of "
-            "what is sealed"
+            f"data preparation failed: {self.failure}. The ranks continue to the end of the "
+            "sealed data"
         )
 
     def _read_manifest(self) -> DatasetManifest | None:

@@ -64,8 +64,8 @@ class Budgets:
             if self.seen[signature] >= SAME_ERROR_LIMIT:
                 return self._verdict(
                     account,
-                    f"{SAME_ERROR_LIMIT} times; the same error at the same place: more restarts "
-                    "would not help; see the log, mend the cause, submit again",
+                    f"{SAME_ERROR_LIMIT} times; the same error at the same step: a restart would "
+                    "not help. See the log, fix the cause, and submit again",
                     given_up=True,
                 )
         if self.used[account] > self._limit(account):

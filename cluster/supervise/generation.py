@@ -210,7 +210,7 @@ class GenerationWatch:
         if announced is None:
             with contextlib.suppress(OSError):  # tried again at the next look
                 write_atomically(self.run_dir / GENERATION, str(self.generation))
-                self.note(f"the file {GENERATION} was damaged, and is written anew")
+                self.note(f"the file {GENERATION} was damaged and is written again")
         elif announced != self.generation:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
         asked = stop_requested(self.run_dir)

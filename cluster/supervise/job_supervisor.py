@@ -150,7 +150,7 @@ class JobSupervisor:
             if not self.wait_before_restart():
                 self.log(
                     self._stopped(),
-                    "stopped between two generations; the last checkpoint holds the state",
+                    "stopped between two generations",
                 )
                 return
 
@@ -181,7 +181,7 @@ class JobSupervisor:
         except NodeUnfit as error:
             if self.has_started:
                 return Outcome("failed", RootCause(summary=str(error), infrastructure=True))
-            self.log(State.FAILED, f"{error} (found before a rank was started)")
+            self.log(State.FAILED, f"{error} (found before any rank was started)")
         except (NodesUnavailable, JobError) as error:
             self.log(State.FAILED, str(error))
         except DataGivenUp as error:
@@ -218,7 +218,7 @@ class JobSupervisor:
         unwatched_s = round(max(0.0, time.time() - self.predecessor.heard_at), 2)
         killed = "the supervisor was killed and has been restarted"
         if self.predecessor.generation_goes_on(nodes):
-            words = f"{killed}; generation {self.generation} has gone on for {unwatched_s:.1f} s"
+            words = f"{killed}; generation {self.generation} kept running for {unwatched_s:.1f} s"
             state = self.predecessor.entries[-1].state
             self.log(state, f"{words} without it", unwatched_s=unwatched_s)
             return nodes
@@ -259,7 +259,7 @@ class JobSupervisor:
         for number, node in enumerate(nodes if self.has_started else ()):
             if stuck := node.unkillable(self.launch.run_dir):
                 self.node_provider.exclude(node, stuck)
-                raise NodeUnfit(f"node {number}: {stuck}; this job does not use the node again")
+                raise NodeUnfit(f"node {number}: {stuck}; this job no longer uses the node")
 
     def _check(self, nodes: Sequence[NodeHandle]) -> None:
         """Asks every node whether it sees the run folder and has the devices.
@@ -287,8 +287,8 @@ class JobSupervisor:
                 self._while_placing(waiting_to_write(self.run_dir, error))
                 return None
             raise NodeUnfit(
-                f"the supervisor cannot write into the run folder {self.run_dir} "
-                f"({error.strerror}): choose a folder that the head of the cluster reaches too"
+                f"the supervisor cannot write to the run folder {self.run_dir} "
+                f"({error.strerror}): choose a folder that the head of the cluster sees, too"
             ) from error
 
     def _await_data(self) -> None:
@@ -307,7 +307,7 @@ class JobSupervisor:
                 raise DataGivenUp(self.data.failure)
             if not told:
                 asked = self.data.start_when
-                self.log(State.PREPARING, f"the ranks begin with {asked} sealed")
+                self.log(State.PREPARING, f"the ranks start when {asked} are sealed")
             told = True
             self.beat()
             if stop_requested(self.run_dir):
@@ -318,7 +318,7 @@ class JobSupervisor:
             seconds = time.monotonic() - started
             self.log(
                 State.PREPARING,
-                f"{self.data.sealed_words()} sealed after {seconds:.1f} s; the ranks begin",
+                f"{self.data.sealed_words()} sealed after {seconds:.1f} s; the ranks start",
             )
 
     def look_after_data(self) -> None:
@@ -379,12 +379,12 @@ class JobSupervisor:
         elif outcome.state == "stopped":
             return self._has_stopped(outcome)
         elif outcome.state == "ended":
-            self.log(State.STOPPED, "ended at once, as asked; the last checkpoint holds the state")
+            self.log(State.STOPPED, "ended at once without a checkpoint, as requested")
         elif stop_requested(self.run_dir):
             summary = outcome.cause.summary if outcome.cause else outcome.state
             self.log(
                 self._stopped(),
-                f"stopped; its last generation failed on the way: {summary}",
+                f"stopped; the last generation failed while stopping: {summary}",
                 **_cause(outcome),
             )
         elif outcome.state == "port taken":
@@ -396,8 +396,8 @@ class JobSupervisor:
         elif (mistake := self._mistake(outcome)) is not None:
             self.log(
                 State.FAILED,
-                f"{mistake.summary} ({self._where(outcome)}; no restart would mend this: correct "
-                "it and submit again)",
+                f"{mistake.summary} ({self._where(outcome)}; a restart would not help: fix this "
+                "and submit again)",
                 **_cause(outcome),
             )
         else:
@@ -428,10 +428,10 @@ class JobSupervisor:
         """Journals that the ranks have saved and ended; False when they only make way."""
         saved = f"at step {outcome.step}, with a checkpoint"
         if stop_requested(self.run_dir) is None and (self.run_dir / PAUSE).exists():
-            self.log(State.RESIZING, f"paused {saved}; the next generation has other nodes")
+            self.log(State.RESIZING, f"paused {saved}; the next generation uses other nodes")
             return False
         if self._stopped() is State.PREEMPTED:
-            self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` goes on from there")
+            self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` continues from there")
         else:
             self.log(State.STOPPED, f"stopped {saved}")
         return True
@@ -454,9 +454,7 @@ class JobSupervisor:
                 f"no port on node 0 stayed free long enough, {PORT_ATTEMPTS} times in a row",
             )
             return True
-        self.log(
-            State.RECOVERING, "the port chosen on node 0 was taken by somebody else; trying another"
-        )
+        self.log(State.RECOVERING, "another process took the port chosen on node 0; trying another")
         return False
 
     def _is_given_up(self, outcome: Outcome) -> bool:

@@ -46,9 +46,9 @@ def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[NodeHandle]) -> 
     spelled = []
     for own, other in cuts:
         if (other, own) not in cuts:
-            spelled.append(f"{_name(own, nodes)} does not reach {_name(other, nodes)}")
+            spelled.append(f"{_name(own, nodes)} cannot reach {_name(other, nodes)}")
         elif own < other:
-            spelled.append(f"{_name(own, nodes)} and {_name(other, nodes)} do not reach each other")
+            spelled.append(f"{_name(own, nodes)} and {_name(other, nodes)} cannot reach each other")
     return ", ".join(spelled)
 
 
@@ -103,7 +103,7 @@ class NetworkWatch:
                 return
             while_waiting(f"{words}; the job waits for the network between them")
             if give_up_after_s is not None and time.monotonic() - started > give_up_after_s:
-                raise NodesUnavailable(f"{words}, for {give_up_after_s:g} s: mend the network")
+                raise NodesUnavailable(f"{words} for {give_up_after_s:g} s: repair the network")
             time.sleep(LOOK_S)
 
 
@@ -143,9 +143,9 @@ class ControlStoreWatch:
             elif not told and time.monotonic() - heard_at >= self._told_after_s:
                 told = True
                 self._tell(
-                    f"the cluster's control store at {self._address} does not answer; Ray ends "
-                    f"all its processes, this job's too, when it has waited {_RAY_WAITS_S} s. "
-                    "Start the cluster again and `moebius resume` the job"
+                    f"the cluster's control store at {self._address} does not answer. Ray ends "
+                    f"all its processes, including this job's, when it has waited {_RAY_WAITS_S} "
+                    "s; then start the cluster again and run `moebius resume`"
                 )
 
     def _tell(self, words: str) -> None:

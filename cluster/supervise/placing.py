@@ -105,8 +105,8 @@ class Placing:
             policy = _Policy.of(self._launch)
             if not policy.sizes:
                 raise NodesUnavailable(
-                    f"no number of nodes from {policy.min_nodes} to {policy.num_nodes} fits the "
-                    "run: see mesh.ep, train.global_batch and train.micro_batch"
+                    f"the run fits no number of nodes from {policy.min_nodes} to "
+                    f"{policy.num_nodes}: change mesh.ep, train.global_batch or train.micro_batch"
                 )
             waited = time.monotonic() - started
             number = self._choose(policy, waited)
@@ -157,9 +157,9 @@ class Placing:
         if policy != self._policy:  # `moebius scale`
             self._policy, self._may_grow_at = policy, 0.0
         if capacity.leaving:
-            return f"the cluster will take away {', '.join(capacity.leaving)}"
+            return f"the cluster is draining {', '.join(capacity.leaving)}"
         if current > policy.num_nodes:
-            return f"{policy.num_nodes} node(s) are asked for, and it runs on {current}"
+            return f"{policy.num_nodes} node(s) were requested, and the job runs on {current}"
         if current == next(iter(policy.sizes), current):
             return ""
         best = policy.best(capacity.free)
@@ -167,7 +167,7 @@ class Placing:
         if self._steady < STEADY_LOOKS or best is None or time.monotonic() < self._may_grow_at:
             return ""
         self._hoped_for = best
-        return f"{best} node(s) can be had, and it runs on {current} of {policy.num_nodes}"
+        return f"{best} node(s) are available, and the job runs on {current} of {policy.num_nodes}"
 
     def _choose(self, policy: _Policy, waited: float) -> int | None:
         """Returns how many nodes to reserve now; None: wait."""
@@ -202,9 +202,9 @@ class Placing:
             limit = self._launch.place_timeout_s
         if limit is not None and waited > limit:
             raise NodesUnavailable(
-                f"the job needs {policy.sizes[-1]} node(s) with {self._capacity.what} each, and "
-                f"{self._capacity.could} node(s) of the cluster could hold it, for {limit:g} s; "
-                f"the cluster has: {self._capacity.have}. Lower job.num_nodes or "
+                f"the job needs {policy.sizes[-1]} node(s) with {self._capacity.what} each, but "
+                f"for {limit:g} s only {self._capacity.could} node(s) of the cluster could hold "
+                f"it; the cluster has: {self._capacity.have}. Lower job.num_nodes or "
                 "job.ranks_per_node, or add nodes"
             )
 
@@ -213,13 +213,13 @@ class Placing:
             return ""  # nodes may be starting; the time that they have is short
         least, could = policy.sizes[-1], self._capacity.could
         if could >= least:
-            fewer = f"goes on with {policy.best(could)} after {self._launch.wait_for_node_s:g} s"
+            fewer = f"continues with {policy.best(could)} after {self._launch.wait_for_node_s:g} s"
         else:
             fewer = f"needs at least {least}"
             if self._launch.give_up_after_s is not None:
                 fewer += f", gives up after {self._launch.give_up_after_s:g} s"
         return (
             f"{policy.sizes[0] - could} node(s) missing since {since:%Y-%m-%d %H:%M:%S}: the job "
-            f"wants {policy.sizes[0]} with {self._capacity.what} each, the cluster has {could}; "
-            f"it {fewer}"
+            f"asks for {policy.sizes[0]} with {self._capacity.what} each, the cluster has "
+            f"{could}; it {fewer}"
         )

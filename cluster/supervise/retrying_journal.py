@@ -91,7 +91,7 @@ class RetryingJournal(Journal):
         if not self._why:
             self._is_told = False
             logger.warning(
-                "%s cannot be written (%s): what happens is kept and written when there is space",
+                "%s cannot be written (%s): new entries stay in memory until there is space",
                 self.path,
                 error.strerror,
             )

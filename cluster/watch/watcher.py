@@ -155,9 +155,9 @@ class RankWatcher:
             return  # not what keeps it
         self._starved_told = True
         self._note(
-            f"rank {worst.rank} on node {self._node_of[worst.rank]} gets no CPU: of {worst.age_s:.0f} "
-            f"s in step {worst.step} it was ready to run for {worst.starved_s:.0f} s and had to "
-            "wait; this is no hang: look for what else runs there",
+            f"rank {worst.rank} on node {self._node_of[worst.rank]} gets no CPU: for "
+            f"{worst.starved_s:.0f} of {worst.age_s:.0f} s in step {worst.step}, it was ready to "
+            "run but had to wait. It does not hang; check what else is running there",
             starved={"rank": worst.rank, "seconds": round(worst.starved_s, 1)},
         )
 
@@ -166,8 +166,8 @@ class RankWatcher:
             node = self._node_of[slow.rank]
             host = self._nodes[node].describe().get("host", "")
             self._note(
-                f"rank {slow.rank} on node {node} ({host}) is slow: {slow.own_s:.3g} s of its own "
-                f"per step, {slow.ratio:.2f} × the others' median; the others wait for it",
+                f"rank {slow.rank} on node {node} ({host}) is slow: it computes {slow.own_s:.3g} "
+                f"s per step, {slow.ratio:.2f} × the others' median, and the others wait for it",
                 straggler={
                     "rank": slow.rank,
                     "node": node,

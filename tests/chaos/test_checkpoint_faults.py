@@ -187,8 +187,8 @@ def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     ended_like(run_dir, undisturbed)
     assert resumed_from(run_dir) == [None, before.step]
     said = reasons(run_dir)
-    assert f"the checkpoint of step {newest.step} was damaged and is set aside as step_" in said
-    assert f"the run goes on from step {before.step}: " in said
+    assert f"the checkpoint of step {newest.step} was damaged and renamed step_" in said
+    assert f"the run continues from step {before.step}: " in said
     assert "__1_0.distcp does not fit its checksum" in said
     assert list((run_dir / "checkpoints").glob(f"{newest.path.name}.damaged-*"))
 

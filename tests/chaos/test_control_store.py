@@ -40,7 +40,7 @@ def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(tmp_path: Path
         assert_nothing_left(run_dir, within_s=60)
     told = [entry.reason for entry in Journal(run_dir).entries()][-1]
     assert told.startswith(f"the cluster's control store at {first.address} does not answer")
-    assert "`moebius resume` the job" in told
+    assert "run `moebius resume`" in told
     reached = max(curve(run_dir))
     with standing_cluster(tmp_path, 2, cpus=1, name="without-store") as second:
         begin_on(second, launch)  # as `moebius resume` does

@@ -120,7 +120,7 @@ def test_what_is_not_whole_is_shown_as_such(
     assert code == 0
     assert re.search(r"__0_0\.distcp has 4 bytes instead of \d+", first)
     assert "is no whole checkpoint: cannot read manifest.json" in second
-    assert "step_00000015.g0.tmp: being written, or left behind" in third
+    assert "step_00000015.g0.tmp: being written, or abandoned" in third
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_shown_as_such(
@@ -130,9 +130,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_shown_as_such(
     code, [_, first, second], _ = run(capfd, "ls", str(run_dir))
     assert code == 0
     assert first.rstrip().endswith("complete")
-    assert re.match(
-        r"\s*10 .*is called step_00000011, by which a run goes: was it renamed\?", second
-    )
+    assert re.match(r"\s*10 .*is called step_00000011, not step_00000010: was it renamed\?", second)
 
 
 def test_verify_reads_all_of_a_run(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -88,8 +88,8 @@ def test_a_missing_manifest_is_told_by_the_exit_code(
     ("words", "message"),
     [
         (["peek", "RUN", "--step", "91"], "steps 1 to 90"),
-        (["peek", "SHARDS", "--step", "1"], "is no run"),
-        (["peek", "RUN", "--rows", "0"], "--rows 0: at least 1"),
+        (["peek", "SHARDS", "--step", "1"], "is not a run"),
+        (["peek", "RUN", "--rows", "0"], "--rows 0: must be at least 1"),
         (["peek", "BEGUN"], "is being prepared"),
         (["verify", "BEGUN"], "is being prepared"),
         (["peek", "nowhere"], "holds no prepared data and is no run folder"),

@@ -38,7 +38,10 @@ SLURM = ("slurm", "--run-dir", "a")
     [
         (["kuberay", "--with", "claim=runs"], "needs --with image"),
         (["kuberay", "--with", "image=m"], "needs --with claim"),
-        (["kuberay", "--with", "image=m", "claim=r", "colour=red"], "knows no 'colour'"),
+        (
+            ["kuberay", "--with", "image=m", "claim=r", "colour=red"],
+            "'colour': not a key of --emit kuberay",
+        ),
         (["kuberay", "--with", "image"], "write KEY=VALUE"),
         (["slurm"], "--emit slurm needs --run-dir"),
         ([*SLURM, "--detach"], "--emit starts nothing"),

@@ -71,7 +71,7 @@ def test_old_runs_are_counted_and_shown_when_asked_for(runs, moebius):
     journal = runs / "good" / "journal.jsonl"
     lines = [json.loads(line) | {"time": 5.0} for line in journal.read_text().splitlines()]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "1 more ended over a week ago: --all" in moebius("status").out
+    assert "1 more ended over a week ago; --all shows them" in moebius("status").out
     said = moebius("status", "--all").out
     assert "good" in said
     assert "over a week" not in said
@@ -114,7 +114,7 @@ def test_resume_goes_on_with_the_stored_configuration(runs, moebius, submitted):
     (runs / "bad" / "checkpoints" / "step_00000050").mkdir(parents=True)
     done = moebius("resume", runs / "bad", "--address", "auto", "--detach")
     assert done.code == 0
-    assert "goes on from the checkpoint of step 50, to step 77" in done.out
+    assert "continues from the checkpoint of step 50, to step 77" in done.out
     assert submitted == [(stored, runs / "bad", "auto", True)]
     done = moebius("resume", "runs/bad", "train.steps=99")
     assert submitted[1][0].train.steps == 99
@@ -134,7 +134,7 @@ def test_resume_of_what_is_finished_running_or_nothing(runs, moebius, submitted)
     with living(runs / "good"):
         done = moebius("resume", runs / "good")
     assert done.code == 2
-    assert "a job is already at work here" in done.text
+    assert "a job is already running here" in done.text
     assert moebius("resume", runs / "none").code == 2
     assert not submitted
 

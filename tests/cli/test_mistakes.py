@@ -69,9 +69,9 @@ scale nothere 4                                 | nothere:
 eval nothere                                    | nothere: is not a run folder (no config.json)
 eval nothere --prompt hello --tokens -3         | num_tokens=-3: at least 1 is needed
 eval nothere --prompt hello --temperature -1    | temperature=-1.0: a finite number from 0 on is needed
-eval nothere --prompt a --score b               | --score and --prompt are two things to do: ask for one
+eval nothere --prompt a --score b               | --score and --prompt cannot be combined: choose one
 eval nothere --tasks piqa                       | --tasks needs --data: the folder of the task files, or hub
-eval nothere --data eval                        | --data goes with --tasks
+eval nothere --data eval                        | --data needs --tasks
 models smok                                     | did you mean smoke?
 config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
 config train.stepz                              | did you mean train.steps?
@@ -86,7 +86,7 @@ ckpt verify nothere                             | nothere: has no checkpoint
 cluster down nothere                            | there is no simulated cluster 'nothere'
 plan smok                                       | did you mean smoke?
 simulate smok                                   | did you mean smoke?
-submit smoke --address nowhere                  | address 'nowhere': write host:port of the cluster's head
+submit smoke --address nowhere                  | address 'nowhere': must be host:port of the cluster's head
 """
 
 

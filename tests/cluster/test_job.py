@@ -35,7 +35,7 @@ def test_journal_survives_a_writer_that_was_killed_in_mid_line(tmp_path):
 def test_status_of_a_folder_without_a_job_is_an_error(tmp_path):
     with pytest.raises(JobError, match=r"nothere: there is no such folder"):
         job.read_status(tmp_path / "nothere")
-    with pytest.raises(JobError, match=r"no job was ever started in this folder"):
+    with pytest.raises(JobError, match=r"no job was started in this folder"):
         job.read_status(tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beat
     status = job.read_status(tmp_path)
     assert status.state is State.LOST
     assert "was RUNNING" in status.reason
-    assert "no sign of life for 10" in status.reason
+    assert "no heartbeat for 10" in status.reason
     assert status.exit_code == 1
 
 
@@ -106,7 +106,7 @@ def test_status_concerns_the_last_submission_only(tmp_path):
 def test_a_second_job_in_the_same_folder_is_refused_while_the_first_lives(tmp_path):
     launch = Launch(str(tmp_path))
     job.begin_submission(launch)
-    with living(tmp_path), pytest.raises(JobError, match=r"already at work here \(SUBMITTED"):
+    with living(tmp_path), pytest.raises(JobError, match=r"already running here \(SUBMITTED"):
         job.begin_submission(launch)
     Journal(tmp_path).append(State.STOPPED, generation=0, reason="")
     request_stop(tmp_path)
@@ -124,7 +124,7 @@ def test_a_job_that_was_killed_a_moment_ago_is_waited_out(tmp_path, monkeypatch)
     job.refuse_if_running(tmp_path, tell=told.append)
     assert time.monotonic() - began > 1.2
     [words] = told
-    assert "a job was at work here 0 s ago (SUBMITTED); if it gives no sign of life for" in words
+    assert "a job was running here 0 s ago (SUBMITTED); without a heartbeat for another" in words
     job.begin_submission(launch)
 
 

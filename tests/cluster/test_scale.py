@@ -39,7 +39,7 @@ def begun(run_dir: Path, **job) -> Path:
 def test_a_number_that_fits_is_asked_for(tmp_path, moebius):
     done = moebius("scale", begun(tmp_path), 2)
     assert done.code == 0
-    assert "asked for 2 node(s)" in done.text
+    assert "2 node(s) requested" in done.text
     asked = scale_requested(tmp_path)
     assert asked is not None
     assert (asked.num_nodes, asked.layouts) == (2, {1: {}, 2: {}})
@@ -52,11 +52,13 @@ def test_a_number_that_does_not_fit_is_answered_with_those_that_do(tmp_path):
 
 
 def test_what_has_ended_or_has_no_cluster_is_not_scaled(tmp_path):
-    with pytest.raises(JobError, match="no job was ever started"):
+    with pytest.raises(JobError, match="no job was started"):
         request_scale(tmp_path, 2)
     run_dir = begun(tmp_path / "ended")
     Journal(run_dir).append(State.STOPPED, generation=1, reason="")
-    with pytest.raises(JobError, match=r"has ended \(STOPPED\); `moebius resume"):
+    with pytest.raises(
+        JobError, match=r"has ended \(STOPPED\); continue it on 2 node\(s\) with `moebius resume"
+    ):
         request_scale(run_dir, 2)
     begin_submission(Launch(str(tmp_path / "here"), where=THIS_MACHINE))
     with pytest.raises(JobError, match="runs on one machine"):
@@ -126,7 +128,7 @@ def test_it_goes_along_when_the_job_is_resumed(tmp_path, resumed, moebius):
     done = moebius("resume", scaled_and_stopped(tmp_path))
     [(configured, scale)] = resumed
     assert (configured, scale.num_nodes, scale.layouts[2]) == (4, 2, {})
-    assert "on 2 node(s), as `moebius scale` asked before" in done.text
+    assert "on 2 node(s), as requested with `moebius scale`" in done.text
 
 
 def test_a_number_of_nodes_that_is_given_goes_before(tmp_path, resumed, moebius):
@@ -146,7 +148,7 @@ def test_the_journal_of_a_resumed_job_says_so(tmp_path):
     launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
     begin_job(launch, ScaleRequest(2, None))
     assert scale_requested(tmp_path) == ScaleRequest(2, None)
-    assert "goes on with 2 node(s)" in Journal(tmp_path).entries()[0].reason
+    assert "continues with 2 node(s)" in Journal(tmp_path).entries()[0].reason
     Journal(tmp_path).append(State.STOPPED, generation=1, reason="")
     begin_submission(launch)
     assert scale_requested(tmp_path) is None

@@ -144,12 +144,12 @@ def test_a_simulated_cluster_cannot_be_left_alone(tmp_path):
 def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
     run_dir = tmp_path / "run"
     begin_submission(fake_launch(run_dir))
-    with living(run_dir), pytest.raises(JobError, match="already at work here"):
+    with living(run_dir), pytest.raises(JobError, match="already running here"):
         submit(config_of(tmp_path), run_dir)
 
 
 def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):
-    with pytest.raises(JobError, match="no job was ever started"):
+    with pytest.raises(JobError, match="no job was started"):
         stop(tmp_path)
     Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch
     monkeypatch.setattr("moebius.cluster.liveness.LOST_AFTER_S", -1.0)
     monkeypatch.setattr("moebius.cluster.liveness.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("moebius.cluster.liveness.GIVEN_UP_AFTER_S", -1.0)
-    with pytest.raises(JobError, match="nobody is there to stop it"):
+    with pytest.raises(JobError, match="so no process can stop it"):
         stop(tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("address", ["head", "head:ray", "http://head:6379"])
 def test_what_is_no_address_is_told(address):
     ray_session._check_reachable("auto")  # Ray itself knows where
-    with pytest.raises(JobError, match=f"address '{address}': write host:port of the cluster"):
+    with pytest.raises(JobError, match=f"address '{address}': must be host:port of the cluster"):
         ray_session._check_reachable(address)
 
 

@@ -155,7 +155,9 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
         )
         (preparer,) = found(program, "moebius.cluster.prepare_data")
         preparer.kill()
-        awaits(run_dir, program, "preparation died (killed by signal 9) and is started again; 2 re")
+        awaits(
+            run_dir, program, "preparation died (killed by signal 9) and is being restarted; 2 re"
+        )
         output, _ = program.communicate(timeout=200)
     finally:
         program.kill()

@@ -91,4 +91,4 @@ def test_two_things_at_once_are_refused(bytes_run, other, capfd):
     told = capfd.readouterr().err
     assert f"{other[0]}" in told
     assert "--stride" in told
-    assert "are two things to do: ask for one" in told
+    assert "cannot be combined: choose one" in told

@@ -112,8 +112,8 @@ def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> Non
     assert answer.code == 0
     for words in (
         "3 of 2,376",
-        "Scores are of a subset",
-        "The mean has cbt_style in place of cbt",
+        "Scores are from a subset",
+        "The mean uses cbt_style instead of cbt",
         "1 items were longer than the context",
         "mean of the paper's six",
     ):
@@ -131,8 +131,8 @@ def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> Non
         ("--tasks , --data DATA", "holds no file of a task"),
         ("--tasks paper", "--tasks needs --data"),
         ("--tasks paper --data DATA/none", "is no folder"),
-        ("--limit 3", "goes with --tasks"),
-        ("--too-long skip", "--too-long goes with --tasks"),
+        ("--limit 3", "needs --tasks"),
+        ("--too-long skip", "--too-long needs --tasks"),
     ],
 )
 def test_requests_that_cannot_be(

@@ -252,7 +252,7 @@ def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_pat
     cluster.net.heal(1, 2)
     assert_ended_right(tmp_path, prepared, generation=2)
     [hang] = entries_of(tmp_path, State.RECOVERING)
-    words = f"{names[0]} and {names[1]} do not reach each other over the network: all ranks hang"
+    words = f"{names[0]} and {names[1]} cannot reach each other over the network: all ranks hang"
     assert hang.reason.startswith(words)
     assert hang.details["charged_to"] == "infrastructure"
 

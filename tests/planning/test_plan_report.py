@@ -191,10 +191,10 @@ def test_balanced_routing_waits_for_nobody(capsys: Capture) -> None:
     ("arguments", "message"),
     [
         ("smoke --hardware h2000", "there is no hardware 'h2000': choose h100, h200"),
-        ("smoke --nodes 0", "'0' is no number of nodes"),
+        ("smoke --nodes 0", "'0' is not a number of nodes"),
         ("smoke --nodes 1 …", "a number must follow …"),
-        ("smoke --nodes … 4", "'…' is no number of nodes"),
-        ("smoke --nodes 1 … … 4", "'…' is no number of nodes"),
+        ("smoke --nodes … 4", "'…' is not a number of nodes"),
+        ("smoke --nodes 1 … … 4", "'…' is not a number of nodes"),
         ("smoke --tokens-per-rank 0", "--tokens-per-rank 0"),
         ("smoke --skew missing", "missing: cannot be read"),
         ("smoke --skew -1", "a Dirichlet concentration must be above 0"),

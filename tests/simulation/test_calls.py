@@ -368,8 +368,8 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "name what to simulate"),
-        ("smoke --trace x", "name what to simulate"),
+        ("", "name a recipe, a FILE.toml or a run folder"),
+        ("smoke --trace x", "name a recipe, a FILE.toml or a run folder"),
         ("nowhere", "there is no recipe 'nowhere'"),
         ("smoke --ep 32", "mesh.ep 32 is more than the experts"),
         ("smoke --ep 0", "--ep 0: at least 1"),
@@ -378,7 +378,7 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(
         ("smoke --ep 8 --ranks-per-node 3", "--ranks-per-node 3 does not divide the 8 ranks"),
         ("smoke --ep 4 --dispatcher local", "the experts are on several ranks"),
         ("smoke --steps 0", "--steps 0: at least 1"),
-        ("--trace x --tokens-per-rank 8", "--tokens-per-rank 8: means nothing with --trace"),
+        ("--trace x --tokens-per-rank 8", "--tokens-per-rank 8: cannot be used with --trace"),
         ("smoke --tokens-per-rank 0", "--tokens-per-rank 0: at least 1"),
         (f"smoke --tokens-per-rank {'9' * 20}", "at most 16,777,216"),
         ("dense --ep 2", "the model has no experts: there is nothing to route"),
@@ -396,7 +396,7 @@ def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius
 
 def test_a_run_is_simulated_as_it_is(run_dir: Path, tmp_path: Path, moebius: Command) -> None:
     change = "model.feed_forward.num_experts=4"
-    assert f"leave out {change}" in moebius("simulate", run_dir, change).text
+    assert f"remove {change}" in moebius("simulate", run_dir, change).text
     (tmp_path / "config.json").write_bytes((run_dir / "config.json").read_bytes())
     answer = moebius("simulate", "--trace", tmp_path)
     assert "has no recorded routing; train with train.record_routing=N" in answer.text

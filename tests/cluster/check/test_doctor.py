@@ -171,7 +171,7 @@ def test_a_cluster_without_faults(tmp_path):
         "ok",
     )
     found = by_check(done.findings)
-    assert "all 6 ways are open" in found["ports"].found
+    assert "all 6 connections work" in found["ports"].found
     assert "median 1.1 ms for 1,048,576 bytes" in found["links between nodes"].found
 
 
@@ -185,11 +185,11 @@ FAULTS = {
     "a clock a little off": ({"clock_s": 0.5}, "clocks", "warn", "off: 10.0.0.3 by +0.50 s"),
     "a closed port": (
         {"closed": {("10.0.0.3", "10.0.0.1")}},
-        *("ports", "fail", "1 of 6 ways are closed (10.0.0.3 → 10.0.0.1: Connection refused)"),
+        *("ports", "fail", "1 of 6 connections failed (10.0.0.3 → 10.0.0.1: Connection refused)"),
     ),
     "a folder of its own": (
         {"elsewhere": "below tmp_path"},
-        *("shared folder", "fail", "what one node writes is not seen (10.0.0.3: No such file"),
+        *("shared folder", "fail", "do not see what one node writes (10.0.0.3: No such file"),
     ),
     "a folder that cannot be written": (
         {"read_only": True},
@@ -198,7 +198,7 @@ FAULTS = {
     "a rename with a gap": ({"gap": "no file"}, "shared folder", "fail", "10.0.0.3: no file"),
     "a file that two create": (
         {"claims_always": True},
-        *("shared folder", "fail", "2 nodes created the same file"),
+        *("shared folder", "fail", "2 nodes each created the same file"),
     ),
     "few files": (
         {"facts": {"open_files": 1024}},
@@ -234,13 +234,17 @@ def test_one_slow_link_is_named(tmp_path):
     done = checked(tmp_path, {"slow": {(1, 2): 3.0}}, {}, {})
     finding = by_check(done.findings)["links between nodes"]
     assert finding.verdict == "warn"
-    assert "slow: 10.0.0.2 – 10.0.0.3: 3.3 ms, 3.0 × the median" in finding.found
+    assert (
+        "slow: 10.0.0.2 – 10.0.0.3: 3.3 ms for 1,048,576 bytes, 3.0 × the median" in finding.found
+    )
     assert finding.advice
 
 
 def test_wrong_numbers_are_no_measurement(tmp_path):
     done = checked(tmp_path, {"sound": False}, {})
-    assert "4 ranks on 2 node(s) got wrong numbers" in by_check(done.findings)["self-test"].found
+    assert (
+        "4 ranks on 2 node(s) received wrong numbers" in by_check(done.findings)["self-test"].found
+    )
     assert done.links is None
 
 
@@ -248,10 +252,10 @@ def test_who_gives_no_answer_is_left_out_of_the_rest(tmp_path):
     done = checked(tmp_path, {}, {"dies": True}, {}, silent={"10.0.0.9": "its raylet is gone"})
     first = done.findings[0]
     assert (first.check, first.verdict) == ("nodes", "fail")
-    assert "2 of 4 fail or give no answer within 30 s" in first.found
+    assert "2 of 4 failed or did not answer within 30 s" in first.found
     assert "10.0.0.9: its raylet is gone" in first.found
     assert "10.0.0.2: no answer" in first.found
-    assert "all 2 ways are open" in by_check(done.findings)["ports"].found
+    assert "all 2 connections work" in by_check(done.findings)["ports"].found
     assert done.links is not None
     assert done.links["nodes"] == ["10.0.0.1", "10.0.0.3"]
 
@@ -296,7 +300,7 @@ H100 = Gpu("H100", 80 * GIB, 80 * GIB)
 @pytest.mark.parametrize(
     ("judge", "changes", "verdict", "words"),
     [
-        (judge_gpus, [{"gpus": ()}, {"gpus": ()}], "ok", "none: ranks"),
+        (judge_gpus, [{"gpus": ()}, {"gpus": ()}], "ok", "none; ranks"),
         (judge_gpus, [{}, {}], "ok", "2 node(s) with 8 × H100; driver 580.1"),
         (judge_gpus, [{}, {"gpus": (H100,) * 7}], "warn", "1 node(s) with 7 × H100"),
         (judge_gpus, [{}, {"driver": "570.9"}], "warn", "driver 580.1, 570.9"),
@@ -306,7 +310,7 @@ H100 = Gpu("H100", 80 * GIB, 80 * GIB)
         (judge_memory, [{"shared_memory_bytes": None}], "ok", "at least 90% free (900.0 GiB)"),
         (judge_limits, [{"open_files": UNLIMITED}], "ok", "any number of open files"),
         (judge_limits, [{}, {"processes": 1000}], "warn", "low on 10.0.0.2"),
-        (judge_interfaces, [{}, {"interface": None}], "fail", "own address on 10.0.0.2"),
+        (judge_interfaces, [{}, {"interface": None}], "fail", "node's address on 10.0.0.2"),
         (judge_interfaces, [{"chosen": {"NCCL_SOCKET_IFNAME": "=eth0"}}], "ok", "eth0, MTU 9000"),
         (judge_interfaces, [{"chosen": {"NCCL_SOCKET_IFNAME": "^docker"}}], "ok", "eth0"),
         (judge_versions, [{}], "ok", "moebius 1.0, torch 2.13.0, nccl 2.27"),
@@ -343,7 +347,7 @@ def test_a_node_reaches_another_and_not_a_stranger():
         reached = probe.connect("127.0.0.1", port, 60.0)
         thread.join()
     assert reached.seconds is None
-    assert reached.why in ("somebody else answers there", "Connection reset by peer")
+    assert reached.why in ("another program answered on this port", "Connection reset by peer")
     closed = probe.connect("127.0.0.1", port, 60.0)
     assert (closed.seconds, closed.why) == (None, "Connection refused")
 
@@ -352,7 +356,7 @@ def test_a_node_reaches_another_and_not_a_stranger():
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["--gpu"], "torch sees no GPU here"),
-     (["--gpu", "--address", "auto"], "does not go with --address")],
+     (["--gpu", "--address", "auto"], "omit --address")],
 )  # fmt: skip
 def test_a_machine_without_gpus_has_none_to_check(words, said, moebius):
     done = moebius("doctor", *words)

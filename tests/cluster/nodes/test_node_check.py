@@ -24,18 +24,18 @@ def test_a_node_that_sees_the_folder_has_no_faults_and_nothing_is_left_there(tmp
 def test_a_folder_that_is_missing_or_another_one_is_told(tmp_path):
     with token_in(tmp_path, gpus=0) as wanted:
         elsewhere = replace(wanted, token_file=str(tmp_path / "not mounted" / "token"))
-        assert "not mounted is not there (No such file or directory)" in elsewhere.faults()
+        assert "not mounted does not exist there (No such file or directory)" in elsewhere.faults()
         (tmp_path / "own disk").mkdir()
         other = replace(wanted, token_file=str(tmp_path / "own disk" / "token"))
-        assert "own disk is another folder there" in other.faults()
+        assert "own disk is a different folder there" in other.faults()
         Path(wanted.token_file).write_text("of somebody else")
-        assert "a file of the same name says something else" in wanted.faults()
+        assert "a file of the same name has other contents" in wanted.faults()
 
 
 def test_missing_devices_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(node_check, "count_gpus", lambda: (1, ""))
     with token_in(tmp_path, gpus=2) as wanted:
-        assert "has 1 GPUs and train.device=cuda needs 2" in wanted.faults()
+        assert "has 1 GPUs, but train.device=cuda needs 2" in wanted.faults()
         assert replace(wanted, gpus=1).faults() == ""
 
 

@@ -350,7 +350,7 @@ def test_a_stranger_in_the_cluster_does_not_get_to_the_store(tmp_path):
     assert not mark.exists()
     assert not any(found.startswith("the store") for found in stranger.got_in), stranger.got_in
     refusals = (run_dir / "logs/g001/node0/agent.log").read_text()
-    assert "refused a connection of" in refusals
+    assert "refused a connection from" in refusals
     assert status.state is State.SUCCEEDED, status
     assert_nothing_left(run_dir)
 

@@ -91,5 +91,5 @@ def test_a_job_of_one_machine_ends_and_says_why(tmp_path: Path) -> None:
         pool.shutdown()
     assert status.state is State.FAILED
     assert "(rank 1 of generation 1), state D (uninterruptible)" in status.reason
-    assert "the job has no other machine; restart this one" in status.reason
+    assert "the job has no other machine: reboot this one" in status.reason
     wait_for(lambda: not rank_pids(tmp_path), what="the end of the rank")

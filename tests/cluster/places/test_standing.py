@@ -100,7 +100,7 @@ def test_the_commands_ask_the_host(fake, moebius):
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
     assert moebius("cluster", "up", "fake", "--simulate", "4").out == shown.out, "it is up"
-    assert moebius("cluster", "down", "--node", "1").out == "node 1 is gone, with 7 processes\n"
+    assert moebius("cluster", "down", "--node", "1").out == "killed node 1 with 7 processes\n"
     assert fake.killed == [1]
     refused = moebius("cluster", "down", "--node", "0")
     assert refused.code == 2
@@ -246,7 +246,7 @@ def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, s
             start_supervisor(launch)
         wait_for_step(run_dir, 10)  # by its run folder alone: nobody is connected
         assert cluster.ask("status")["runs"] == [str(run_dir)]
-        with pytest.raises(JobError, match="jobs are at work"):
+        with pytest.raises(JobError, match="jobs are running"):
             end_cluster(cluster)
         assert moebius("cluster", "down", "--node", "1").code == 0
         assert "node 2" in moebius("cluster", "up", "--add-node").text

@@ -85,7 +85,7 @@ def test_plain_lines_tell_the_story_of_a_run(tmp_path):
     for told in (
         "SUBMITTED: 1 node(s) × 1 rank(s)",
         "RECOVERING: fault drill: rank 0 was killed on purpose at step 7",
-        "generation 2 went on from the checkpoint of step 5",
+        "generation 2 continued from the checkpoint of step 5",
         "checkpoint of step 5 written in 0.25 s",
         "validation loss 4.5 at step 10",
         "step 10/10, loss 4, validation 4.5000, 12,346 tokens/s, expert load max/mean 2.80",

@@ -178,5 +178,5 @@ def test_a_run_that_has_ended_has_no_ranks(run_dir):
 
 
 def test_no_run(tmp_path):
-    with pytest.raises(JobError, match="no job was ever started"):
+    with pytest.raises(JobError, match="no job was started"):
         look_once(tmp_path)

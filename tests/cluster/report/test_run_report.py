@@ -122,7 +122,7 @@ def test_runs_below_a_folder(tmp_path):
     assert names == ["a", "sweep/b", "c"]
     assert [is_recent(report) for report in reports] == [True, True, False]
     assert len(problems) == 1
-    assert "torn: no job was ever started" in problems[0]
+    assert "torn: no job was started" in problems[0]
     assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
 
 

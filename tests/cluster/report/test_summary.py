@@ -75,7 +75,7 @@ def test_picture_of_runs_of_many_shapes(tmp_path, shape):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="the run has made no step yet"):
+    with pytest.raises(ValueError, match="the run has made no step"):
         draw_summary(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_closing_words_of_a_success(tmp_path):
     assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
     assert "50 steps, 50 tokens, 9 tokens/s, 1 min 05 s in all" in text
     assert (
-        "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 went on from the checkpoint of step 25"
+        "1   fault drill: rank 3 was killed on purpose at step 30; generation 2 continued from the checkpoint of step 25"
         in text
     )
     assert str(tmp_path / "summary.png") in text

@@ -264,7 +264,7 @@ def test_no_nodes_are_placed_ahead_of_a_supervisor_that_is_at_work(tmp_path):
     wait_for_step(run_dir, 3)
     again = place_ahead(launch)
     assert not again.placed_ahead
-    with pytest.raises(JobError, match="is still at work"):
+    with pytest.raises(JobError, match="is still running"):
         start_supervisor(again)
     request_stop(run_dir)
     status = end_of(run_dir)
@@ -295,7 +295,7 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
             name="same",
         )
     )
-    with pytest.raises(JobError, match="a supervisor of this run folder is still at work"):
+    with pytest.raises(JobError, match="another supervisor of this run folder is still running"):
         start_supervisor(fake_launch(good))
     let_go(good)
     failed, succeeded = end_of(bad), end_of(good)
@@ -312,9 +312,12 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
-        ({"num_nodes": 3}, "needs 3 node(s) with 1 CPUs each, and 2 node(s)"),
-        ({"ranks_per_node": 64}, "needs 1 node(s) with 64 CPUs each, and 0 node(s)"),
-        ({"gpus_per_node": 8}, "needs 1 node(s) with 1 CPUs and 8 GPUs each, and 0 node(s)"),
+        ({"num_nodes": 3}, "needs 3 node(s) with 1 CPUs each, but for 0.5 s only 2 node(s)"),
+        ({"ranks_per_node": 64}, "needs 1 node(s) with 64 CPUs each, but for 0.5 s only 0 node(s)"),
+        (
+            {"gpus_per_node": 8},
+            "needs 1 node(s) with 1 CPUs and 8 GPUs each, but for 0.5 s only 0 node(s)",
+        ),
     ],
 )
 def test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing(

@@ -134,7 +134,7 @@ class Job:
 
 def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path, made):
     job = Job(launch_of(tmp_path, made, segments=2))
-    job.await_words("PREPARING: the ranks begin with 2 segments sealed")
+    job.await_words("PREPARING: the ranks start when 2 segments are sealed")
     seal(made)
     time.sleep(0.05)
     assert not job.nodes.assignments
@@ -163,8 +163,8 @@ def test_a_preparation_that_dies_is_started_again_within_the_budget(tmp_path, ma
     for number in range(3):
         job.await_(lambda n=number: len(job.preparation.children) > n)
         job.preparation.children[number].code = -9
-    job.await_words("the data's preparation died (killed by signal 9) and is started again; 1 res")
-    job.await_words("the data's preparation has failed: killed by signal 9. The ranks go on")
+    job.await_words("data preparation died (killed by signal 9) and is being restarted; 1 res")
+    job.await_words("data preparation failed: killed by signal 9. The ranks continue")
     assert given_up(made.folder) == "killed by signal 9"
     assert job.end().state is State.SUCCEEDED, "what was sealed was enough"
     assert len(job.preparation.children) == 3

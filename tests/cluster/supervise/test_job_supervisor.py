@@ -94,7 +94,7 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
     ),
     "a mistake": (
         [fails("moebius.train.config.errors.ConfigError: train.timeout_s=0", exit_code=78)] * 3,
-        *({"max_restarts": 8}, State.FAILED, 1, "before the first step; no restart would mend"),
+        *({"max_restarts": 8}, State.FAILED, 1, "before the first step; a restart would not help"),
     ),
     "what has worked before is tried again": (
         [
@@ -129,7 +129,7 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
     ),
     "a failure while stopping": (
         [makes_steps(2, then=then_asks_to_stop(fails()))],
-        *({}, State.STOPPED, 1, "failed on the way: rank 0"),
+        *({}, State.STOPPED, 1, "failed while stopping: rank 0"),
     ),
     "a stop": ([makes_steps(2, then=then_asks_to_stop(stops))], {}, State.STOPPED, 1, "step 3"),
     "an end at once": (
@@ -138,11 +138,11 @@ ENDINGS: dict[str, tuple[list[Act], dict[str, Any], State, int, str]] = {
     ),
     "a preemption": (
         [makes_steps(3, then=then_asks_to_stop(stops, preempt=True))],
-        *({}, State.PREEMPTED, 1, "`moebius resume` goes on from there"),
+        *({}, State.PREEMPTED, 1, "`moebius resume` continues from there"),
     ),
     "a failure while being preempted": (
         [makes_steps(3, then=then_asks_to_stop(fails(), preempt=True))],
-        *({}, State.PREEMPTED, 1, "failed on the way"),
+        *({}, State.PREEMPTED, 1, "failed while stopping"),
     ),
 }
 
@@ -210,7 +210,7 @@ TROUBLE = {
     "a damaged checkpoint": (
         {"kind": "checkpoint_set_aside", "step": 8, "path": "step_00000008.damaged",
          "why": "a file is missing", "resumed_from_step": 4},
-        "step 8 was damaged and is set aside as step_00000008.damaged; the run goes on from step 4: a",
+        "step 8 was damaged and renamed step_00000008.damaged; the run continues from step 4: a",
     ),
     "a checkpoint that was not saved": (
         {"kind": "checkpoint", "step": 12, "seconds": 1.0, "error": "No space left on device"},
@@ -221,12 +221,12 @@ TROUBLE = {
     "a rollback": (
         {"kind": "rollback", "step": 9, "to_step": 4, "number": 1, "most": 10, "first_sample": 32,
          "end_sample": 72, "why": "2 spikes", "abandoned": ["step_00000008.abandoned"]},
-        "went back from step 9 to the checkpoint of step 4 (rollback 1 of at most 10): 2 spikes; "
-        "samples 32 to 71 are left out, 1 later checkpoint(s) set aside",
+        "rolled back from step 9 to the checkpoint of step 4 (rollback 1 of at most 10): 2 spikes; "
+        "samples 32 to 71 are skipped, 1 later checkpoint(s) set aside",
     ),
     "no rollback": (
         {"kind": "rollback_impossible", "step": 9, "why": "2 spikes", "at_most": 1},
-        "no whole checkpoint of step 1 or before",
+        "no complete checkpoint of step 1 or earlier",
     ),
     "half a line": ({"kind": "rollback"}, ""),
 }  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
     assert excluded == [first.stuck]
     [told] = [one for one in Journal(tmp_path).entries() if "process 7" in one.reason]
     assert "node 0: SIGKILL does not end process 7" in told.reason
-    assert "this job does not use the node again" in told.reason
+    assert "this job no longer uses the node" in told.reason
     assert told.details["charged_to"] == "infrastructure"
 
 
@@ -309,7 +309,7 @@ def test_sigterm_is_a_preemption_notice(tmp_path):
 @pytest.fixture
 def more_nodes(monkeypatch) -> None:
     """The run should go on with more nodes, once."""
-    reasons = iter(["2 node(s) can be had"])
+    reasons = iter(["2 node(s) are available"])
     monkeypatch.setattr(job_supervisor.Placing, "why_resize", lambda *_: next(reasons, ""))
 
 
@@ -371,7 +371,7 @@ def test_a_damaged_generation_file_is_written_anew_while_ranks_run(tmp_path):
     status, _ = live(tmp_path, lambda run_dir: next(looks)(run_dir))
     assert (status.state, status.restarts, status.generation) == (State.SUCCEEDED, 0, 1)
     assert (tmp_path / "generation").read_text() == "1"
-    assert any("was damaged, and is written anew" in e.reason for e in Journal(tmp_path).entries())
+    assert any("was damaged and is written again" in e.reason for e in Journal(tmp_path).entries())
 
 
 def test_a_generation_after_a_damaged_number_has_one_that_nobody_can_have_had(tmp_path):
@@ -387,10 +387,8 @@ def test_a_damaged_wish_for_nodes_ends_the_job_and_says_what_to_do(tmp_path, mon
     monkeypatch.setattr("moebius.cluster.supervise.placing.LOOK_EVERY_S", 0.0)
     status, _ = live(tmp_path, tears("scale.json", makes_steps(1, then=waits)))
     assert status.state is State.FAILED
-    assert status.reason.startswith(f"{tmp_path}/scale.json: is damaged (")
-    assert f"remove it, and say how many nodes the job is to have (`moebius resume {tmp_path}" in (
-        status.reason
-    )
+    assert status.reason.startswith(f"{tmp_path}/scale.json is damaged (")
+    assert f"remove it, and set the number of nodes (`moebius resume {tmp_path}" in (status.reason)
 
 
 # A full disk --------------------------------------------------------------------------------------
@@ -564,7 +562,7 @@ def test_a_restarted_supervisor_takes_over_the_generation_that_goes_on(tmp_path,
     supervise(launch, node)
     assert node.assignments == [], "nothing was started"
     after = Journal(tmp_path).entries()[2 + len(before) :]
-    assert "generation 1 has gone on" in after[0].reason
+    assert "generation 1 kept running" in after[0].reason
     assert after[-1].state.value == end
     assert words in after[-1].reason
     assert read_status(tmp_path).restarts == 0
@@ -592,7 +590,7 @@ def test_a_supervisor_that_was_killed_after_the_end_only_tidies_up(tmp_path):
 
 
 class CutOffNode(PretendedNode):
-    """One of two nodes that do not reach each other when they are asked the first two times."""
+    """One of two nodes that cannot reach each other when they are asked the first two times."""
 
     def __init__(self, run_dir: Path, number: int, *script: Act):
         super().__init__(run_dir, script)
@@ -619,7 +617,7 @@ def test_nodes_that_do_not_reach_each_other_are_named_and_waited_for(tmp_path):
     begin_submission(launch)
     supervise(launch, provider)
     told = {entry.state: entry for entry in Journal(tmp_path).entries()}
-    words = "node 0 (10.0.0.0) and node 1 (10.0.0.1) do not reach each other"
+    words = "node 0 (10.0.0.0) and node 1 (10.0.0.1) cannot reach each other"
     assert told[State.RECOVERING].reason.startswith(f"{words} over the network: rank 0")
     assert told[State.RECOVERING].details["charged_to"] == "infrastructure"
     assert told[State.PLACING].reason == f"{words}; the job waits for the network between them"

@@ -1,4 +1,4 @@
-"""Which nodes do not reach each other: pretended nodes, and the same with machines of their own."""
+"""Which nodes cannot reach each other: pretended nodes, and the same with machines of their own."""
 
 import socket
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ BOTH_WAYS: Any = [PretendedNode(0, 1), PretendedNode(1, 0), PretendedNode(2)]
     [
         ([PretendedNode(0), PretendedNode(1)], ""),
         ([PretendedNode(0)], ""),
-        (BOTH_WAYS, "node 0 (10.0.0.0) and node 1 (10.0.0.1) do not reach each other"),
+        (BOTH_WAYS, "node 0 (10.0.0.0) and node 1 (10.0.0.1) cannot reach each other"),
         (
             [PretendedNode(0), PretendedNode(1), PretendedNode(2, 1)],
-            "node 2 (10.0.0.2) does not reach node 1 (10.0.0.1)",
+            "node 2 (10.0.0.2) cannot reach node 1 (10.0.0.1)",
         ),
         ([PretendedNode(0, 1, is_lost=True), PretendedNode(1)], ""),
     ],
@@ -58,7 +58,7 @@ def test_a_network_that_fails_three_times_at_one_step_does_not_end_the_job(tmp_p
     hang = RootCause("all ranks hang", error="all ranks hang in phase step")
     blamed = NetworkWatch().explain(Outcome("failed", hang, 7), BOTH_WAYS).cause
     assert blamed is not None
-    assert "do not reach each other over the network: all ranks hang" in blamed.summary
+    assert "cannot reach each other over the network: all ranks hang" in blamed.summary
     budgets = Budgets(Launch(str(tmp_path)))
     verdicts = [budgets.charge(blamed, 7) for _ in range(4)]
     assert {verdict.charged_to for verdict in verdicts} == {"infrastructure"}

@@ -132,9 +132,9 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
         e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller
     )
     wished, paused, asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
-    assert wished.startswith("2 node(s) can be had, and it runs on 1 of 2")
+    assert wished.startswith("2 node(s) are available, and the job runs on 1 of 2")
     assert paused.startswith("paused at step ")
-    assert asked.startswith("1 node(s) are asked for, and it runs on 2")
+    assert asked.startswith("1 node(s) were requested, and the job runs on 2")
     assert larger == smaller + 1, "no generation failed on the way"
     first = next(
         e.details["first_step"]
@@ -189,7 +189,7 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
     end_well(run_dir)
     [told] = [e for e in entries_of(run_dir, State.RECOVERING) if "SIGKILL does not" in e.reason]
     assert "(rank 1 of generation 1), state D (uninterruptible)" in told.reason
-    assert "this job does not use the node again" in told.reason
+    assert "this job no longer uses the node" in told.reason
     assert told.details["charged_to"] == "infrastructure"
 
 
@@ -212,7 +212,7 @@ def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, 
     end_well(run_dir)
     assert address not in [f"127.0.0.{number + 2}" for number in used_nodes(run_dir, second)]
     asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
-    assert asked.startswith(f"the cluster will take away {address}")
+    assert asked.startswith(f"the cluster is draining {address}")
     assert entries_of(run_dir, State.RECOVERING) == []
 
 

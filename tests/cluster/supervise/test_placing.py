@@ -63,8 +63,10 @@ def test_a_replacement_is_waited_for_and_the_reason_told(tmp_path):
     cluster = Cluster(3, 3, 4)
     policy, told = placing_on(cluster, tmp_path, wait_for_node_s=60.0, min_nodes=2)
     assert len(policy.place()) == 4
-    assert re.match(r"1 node\(s\) missing since \d{4}-.*: the job wants 4 with room each", told[0])
-    assert "the cluster has 3; it goes on with 3 after 60 s" in told[0]
+    assert re.match(
+        r"1 node\(s\) missing since \d{4}-.*: the job asks for 4 with room each", told[0]
+    )
+    assert "the cluster has 3; it continues with 3 after 60 s" in told[0]
 
 
 def test_then_it_goes_on_with_fewer(tmp_path):
@@ -92,13 +94,15 @@ def test_with_too_few_it_waits_for_ever_unless_told_otherwise(tmp_path):
     assert "3 node(s) missing" in told[0]
     assert told[0].endswith("it needs at least 4")
     policy, _ = placing_on(Cluster(1), tmp_path, give_up_after_s=0.01)
-    with pytest.raises(NodesUnavailable, match=r"and 1 node\(s\) of the cluster .* for 0.01 s"):
+    with pytest.raises(NodesUnavailable, match=r"but for 0.01 s only 1 node\(s\) of the cluster"):
         policy.place()
 
 
 def test_what_was_never_there_is_a_mistake(tmp_path):
     policy, told = placing_on(Cluster(1), tmp_path, has_run=False, place_timeout_s=0.01)
-    with pytest.raises(NodesUnavailable, match=r"needs 4 node\(s\) with room each, and 1 node"):
+    with pytest.raises(
+        NodesUnavailable, match=r"needs 4 node\(s\) with room each, but for .* only 1 node"
+    ):
         policy.place()
     assert told == []
 
@@ -127,7 +131,7 @@ def test_a_number_of_free_nodes_that_wavers_costs_no_reservation(tmp_path):
 
 def test_no_number_that_fits_is_said(tmp_path):
     policy, _ = placing_on(Cluster(4), tmp_path, layouts={})
-    with pytest.raises(NodesUnavailable, match="no number of nodes from 4 to 4 fits the run"):
+    with pytest.raises(NodesUnavailable, match="the run fits no number of nodes from 4 to 4"):
         policy.place()
 
 
@@ -135,7 +139,7 @@ def test_more_nodes_are_wished_for_when_they_have_been_seen_twice(tmp_path):
     policy, _ = placing_on(Cluster(2, 4, 2, 3, 4), tmp_path, min_nodes=1)
     wishes = [policy.why_resize(2) for _ in range(5)]
     assert wishes[:4] == [""] * 4
-    assert wishes[4] == "4 node(s) can be had, and it runs on 2 of 4"
+    assert wishes[4] == "4 node(s) are available, and the job runs on 2 of 4"
     assert policy.why_resize(4) == ""
 
 
@@ -165,7 +169,7 @@ def test_a_node_that_will_be_taken_away_is_left_in_time(tmp_path):
     policy, _ = placing_on(cluster, tmp_path)
     assert policy.why_resize(4) == ""
     cluster.looks = [Capacity(4, 4, leaving=("127.0.0.3",))]
-    assert policy.why_resize(4) == "the cluster will take away 127.0.0.3"
+    assert policy.why_resize(4) == "the cluster is draining 127.0.0.3"
 
 
 def test_a_wish_of_a_person_goes_before_the_configuration(tmp_path):
@@ -173,10 +177,10 @@ def test_a_wish_of_a_person_goes_before_the_configuration(tmp_path):
     write = (tmp_path / "scale.json").write_text
     write('{"num_nodes": 2, "layouts": {"1": {}, "2": {"ep": 2}}}')
     assert scale_requested(tmp_path) == ScaleRequest(2, {1: {}, 2: {"ep": 2}})
-    assert policy.why_resize(4) == "2 node(s) are asked for, and it runs on 4"
+    assert policy.why_resize(4) == "2 node(s) were requested, and the job runs on 4"
     assert len(policy.place()) == 2
     write('{"num_nodes": 8, "layouts": null}')
     assert [policy.why_resize(4) for _ in range(2)][
         1
-    ] == "8 node(s) can be had, and it runs on 4 of 8"
+    ] == "8 node(s) are available, and the job runs on 4 of 8"
     assert len(policy.place()) == 8

@@ -123,7 +123,7 @@ def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
         status = wait_for_end(tmp_path)
     assert (status.state, status.generation, status.step) == (State.FAILED, 3, 6)
     assert "ArithmeticError: bad batch at step 7" in status.reason
-    assert "3 times; the same error at the same place" in status.reason
+    assert "3 times; the same error at the same step" in status.reason
     cause = status.root_cause
     assert cause is not None
     assert cause.rank == 1

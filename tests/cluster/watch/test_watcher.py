@@ -115,7 +115,7 @@ def test_a_rank_without_cpu_is_told_once(watch):
     ranks = make(node)
     assert [ranks.look() for _ in range(3)] == [None] * 3
     [(reason, details)] = notes
-    assert "rank 1 on node 0 gets no CPU: of 30 s in step 5 it was ready to run for 28 s" in reason
+    assert "rank 1 on node 0 gets no CPU: for 28 of 30 s in step 5, it was ready to run" in reason
     assert details == {"starved": {"rank": 1, "seconds": 28.0}}
 
 
@@ -134,7 +134,7 @@ def test_a_slow_rank_is_named_once_after_two_windows(watch):
     assert named_at == [2 * WINDOW]
     [(reason, details)] = notes
     assert reason.startswith(
-        "rank 1 on node 0 (hostess) is slow: 0.9 s of its own per step, 2.00 ×"
+        "rank 1 on node 0 (hostess) is slow: it computes 0.9 s per step, 2.00 ×"
     )
     assert details["straggler"] == {
         "rank": 1, "node": 0, "host": "hostess", "ratio": 2.0, "step": 2 * WINDOW,

@@ -83,7 +83,7 @@ def test_logs_are_bounded_and_the_newest_lines_are_kept(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in [*files, log]) <= 3 * 3000 + 3 * 11
     told, *lines = text.splitlines()
     assert re.fullmatch(
-        r"\[lines are missing here: pieces 1 to \d+, since only the newest pieces are kept\]", told
+        r"\[lines are missing here: pieces 1 to \d+; only the newest pieces are kept\]", told
     )
     numbers = [int(line.split()[1]) for line in lines]
     assert numbers == list(range(numbers[0], 5000))
