@@ -245,6 +245,7 @@ def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
         yield " and two"
 
     monkeypatch.setattr(text, "write_text", write)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(tmp_path), "--prompt", "One"])
     assert ended.value.code == 0
