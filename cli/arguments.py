@@ -11,10 +11,19 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..own_parts import is_own
+
 RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name
 Handler = Callable[[argparse.Namespace], int]  # carries out a command and returns its exit code
+
+
+class NamesOrOwn(list[str]):
+    """The choices of an option that takes a part of the user's own, too, as `module:name`."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or is_own(str(name))
 
 
 def add_command(

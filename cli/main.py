@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
-from ..train.config.suggestions import nearest
+from ..own_parts import nearest
 from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status

@@ -1,13 +1,14 @@
 """From a configuration to a launch: what ranks need, what they inherit, and how a job is announced."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from ..own_parts import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
@@ -38,7 +39,6 @@ def make_launch(
         num_nodes=job.num_nodes,
         ranks_per_node=job.ranks_per_node,
         command=tuple(command),
-        environment=_forwarded(config),
         gpus_per_node=gpus,
         where=SIMULATED if address is None else address,
         needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
@@ -46,7 +46,7 @@ def make_launch(
         wait_for_node_s=job.wait_for_node_s,
         give_up_after_s=job.give_up_after_s,
         layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
-        **_of_any_job(config, run_dir),
+        **_of_any_job(config, run_dir, environment=_forwarded(config)),
     )
 
 
@@ -56,13 +56,17 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
         ranks_per_node=config.world_size,
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
-        **_of_any_job(config, run_dir),
+        **_of_any_job(config, run_dir, environment={}),
     )
 
 
 def open_folder(config: Config, run_dir: Path, console: Console) -> None:
-    """Makes the run folder, or checks that it holds this run and that no job is at work there."""
+    """Makes the run folder, or checks that it holds this run and that no job is at work there.
+
+    Parts of the user's own that cannot be imported are refused here, before any rank starts.
+    """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
+    config.import_parts()
     open_run(config, run_dir)
 
 
@@ -119,9 +123,10 @@ def _cluster_gpus(config: Config) -> int:
     return per_node if fitting >= config.job.num_nodes else 0
 
 
-def _of_any_job(config: Config, run_dir: Path) -> dict[str, Any]:
+def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
     job = config.job
     return {
+        "environment": {FOLDER: folder_of_job(), **environment},
         "run_dir": str(run_dir),
         "name": job.name,
         "max_restarts": job.max_restarts,

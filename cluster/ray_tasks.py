@@ -13,10 +13,12 @@ time. A CPU that waits for the next task waits 10 ms, of seconds that a task tak
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..data_pipeline.make.pools import WorkerDiedError, WorkerKilledError, import_tasks, run_task
+from ..own_parts import FOLDER, folder_of_job
 from .places.ray_session import require_ray
 
 T = TypeVar("T")
@@ -65,12 +67,12 @@ class RayPool:
     def expect(self, num_tasks: int) -> None:
         """Implements `TaskPool.expect`: workers import what tasks need while nobody waits."""
         for _ in range(min(num_tasks, self.capacity)):
-            self._task.remote(import_tasks, None)
+            self._task.remote(import_tasks, None, folder_of_job())
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Submits a task to the Ray cluster and returns its number."""
         self._submitted += 1
-        self._out[self._task.remote(function, item)] = self._submitted
+        self._out[self._task.remote(function, item, folder_of_job())] = self._submitted
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
@@ -93,8 +95,9 @@ class RayPool:
                 ray.cancel(reference, force=True)
 
 
-def _call(function: Callable[[T], object], item: T) -> object:
+def _call(function: Callable[[T], object], item: T, folder: str) -> object:
     """The task: any callable will do, where Ray itself takes plain functions only."""
+    os.environ[FOLDER] = folder  # which functions of the user's own are imported from
     return run_task(function, item)
 
 

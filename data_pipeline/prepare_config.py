@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from .callables import is_function_path
+from ..own_parts import is_own
 from .data_config import FORMAT_VERSION, OneOrMore, SourceName
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class PrepareConfig(RecordFields):
     @classmethod
     def _check_filters(cls, filters: tuple[str, ...]) -> tuple[str, ...]:
         for path in filters:
-            if not is_function_path(path):
+            if not is_own(path):
                 raise ValueError(
                     f"{path!r} is no function: write package.module:function, for example "
                     "my_filters:too_short"

@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .dispatch.table import AUTO, known_dispatcher
+from .dispatch.table import AUTO, DISPATCHER
 
 DENSE_AXES = ("dp_replicate", "dp_shard")  # outermost first
 SPARSE_AXES = ("dp_replicate", "efsdp", "ep")
@@ -58,9 +58,7 @@ class MeshConfig(BaseModel):
     """How weights are stored: "none" keeps dense weights whole on every rank and experts whole on
     every rank of their block; "fsdp" shards them over dp_shard and efsdp."""
 
-    dispatcher: Annotated[str, AfterValidator(known_dispatcher)] = Field(
-        default=AUTO, examples=["alltoall"]
-    )
+    dispatcher: Annotated[str, DISPATCHER] = Field(default=AUTO, examples=["alltoall"])
     """How rows reach their experts: "auto" is "local" where ep is 1; elsewhere "dedup", or
     "symmetric" where an EP group shares a node's memory and is faster through it."""
 

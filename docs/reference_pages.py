@@ -26,7 +26,16 @@ LINK_OUT = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?:\.\./)+(?P<path>[^
 # which in a checkout holds environments and builds as well: 60 times as much.
 SOURCES = ROOT / "build" / "docs" / "moebius"
 PARTS = (
-    *("__init__.py", "api.py", "run_records.py", "cli", "cluster", "data_pipeline", "distributed"),
+    *(
+        "__init__.py",
+        "api.py",
+        "own_parts.py",
+        "run_records.py",
+        "cli",
+        "cluster",
+        "data_pipeline",
+        "distributed",
+    ),
     *("evaluation", "export", "kernels", "model", "planning", "simulation", "train"),
 )
 

@@ -4,7 +4,6 @@ The paper's mean is over its six tasks by the paper's convention (arXiv 2405.160
 items evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
 """
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from ..data_pipeline.sources.columns import write_rows
 from ..distributed.process.process import start_process
+from ..own_parts import Wanted
 from .restore import Restored, refuse_pairs, restore, tokenizer_of_run
 from .scoring import Advance, RowScore, Scorer, open_scorer
 from .tasks.items import (
@@ -183,20 +183,23 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
             found |= {one: TASKS[one] for one in (_there(n, data) for n in PAPER_TASKS)}
         elif name == "all":
             found |= {one: task for one, task in TASKS.items() if _has(one, data)}
-        elif name in TASKS:
-            found[name] = TASKS[name]
         else:
-            close = difflib.get_close_matches(name, [*TASKS, PAPER, "all"], n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise TaskError(
-                f"unknown task {name!r}; {hint}tasks are paper, all, {', '.join(TASKS)}"
-            )
+            found[name.rpartition(":")[2]] = _TASK.get(name)
     if not found:
         raise TaskError(f"{data}: holds no file of a task; they are called NAME.jsonl[.zst]")
     if data != HUB:
         for name in found:
             required_file(Path(data), name)
     return found
+
+
+_TASK = Wanted(
+    "--tasks",
+    "a task",
+    dict.fromkeys([PAPER, "all"]) | TASKS,
+    "a Task",
+    lambda found: hasattr(found, "question") and hasattr(found, "metrics"),
+)
 
 
 def _has(name: str, data: Path | str) -> bool:

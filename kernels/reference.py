@@ -18,11 +18,13 @@ columns before the activation (F, or 2F where it is gated), O output width.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..own_parts import Wanted
 from .calls import RouteList
 
 # Gated ones take the first F columns through the gate's activation, and multiply the last F by it
@@ -30,6 +32,12 @@ from .calls import RouteList
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 ACTIVATIONS = (*_PLAIN, *GATES)
+ACTIVATION = Wanted(
+    "model.feed_forward.activation",
+    "an activation",
+    {**_PLAIN, **GATES},
+    "a function of a tensor, element by element",
+)
 
 
 def columns_of(width: int, activation: str) -> int:
@@ -42,10 +50,23 @@ def activate(z_RW: Tensor, activation: str) -> Tensor:
 
     gelu is the exact one, with erf.
     """
+    return activation_function(activation)(z_RW)
+
+
+def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
+    """Returns what `activate` applies; for a name of the user's own (`module:function`), that.
+
+    Raises:
+        OwnPartError: there is none.
+    """
     if activation in GATES:
-        gate, content = z_RW.chunk(2, dim=-1)
-        return _PLAIN[GATES[activation]](gate) * content
-    return _PLAIN[activation](z_RW)
+        return partial(_gated, _PLAIN[GATES[activation]])
+    return ACTIVATION.get(activation)
+
+
+def _gated(function: Callable[[Tensor], Tensor], z_RW: Tensor) -> Tensor:
+    gate, content = z_RW.chunk(2, dim=-1)
+    return function(gate) * content
 
 
 def routed_mlp(

@@ -30,8 +30,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.fused.router import softmax_sums
+from ..own_parts import Wanted
 from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
+
+BALANCE = Wanted(
+    "model.feed_forward.router.balance_form",
+    "a form of the balancing loss",
+    dict.fromkeys(["load", "entropy"]),
+    "a function of (mean probability, fraction of choices) that returns each expert's cost",
+)
 
 
 class RunningSum:
@@ -234,25 +242,28 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
         sums: of `choice_sums`, added up over repeats; with those of `document_sums` the scope is
             the document.
         form: "load", 1 at perfect balance and E where all choices and all probability fall on one
-            expert; or "entropy", negative, −ln A at perfect balance, averaged over heads.
+            expert; or "entropy", negative, −ln A at perfect balance, averaged over heads; or the
+            user's own c_e, a function of the scope's P and f, each (B or 1, H, A).
         scope: "sequence", "micro_batch" or "global_batch".
         running: sums over the global batch so far.
     """
     if "document_rows" in sums:
         return _mean_over_documents(sums, form, running)
     p_BHA = sums["probability"] / sums["rows"].clamp_min(1)[:, None, None]
+    mean_HA = p_BHA.detach()
+    if form != "load" and scope != "sequence":
+        rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
+        mean_HA = _in_scope(sums["probability"], "probability", scope, running)
+        mean_HA = mean_HA / rows.view(-1, 1, 1)
     if form == "entropy":
-        mean_HA = p_BHA.detach()
-        if scope != "sequence":
-            rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
-            mean_HA = _in_scope(sums["probability"], "probability", scope, running)
-            mean_HA = mean_HA / rows.view(-1, 1, 1)
         tiny = torch.finfo(
             p_BHA.dtype
         ).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
         return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
+    if form != "load":
+        return (p_BHA * BALANCE.get(form)(mean_HA, fraction_BHA)).sum(-1).mean(-1)
     return p_BHA.shape[-1] * (p_BHA * fraction_BHA).sum(-1).mean(-1)
 
 

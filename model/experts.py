@@ -3,11 +3,15 @@
 They never ask which rank they are on.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from ..kernels.functional import routed_linear, routed_mlp
-from ..kernels.reference import columns_of
+from ..kernels.reference import activation_function, columns_of
+from ..own_parts import is_own
 from .initialise import Initializer, parameter
 from .routing import Routes
 
@@ -32,6 +36,7 @@ class ExpertMLPs(nn.Module):
     ) -> None:
         super().__init__()
         self.backend, self.activation = backend, activation
+        self.own_activation = activation_function(activation) if is_own(activation) else None
         self.products_dtype: torch.dtype | None = None
         # weight gradients may wait for all repeats; set from outside where that would keep too much
         self.defer = True
@@ -52,6 +57,8 @@ class ExpertMLPs(nn.Module):
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """Sends (U, D) rows through their experts to (num_targets, D) sums of weighted outputs."""
+        if self.own_activation is not None:
+            return self._by_two_products(x_UD, routes, self.own_activation)
         return routed_mlp(
             x_UD,
             self.w_up,
@@ -63,6 +70,32 @@ class ExpertMLPs(nn.Module):
             backend=self.backend,
             defer=self.defer,
         )
+
+    def _by_two_products(
+        self, x_UD: Tensor, routes: Routes, activate: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Applies an activation of the user's own between two products, which every backend has.
+
+        It costs the hidden rows of all routes, before and after it, which are kept.
+        """
+        given = {"backend": self.backend, "defer": self.defer}
+        own_N = torch.arange(len(routes.expert_N), device=x_UD.device)
+        up = replace(
+            routes,
+            weight_N=torch.ones_like(routes.weight_N),
+            target_N=own_N,
+            num_targets=len(own_N),
+            per_target=1,
+        )
+        z_NF = routed_linear(x_UD, self.w_up, up, **given)
+        if self.b_up is not None:
+            z_NF = z_NF + self.b_up.to(z_NF.dtype)[routes.expert_N]
+        down = replace(routes, source_N=own_N, per_source=1)
+        y_TD = routed_linear(activate(z_NF), self.w_down, down, **given)
+        if self.b_down is None:
+            return y_TD
+        bias_ND = self.b_down[routes.expert_N] * routes.weight_N[:, None]
+        return y_TD.index_add(0, routes.target_N, bias_ND.to(y_TD.dtype))
 
 
 class ExpertLinears(nn.Module):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..kernels.fused.rotary import rotate_pair, rotate_reference, runs_fused
-from ..kernels.reference import activate, columns_of
+from ..kernels.reference import activation_function, columns_of
+from ..own_parts import Wanted, is_subclass
 from .initialise import Initializer, ones, parameter, zeros
 
 
@@ -37,6 +38,15 @@ class LayerNorm(nn.Module):
             None if bias is None else bias.to(dtype),
             self.eps,
         )
+
+
+NORM = Wanted(
+    "model.norm_layer",
+    "a norm",
+    {"layernorm": LayerNorm},
+    "a subclass of torch.nn.Module that is built of a row's width",
+    lambda found: is_subclass(found, nn.Module),
+)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -105,13 +115,13 @@ class DenseMLP(nn.Module):
         down_init: Initializer,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activate = activation_function(activation)
         self.up = Linear(d_model, columns_of(d_hidden, activation), init=up_init, bias=bias)
         self.down = Linear(d_hidden, d_model, init=down_init, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (…, D) to (…, D)."""
-        return self.down(activate(self.up(x), self.activation))
+        return self.down(self.activate(self.up(x)))
 
 
 RotaryTable = tuple[Tensor, Tensor]

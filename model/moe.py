@@ -21,7 +21,7 @@ from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Unhalted
 from .initialise import Initializers, uniform, xavier_uniform
-from .layers import DenseMLP, LayerNorm, Linear
+from .layers import NORM, DenseMLP, Linear
 from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 
@@ -188,7 +188,9 @@ class SparseFeedForward(nn.Module):
                 down_init=initializers.dense(d_shared),
             )
         self.routed_weight, self.shared_weight = _sum_weights(experts)
-        self.output_norm = LayerNorm(config.d_model) if experts.output_norm else None
+        self.output_norm = (
+            NORM.get(config.norm_layer)(config.d_model) if experts.output_norm else None
+        )
 
     def forward(
         self,

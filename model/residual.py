@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.fused.norm import Copied, add_norm, runs_fused
 from .layers import LayerNorm
@@ -27,7 +27,7 @@ Order = Literal["pre", "peri", "post"]
 def read_residual(
     x_BSD: Tensor,
     y_BSD: Tensor | None,
-    norm: LayerNorm | None,
+    norm: nn.Module | None,
     *,
     order: Order,
     readers: Collection[Reader],
@@ -46,7 +46,7 @@ def read_residual(
         low: the dtype of products.
         backend: the one of the expert layers: with Triton's, where it runs, all of it is one pass.
     """
-    if norm is not None and runs_fused(backend, x_BSD, y_BSD, norm.weight, low):
+    if isinstance(norm, LayerNorm) and runs_fused(backend, x_BSD, y_BSD, norm.weight, low):
         return _in_one_pass(x_BSD, y_BSD, norm, order=order, readers=readers, low=low)
     x_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
     n_BSD = x_BSD if norm is None else norm(x_BSD)

@@ -32,12 +32,13 @@ from .attention.base import DepthContext, LayerCache
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
+from .execution.depth_losses import DepthStates, WeightedLoss
 from .execution.recompute import Recompute, run_recomputed
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
-from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
+from .layers import NORM, DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .moe import SparseFeedForward
 from .residual import Order, Reader, read_residual
 from .routers.router import Router
@@ -91,13 +92,14 @@ class Layer(nn.Module):
         self.norm: Order = config.norm
         self.backend = backend
         self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
-        self.attention_norm = LayerNorm(config.d_model)
+        make_norm = NORM.get(config.norm_layer)
+        self.attention_norm = make_norm(config.d_model)
         self.attention = make_attention(config, initializers, backend=backend)
         sparse = config.has_experts(member)
         # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a
         # softmax or sigmoid.
         self.feed_forward_norm = (
-            LayerNorm(config.d_model) if sparse or config.norm != "peri" else None
+            make_norm(config.d_model) if sparse or config.norm != "peri" else None
         )
         if sparse:
             self.feed_forward = SparseFeedForward(config, initializers, backend=backend)
@@ -165,7 +167,7 @@ class Layer(nn.Module):
         self,
         x_BSD: Tensor,
         y_BSD: Tensor | None,
-        norm: LayerNorm | None,
+        norm: nn.Module | None,
         readers: Collection[Reader] = (),
     ) -> dict[Reader, Tensor]:
         """Adds y, normalises, and returns what the next map and the residual read."""
@@ -199,6 +201,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.running = RunningSum()
+        self.depth_losses: tuple[WeightedLoss, ...] = ()  # in training; set from outside
         # for a pass in lower precision; sharded weights are cast where they are gathered
         self.casts_weights = True
         initializers = _initializers(config)
@@ -217,7 +220,7 @@ class Transformer(nn.Module):
         )
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         has_final_norm = config.final_norm and config.norm != "post"
-        self.final_norm = LayerNorm(config.d_model) if has_final_norm else None
+        self.final_norm = NORM.get(config.norm_layer)(config.d_model) if has_final_norm else None
         self.head = ReadOut(
             config.d_model,
             config.vocab_size,
@@ -260,6 +263,7 @@ class Transformer(nn.Module):
         x_BSD = self._embed(tokens_BS, past, positions_BS)
         rotary = self._rotary(x_BSD, past, positions_BS)
         reports: list[dict[str, RouterReport]] = []
+        states: list[Tensor] = []
         schedule = self.config.schedule
 
         def apply(step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
@@ -267,6 +271,7 @@ class Transformer(nn.Module):
             context = DepthContext(rotary, past_keys, unhalted, documents)
             x_BSD, report = self.group[step.member](x_BSD, context)
             reports.append(report)
+            states.append(x_BSD)
             return x_BSD
 
         halted = None
@@ -282,6 +287,18 @@ class Transformer(nn.Module):
             x_BSD = self.final_norm(x_BSD)
         read_out = self.head(x_BSD, targets_BS, counted_C)
         regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
+        if self.training and self.depth_losses and targets_BS is not None:
+
+            def read_depth(state_BSD: Tensor) -> Tensor:
+                n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
+                total = self.head(n_BSD, targets_BS, counted_C)
+                return (total / targets_BS.numel()).expand(len(targets_BS))
+
+            seen = DepthStates(tuple(states), tokens_BS, targets_BS, loss_mask_BS, read_depth)
+            for loss in self.depth_losses:
+                value_B = loss.value(seen)
+                regularisation_B = regularisation_B + loss.weight * value_B
+                auxiliary[loss.name] = value_B.detach()
         return ModelOutput(
             read_out=read_out.to(wide_dtype(read_out)),
             regularisation_B=regularisation_B,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
-from ..distributed.dispatch.table import DISPATCHERS
+from ..distributed.dispatch.table import entry_of
 from .hardware import Hardware
 from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
@@ -154,7 +154,7 @@ def exchange_traffic(
     """
     local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
-    pattern = DISPATCHERS[dispatcher].pattern
+    pattern = entry_of(dispatcher).pattern
     copies = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
     held = tokens * direction.tokens_bytes(copies.rows)
     if pattern.node_first and nodes > 1:
@@ -201,7 +201,7 @@ def exchange_s(
     if traffic.fast_peers + traffic.slow_peers == 0:
         return 0.0
     load = min(skew, traffic.cap)
-    node_first = DISPATCHERS[dispatcher].pattern.node_first
+    node_first = entry_of(dispatcher).pattern.node_first
     one_collective = not (node_first and traffic.slow_peers)
     if table is not None and one_collective:
         found = _measured_s(table, traffic, load * traffic.held_bytes)

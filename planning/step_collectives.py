@@ -6,7 +6,7 @@ They are exchanges of rows (EP), gathers and scatters of sharded weights (FSDP),
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..distributed.dispatch.table import DEFAULT, DISPATCHERS
+from ..distributed.dispatch.table import DEFAULT, entry_of
 from .communication import (
     Direction,
     Group,
@@ -77,7 +77,7 @@ def exchange_cost(
 ) -> tuple[float, float]:
     """Returns the bytes that leave a rank and the seconds, of one direction of an exchange."""
     hardware = leaving_pod(scenario.hardware, candidate.ep)
-    if DISPATCHERS[candidate.dispatcher].pattern.to_all:
+    if entry_of(candidate.dispatcher).pattern.to_all:
         op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
         whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
         group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
@@ -109,7 +109,7 @@ def dispatch_launches(dispatcher: str) -> int:
     They were counted on four ranks with Gloo (tests/planning/test_launches.py); to them come the
     kernels by which a GPU lists what it sends, which are calls of C++ there.
     """
-    pattern = DISPATCHERS[dispatcher].pattern
+    pattern = entry_of(dispatcher).pattern
     if pattern.to_all:
         return 36
     if pattern.node_first:

@@ -7,7 +7,7 @@ a second copy in the buckets that are summed.
 
 from collections.abc import Callable
 
-from ..distributed.dispatch.table import DISPATCHERS
+from ..distributed.dispatch.table import entry_of
 from ..model.head_loss import rows_of_chunk
 from .communication import Direction, combine_direction, dispatch_direction, exchange_traffic
 from .prediction import LayoutCandidate, Memory, Scenario
@@ -96,7 +96,7 @@ def _received(
 ) -> float:
     """Returns the bytes per token of rows on the hottest rank's side of an exchange."""
     direction = way(bank, scenario.workload.bytes_per_element)
-    if DISPATCHERS[candidate.dispatcher].pattern.to_all:
+    if entry_of(candidate.dispatcher).pattern.to_all:
         return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
         direction,

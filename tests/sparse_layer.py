@@ -7,11 +7,11 @@ import torch
 from parts import layers
 from torch import Tensor
 
+from moebius.kernels.reference import activate
 from moebius.model.config.attention_config import DenseAttentionConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
-from moebius.model.layers import activate
 from moebius.model.transformer import Transformer
 
 NOTHING: Mapping[str, Any] = {}

@@ -1,7 +1,11 @@
-"""The examples of a router and a dispatcher hold what they promise; docs/extend.md quotes them."""
+"""The examples of a router, a loss, a dispatcher and a source do what they say, on two ranks that share
+the experts; docs/extend.md shows them.
 
-import importlib.util
-import re
+The ranks find them as those of a job do: through `MOEBIUS_FOLDER`.
+"""
+
+import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,51 +14,73 @@ from typing import Any
 
 import pytest
 import torch
+from bytes_run import prepare_bytes
+from parts import make_config
 from torch import Tensor
 from world import run_ranks
 
-from moebius.cli.main import build_parser
-from moebius.distributed.dispatch.table import DISPATCHERS
+import moebius
+from moebius.data_pipeline.make.prepare import prepare
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process.process import Process, start_process
-from moebius.model.balance import RunningSum
+from moebius.distributed.process.process import start_process
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
+from moebius.model.execution.depth_losses import weighted_losses
 from moebius.model.initialise import initialise
-from moebius.model.routers.table import ROUTERS
 from moebius.model.transformer import Transformer
+from moebius.own_parts import FOLDER, import_own
 from moebius.planning.communication import dispatch_direction, exchange_traffic
 from moebius.planning.workload import Bank
+from moebius.train.config.run_config import Config
+from moebius.train.loop import train
 
-ROOT = Path(__file__).resolve().parents[1]
-DISPATCHER = ROOT / "examples" / "add_a_dispatcher.py"
-ROUTER = ROOT / "examples" / "add_a_router.py"
-
-
-def load_example(path: Path = ROUTER) -> ModuleType:
-    """The example, whose router or dispatcher is registered."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROUTER, DISPATCHER = "add_a_router:TopPRouter", "add_a_dispatcher:HALF_WIDTH"
+LOSS, SOURCE = "add_a_loss:read_early", "python:add_a_source:walks?stay=0.9&documents=64"
 
 
-@pytest.fixture
-def example():
-    yield load_example()
-    del ROUTERS["top_p"]
+@pytest.fixture(autouse=True)
+def _started_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(EXAMPLES))
+
+
+def part_of(path: str) -> Any:
+    return import_own(path, where="a test", wants="anything", fits=lambda found: True)
+
+
+def module_of(path: str) -> ModuleType:
+    return sys.modules[part_of(path) and path.partition(":")[0]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_bytes(tmp_path_factory.mktemp("data"))
+
+
+def train_folder(run_dir: str) -> str:
+    return train(Config.load(Path(run_dir) / "config.json"), Path(run_dir))
+
+
+def train_on_ranks(config: Config, run_dir: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
+    """Returns the records of the steps."""
+    run_dir.mkdir()
+    config.save(run_dir / "config.json")
+    ended = run_ranks(train_folder, num_ranks, str(run_dir), environment={FOLDER: str(EXAMPLES)})
+    assert ended == ["finished"] * num_ranks
+    return [line for line in moebius.history(run_dir).records() if line["kind"] == "train"]
+
+
+def small(shards: Path, **changes: Any) -> Config:
+    sizes = {"steps": 6, "micro_batch": 4}
+    return make_config(shards, **{"mesh": {"ep": 2}, "train": sizes, "data__seq_len": 32} | changes)
+
+
+# The router -----------------------------------------------------------------------------------------------------------
 
 
 def config_of(p: float) -> ModelConfig:
-    return config_with({"kind": "top_p", "p": p})
-
-
-def config_with(router: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_dotted(
         {
             "vocab_size": 31,
@@ -67,7 +93,7 @@ def config_with(router: dict[str, Any]) -> ModelConfig:
             "attention.kind": "dense",
             "feed_forward.num_experts": 6,
             "feed_forward.d_expert": 10,
-            "feed_forward.router": router,
+            "feed_forward.router": {"kind": ROUTER, "p": p},
         }
     )
 
@@ -76,43 +102,14 @@ def tokens_of(rank: int) -> Tensor:
     return torch.randint(31, (3, 7), generator=torch.Generator().manual_seed(rank))
 
 
-def built(config: ModelConfig, process: Process, *, dispatcher: str) -> Transformer:
-    """Returns this rank's part of the model on two ranks, EP 2."""
-    mesh = build_mesh(plan_layout(MeshConfig(ep=2, dispatcher=dispatcher), 2), process)
-    options: dict[str, Any] = {"backend": "auto", "seed": 0, "device": process.device}
-    return build_model(config, mesh, dispatcher=dispatcher, **options)
-
-
-@pytest.mark.slow
-def test_the_example_learns_and_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, ROUTER], capture_output=True, text=True, timeout=60, check=True
-    )
-    lines = re.findall(
-        r"step (\d+)  loss ([\d.]+)  experts per token ([\d.]+)  load max/mean ([\d.]+)",
-        done.stdout,
-    )
-    assert [int(step) for step, *_ in lines] == [10, 20, 30, 40]
-    losses, experts, loads = ([float(line[i]) for line in lines] for i in (1, 2, 3))
-    assert losses[-1] < losses[0] < 5.6  # ln 256 = 5.55
-    assert all(1 <= number <= 8 for number in experts)
-    assert all(1 <= load <= 8 for load in loads)
-
-
-def routed(example: ModuleType) -> tuple[Any, Tensor, Any]:
-    """Returns the example's router, 40 rows and where it sends them."""
-    router = example.TopPRouter(
-        example.TopPConfig(p=0.6), 5, 6, init=lambda shape, generator: torch.randn(shape)
-    )
+def test_a_row_gets_as_many_experts_as_it_takes() -> None:
+    """A loop over rows: experts are added until the probability of those before reaches p."""
+    router_class = part_of(ROUTER)
+    config = router_class.Config(kind=ROUTER, p=0.6)
+    router = router_class(config, 5, 6, init=lambda shape, generator: torch.randn(shape))
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
-    return router, x_TD, router(x_TD, batch_size=4)
-
-
-def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
-    """A loop over rows: experts are added until the probability of those before reaches p."""
-    router, x_TD, routing = routed(example)
-    routes = routing.routes
+    routes = router(x_TD, batch_size=4).routes
     found: list[dict[int, float]] = [{} for _ in x_TD]
     for row, expert, weight in zip(routes.source_N, routes.expert_N, routes.weight_N, strict=True):
         found[row][expert.item()] = weight.item()
@@ -129,34 +126,7 @@ def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
     assert torch.equal(routes.source_N, routes.target_N)
 
 
-def test_its_losses_count_what_was_served(example: ModuleType) -> None:
-    """A loop again: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices."""
-    router, x_TD, routing = routed(example)
-    sums = router.statistics(routing, 4)
-    load_BE = torch.zeros(4, 6, dtype=torch.int64)
-    served = zip(routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True)
-    for row, expert in served:
-        load_BE[row // 10, expert] += 1
-    assert torch.equal(sums["load"], load_BE)
-    p_TE = (x_TD @ router.weight.T).softmax(-1)
-    share_E = load_BE.sum(0) / load_BE.sum()
-    balancing, unsure = router.losses(sums, RunningSum())
-    torch.testing.assert_close(balancing.value_B.mean(), 6 * (p_TE.mean(0) * share_E).sum())
-    torch.testing.assert_close(unsure.value_B.mean(), torch.special.entr(p_TE).sum(-1).mean())
-
-
-def test_its_losses_reach_the_model(example: ModuleType) -> None:
-    model = Transformer(config_of(0.5))
-    initialise(model, 0)
-    output = model(tokens_of(0))
-    assert output.auxiliary.keys() == {"load_balancing", "routing_entropy"}
-    output.regularisation_B.mean().backward()
-    gradient = model.get_parameter("group.0.feed_forward.router.weight").grad
-    assert gradient is not None
-    assert gradient.abs().sum() > 0
-
-
-def test_the_family_knows_what_it_costs(example: ModuleType) -> None:
+def test_the_family_knows_what_the_router_costs() -> None:
     config = config_of(0.5)
     assert is_upper_bound(config)
     assert forward_flops(config, 9).training == counted_flops(config, 9)
@@ -164,77 +134,158 @@ def test_the_family_knows_what_it_costs(example: ModuleType) -> None:
 
 
 def logits_on_ranks() -> Tensor:
-    load_example()
     with start_process("cpu", timeout_s=30) as process:
-        model = built(config_of(0.5), process, dispatcher="auto")
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
+        options: dict[str, Any] = {"backend": "auto", "seed": 0, "device": process.device}
+        model = build_model(config_of(0.5), mesh, dispatcher="auto", **options)
         return model(tokens_of(process.rank)).logits_BSV.detach()
 
 
-def test_it_is_spread_over_ranks_without_another_line(example: ModuleType) -> None:
+def test_the_router_is_spread_over_ranks_without_another_line() -> None:
     model = Transformer(config_of(0.5))
     initialise(model, 0)
-    for rank, logits_BSV in enumerate(run_ranks(logits_on_ranks, 2)):
+    found = run_ranks(logits_on_ranks, 2, environment={FOLDER: str(EXAMPLES)})
+    for rank, logits_BSV in enumerate(found):
         torch.testing.assert_close(logits_BSV, model(tokens_of(rank)).logits_BSV, rtol=0, atol=1e-5)
 
 
-# The dispatcher -----------------------------------------------------------------------------------------------------
+def test_the_router_trains_on_two_ranks(shards: Path, tmp_path: Path) -> None:
+    router = {"kind": ROUTER, "p": 0.5}
+    config = small(shards, model__feed_forward__router=router)
+    steps = train_on_ranks(config, tmp_path / "run")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
+    routes = {step["exchange"]["0/feed_forward"]["rows_one_per_route"] for step in steps}
+    assert len(routes) > 1, "the number of experts follows the tokens"
 
 
-def difference_of_the_dispatcher() -> float:
-    return load_example(DISPATCHER).largest_difference()
+# The dispatcher -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_dispatcher_of_ones_own_equals_one_rank(num_ranks: int) -> None:
-    assert max(run_ranks(difference_of_the_dispatcher, num_ranks)) < 1e-4
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_dispatcher_gives_the_bits_of_the_oracle_where_rows_are_bfloat16(
+    shards: Path, tmp_path: Path, recompute: str
+) -> None:
+    """`alltoall` equals one rank bit for bit."""
+    changes = {"train__precision": "bfloat16", "train__recompute": recompute}
+    found = {}
+    for name in (DISPATCHER, "alltoall"):
+        run_dir = tmp_path / name.partition(":")[0]
+        steps = train_on_ranks(small(shards, mesh__dispatcher=name, **changes), run_dir)
+        model = moebius.load(run_dir).model
+        found[name] = [step["loss"] for step in steps], dict(model.named_parameters())
+    (ours, own), (theirs, oracle) = found.values()
+    assert ours == theirs
+    assert ours[-1] < ours[0] - 0.05
+    assert all(torch.equal(own[name], oracle[name]) for name in oracle)
 
 
-def recomputed_with_the_dispatcher() -> list[dict[str, Tensor]]:
-    """Logits and gradients with the example's dispatcher, with and without recomputation."""
-    load_example(DISPATCHER)
-    found = []
-    with start_process("cpu", timeout_s=30) as process:
-        for mode in ("none", "selective", "full"):
-            config = config_with({"kind": "token_choice", "top_k": 2})
-            model = built(config, process, dispatcher="sorted")
-            model.recompute_layers(mode)
-            logits_BSV = model(tokens_of(process.rank)).logits_BSV
-            logits_BSV.square().mean().backward()
-            gradients = {
-                name: parameter.grad
-                for name, parameter in model.named_parameters()
-                if parameter.grad is not None
-            }
-            found.append({"logits": logits_BSV.detach(), **gradients})
-    return found
+def test_the_dispatcher_halves_the_bytes_of_float32(shards: Path, tmp_path: Path) -> None:
+    sent = {}
+    for name in (DISPATCHER, "alltoall"):
+        config = small(shards, mesh__dispatcher=name, mesh__check_every=1)
+        steps = train_on_ranks(config, tmp_path / name.partition(":")[0])
+        sent[name] = steps[0]["exchange"]["0/feed_forward"]["bytes_intra_node"], steps[-1]["loss"]
+    (ours, our_loss), (theirs, their_loss) = sent.values()
+    width, gates = 16, 2  # the gate weights of the way there stay float32
+    routes = theirs / (4 * (2 * width + 1))
+    assert ours == routes * (2 * 2 * width + 2 * gates)
+    assert our_loss == pytest.approx(their_loss, abs=0.01)
+    assert our_loss != their_loss
 
 
-def test_a_dispatcher_of_ones_own_is_recomputed_bit_for_bit() -> None:
-    for none, *others in run_ranks(recomputed_with_the_dispatcher, 2):
-        assert len(none) > 5
-        for other in others:
-            assert other.keys() == none.keys()
-            assert all(torch.equal(other[name], none[name]) for name in none)
-
-
-def test_the_command_and_the_planner_know_the_dispatcher() -> None:
-    """One line in the table, and its name may be said, and its traffic is known."""
-    with pytest.raises(ValueError, match="dispatcher 'sorted' is unknown: choose auto, local"):
-        MeshConfig(dispatcher="sorted")
-    load_example(DISPATCHER)
-    try:
-        assert MeshConfig(dispatcher="sorted").dispatcher == "sorted"
-        bank = Bank("experts", "feed_forward", 16, 4, 512, 512, 128, 0)
-        sent = {
-            name: exchange_traffic(
-                dispatch_direction(bank, 2), tokens=64, ep=4, ranks_per_node=2, dispatcher=name
-            )
-            for name in ("sorted", "alltoall", "dedup")
-        }
-        assert sent["sorted"] == sent["alltoall"] != sent["dedup"]
-        assert (
-            build_parser().parse_args(["plan", "smoke", "--dispatcher", "sorted"]).dispatcher
-            == "sorted"
+def test_the_planner_knows_the_dispatcher() -> None:
+    bank = Bank("experts", "feed_forward", 16, 4, 512, 512, 128, 0)
+    sent = {
+        name: exchange_traffic(
+            dispatch_direction(bank, 2), tokens=64, ep=4, ranks_per_node=2, dispatcher=name
         )
-    finally:
-        del DISPATCHERS["sorted"]
+        for name in (DISPATCHER, "alltoall", "dedup")
+    }
+    assert sent[DISPATCHER] == sent["alltoall"] != sent["dedup"]
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_all_logits() -> None:
+    """Read out of every state but the last with whole logits; deeper steps count more."""
+    model = Transformer(make_config().model)
+    initialise(model, 0)
+    tokens = torch.randint(257, (3, 9), generator=torch.Generator().manual_seed(0))
+    without = model(tokens[:, :-1], targets_BS=tokens[:, 1:])
+    model.depth_losses = weighted_losses({f"{LOSS}?power=2": 0.5})
+    output = model(tokens[:, :-1], targets_BS=tokens[:, 1:])
+    states: list[Tensor] = []
+    for layer in model.group:
+        layer.register_forward_hook(lambda *call: states.append(call[-1][0]))
+    model(tokens[:, :-1], targets_BS=tokens[:, 1:])
+    assert model.final_norm is not None
+    expected = torch.nn.functional.cross_entropy(
+        model.head(model.final_norm(states[0])).mT, tokens[:, 1:]
+    )
+    value_B = output.auxiliary["read_early?power=2"]
+    torch.testing.assert_close(value_B, expected.detach().expand(3))
+    added_B = output.regularisation_B - without.regularisation_B
+    torch.testing.assert_close(added_B, 0.5 * expected.expand(3), rtol=0, atol=1e-6)
+    model.eval()
+    assert not model(tokens[:, :-1], targets_BS=tokens[:, 1:]).regularisation_B.any()
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_the_loss_teaches_every_depth_step(shards: Path, tmp_path: Path, sharding: str) -> None:
+    changes = {"mesh__sharding": sharding, "train__losses": {LOSS: 0.5}}
+    steps = train_on_ranks(small(shards, **changes), tmp_path / "run")
+    early = [step["auxiliary_losses"]["read_early"] for step in steps]
+    assert early[-1] < early[0] - 0.05
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
+
+
+def test_a_loss_on_two_ranks_equals_one_process(shards: Path, tmp_path: Path) -> None:
+    steps = train_on_ranks(small(shards, train__losses={LOSS: 0.5}), tmp_path / "two")
+    alone = small(shards, train__losses={LOSS: 0.5}, mesh={"ep": 1})
+    one = train_on_ranks(alone, tmp_path / "one", 1)
+    for ours, theirs in zip(steps, one, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["regularisation"] == pytest.approx(theirs["regularisation"], rel=1e-4)
+
+
+# The source -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_has_the_entropy_that_it_says(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path / "shards",
+        prepare__input=[SOURCE],
+        prepare__shuffle_documents=True,
+        data__seq_len=64,
+        optim={"learning_rate": 2e-2, "warmup_steps": 5, "decay_steps": 60},
+        train={"steps": 60, "log_every": 1},
+    )
+    prepare(config.prepare, config.data.directory)
+    steps = train_on_ranks(config, tmp_path / "run", 1)
+    at_best = module_of("add_a_source:walks").entropy(0.9)
+    assert at_best == pytest.approx(0.325 + 0.1 * math.log(26), rel=0.1)
+    last = sum(step["loss"] for step in steps[-5:]) / 5
+    assert at_best - 0.05 < last < math.log(26) < steps[0]["loss"]
+
+
+# As a reader runs them ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["router", "loss", "dispatcher", "source"])
+def test_the_example_runs_and_draws_its_picture(name: str, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / f"add_a_{name}.py", tmp_path)
+    settings = (EXAMPLES / "small.toml").read_text(encoding="utf-8")
+    (tmp_path / "small.toml").write_text(settings.replace("steps = 120", "steps = 3"))
+    done = subprocess.run(
+        [sys.executable, f"add_a_{name}.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / f"add_a_{name}.png").stat().st_size > 10_000
+    picture = EXAMPLES.parent / "docs" / f"add_a_{name}.png"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

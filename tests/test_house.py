@@ -59,14 +59,16 @@ MAY_IMPORT = {
     "kernels": set(),
     "data_pipeline": set(),
 }
-# Three modules lie in no room. Two hold what the package offers to Python, on the top floor beside the
+# Four modules lie in no room. Two hold what the package offers to Python, on the top floor beside the
 # command line: api.py, and run_records.py, whose names read run folders and import no torch. __init__.py
-# hands their names on when they are used, and may import nothing else.
+# hands their names on when they are used, and may import nothing else. own_parts.py lies below all rooms.
 ROOT_MODULES = {
     "__init__": {"api", "run_records"},
     "api": {"cluster", "evaluation", "train", "distributed", "model", "data_pipeline"},
     "run_records": {"cluster"},
+    "own_parts": set(),
 }
+BELOW_ALL_ROOMS = "own_parts"
 # Single modules that a room may import beside them.
 MAY_IMPORT_MODULE = {
     # The planner asks the table of dispatchers what each of them needs and sends.
@@ -108,7 +110,7 @@ def imports_go_down(sources: Sources) -> list[str]:
     violations = []
     for path, found in package_imports(sources):
         room, target = room_of(path), found.target_room
-        if target is None or target == room:
+        if target is None or target in (room, BELOW_ALL_ROOMS):
             continue
         if target == "__version__" and room not in NOTHING_OF_OURS:
             continue
@@ -554,4 +556,4 @@ def test_the_configuration_has_few_keys() -> None:
     """Keys of routers aside, which each router adds for itself."""
     keys = keys_of(Config)
     assert {"model.attention.positions.kind", "train.steps", "prepare.tokenizer"} <= keys
-    assert len(keys) <= 155
+    assert len(keys) <= 158

@@ -1,19 +1,44 @@
-"""AdamW and the published learning-rate schedule."""
+"""The optimizer and the learning-rate schedule: AdamW with the published cosine, or the user's own."""
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+
+from ..own_parts import OwnPartError, Wanted
+
+# Their parts are defined below; `OptimConfig` wants their names alone.
+OPTIMIZER = Wanted(
+    "optim.kind",
+    "an optimizer",
+    {"adamw": lambda named, config: make_optimizer(config, (each for _, each in named))},
+    "a function of (named parameters, OptimConfig) that returns a torch.optim.Optimizer",
+    settings=True,
+)
+SCHEDULE = Wanted(
+    "optim.schedule",
+    "a schedule",
+    {"cosine": lambda step, config: cosine_rate(config, step)},
+    "a function of (step, OptimConfig) that returns the learning rate",
+    settings=True,
+)
 
 
 class OptimConfig(BaseModel):
     """The settings of AdamW, warm-up and cosine; every default is that of the MoEUT paper."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Annotated[str, OPTIMIZER] = "adamw"
+    """The optimizer."""
+
+    schedule: Annotated[str, SCHEDULE] = "cosine"
+    """How the learning rate follows the steps."""
 
     learning_rate: float = Field(default=2.5e-4, gt=0)
     """Peak of the schedule."""
@@ -46,6 +71,21 @@ class OptimConfig(BaseModel):
 def learning_rate_at(config: OptimConfig, step: int) -> float:
     """Returns the learning rate of step `step`, counted from 0.
 
+    Raises:
+        OwnPartError: a schedule of the user's own returns no number, or a negative one.
+    """
+    rate = SCHEDULE.get(config.schedule)(step, config)
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise OwnPartError(
+            f"optim.schedule: {config.schedule} returned {rate!r} for step {step}: it must return "
+            "the learning rate, a number that is at least 0"
+        )
+    return float(rate)
+
+
+def cosine_rate(config: OptimConfig, step: int) -> float:
+    """Returns the learning rate of the published schedule.
+
     Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up
     (as in the published runs, so that with 4000 of 100,000 steps the last rate is a little above
     final_fraction·peak).
@@ -55,6 +95,28 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
         return peak * (step + 1) / config.warmup_steps
     progress = min((step - config.warmup_steps) / config.decay_steps, 1.0)
     return peak * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * progress)))
+
+
+def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Makes the optimizer that the configuration names, over all parameters of a model.
+
+    Raises:
+        OwnPartError: a function of the user's own returns no optimizer, or leaves parameters out.
+    """
+    named = list(model.named_parameters())
+    optimizer = OPTIMIZER.get(config.kind)(named, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OwnPartError(
+            f"optim.kind: {config.kind} returned a {type(optimizer).__name__}: it must return a "
+            "torch.optim.Optimizer"
+        )
+    taken = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if left_out := [name for name, parameter in named if parameter not in taken]:
+        raise OwnPartError(
+            f"optim.kind: {config.kind} leaves out {len(left_out)} of {len(named)} parameters, "
+            f"{left_out[0]} among them: give every parameter a group, with lr=0 if it is to stay"
+        )
+    return optimizer
 
 
 def make_optimizer(

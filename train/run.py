@@ -26,13 +26,14 @@ from ..distributed.process.process import Process
 from ..kernels.backend import build_backend, resolve_backend
 from ..kernels.cpu import onednn
 from ..model.execution.compiled import compile_dense_parts
+from ..model.execution.depth_losses import weighted_losses
 from ..model.execution.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config.run_config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
 from .metrics.step_metrics import StepClock, StepMeter
-from .optim import make_optimizer
+from .optim import optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.route_trace import StepTrace
 from .record.run_folder import end_is_asked
@@ -78,7 +79,7 @@ class Run:
     mesh: Mesh
     model: Transformer
     parameters: list[torch.nn.Parameter]  # this rank's shards
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     expert_placement: ExpertPlacement
     checkpoints: Checkpointer
     generation: int
@@ -125,6 +126,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         ValueError: the configuration does not fit the world, or the ranks differ in it, in their
             code or in their parameters.
     """
+    config.import_parts()
     layout, backend = _agree_on_run(config, process)
     generation = check_generation(run_dir)
     mesh = build_mesh(layout, process)
@@ -143,10 +145,11 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         stored=stored_dtype(config.train.precision),
     )
     model.recompute_layers(config.train.recompute)
+    model.depth_losses = weighted_losses(config.train.losses)
     if config.train.compile:
         compile_dense_parts(model)
     process.agree("model", parameter_facts(model))
-    optimizer = make_optimizer(config.optim, model.parameters())
+    optimizer = optimizer_of(config.optim, model)
     allocate_moments(model, optimizer)
     copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
     checkpoints = Checkpointer(

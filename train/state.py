@@ -14,8 +14,7 @@ from torch import Tensor
 from ..distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from ..distributed.sharding import free_gathered
 from ..model.transformer import Transformer
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from ..own_parts import OwnPartError
 
 
 @dataclass(frozen=True)
@@ -38,34 +37,60 @@ class TrainingProgress:
         return asdict(self)
 
 
-def allocate_moments(model: Transformer, optimizer: torch.optim.AdamW) -> None:
-    """Gives AdamW its state now instead of at the first step.
+def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer its state now instead of at the first step.
 
-    So saving and loading know every tensor.
+    So saving and loading know every tensor. It makes one step without gradients and at a rate of 0,
+    and empties the state that this step has made.
+
+    Raises:
+        OwnPartError: the optimizer keeps something that a checkpoint cannot hold.
     """
-    is_fused = optimizer.defaults["fused"]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            # the fused kernel counts where the weights are
-            "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
-            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-        }
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        for key, value in state.items():
+            if key == "step" or value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise OwnPartError(
+                    f"optim.kind: {type(optimizer).__name__} keeps {key!r} ({shape}) for {name} of "
+                    f"shape {tuple(parameter.shape)}: checkpoints hold tensors of a parameter's own "
+                    "shape, and the number of steps as 'step'"
+                )
+            value.zero_()
+    set_updates(model, optimizer, 0)
 
 
-def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) -> None:
-    """Sets AdamW's step count, which its bias correction reads."""
+def set_updates(model: Transformer, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Sets the optimizer's step count, which AdamW's bias correction reads."""
     for parameter in model.parameters():
-        optimizer.state[parameter]["step"].fill_(float(updates))
+        step = optimizer.state[parameter].get("step")
+        if isinstance(step, Tensor):
+            step.fill_(float(updates))
+        elif step is not None:
+            optimizer.state[parameter]["step"] = type(step)(updates)
 
 
 def state_tensors(
-    model: Transformer, optimizer: torch.optim.AdamW
+    model: Transformer, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
     """Returns the tensors of the state by name: this rank's part of each, and its shards."""
     tensors, shards = model_tensors(model)
     for name, parameter in model.named_parameters():
-        for moment in _MOMENTS:
-            tensors[f"optimizer.{moment}.{name}"] = local_tensor(optimizer.state[parameter][moment])
+        for moment, value in optimizer.state[parameter].items():
+            if moment == "step" or value is None:
+                continue
+            tensors[f"optimizer.{moment}.{name}"] = local_tensor(value)
             shards[f"optimizer.{moment}.{name}"] = local_shard_of(parameter)
     return tensors, shards
 

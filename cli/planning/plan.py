@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import by_collectives
-from ..arguments import Commands, add_command, add_overrides
+from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 
 if TYPE_CHECKING:
     from ...planning.hardware import Hardware
@@ -85,7 +85,9 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep", type=int, metavar="N", help="only layouts with N ranks per copy of the experts"
     )
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
-    parser.add_argument("--dispatcher", choices=by_collectives(), help="only this dispatcher")
+    parser.add_argument(
+        "--dispatcher", choices=NamesOrOwn(by_collectives()), help="only this dispatcher"
+    )
     parser.add_argument(
         "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import LOCAL, by_collectives
-from ..arguments import Commands, add_command, add_overrides
+from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
 from ..messages import print_message
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--dispatcher",
         nargs="+",
         metavar="NAME",
-        choices=[LOCAL, *by_collectives()],
+        choices=NamesOrOwn([LOCAL, *by_collectives()]),
         default=[None],
         help=f"one, or several to compare: {', '.join(by_collectives())}; default: the mesh's",
     )

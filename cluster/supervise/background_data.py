@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from ...data_pipeline.errors import DataError
 from ...data_pipeline.growth import give_up, go_on
 from ...data_pipeline.manifest import DatasetManifest, follow, is_prepared, read_manifest
+from ...own_parts import FOLDER
 from ...train.config.start_when import StartWhen
 from ..job import Launch
 from ..nodes import processes
@@ -125,7 +126,7 @@ class BackgroundData:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=_environment() | {FOLDER: self._launch.environment.get(FOLDER, "")},
                 start_new_session=True,  # Ctrl-C is for the command line, which asks for a stop
             )
 

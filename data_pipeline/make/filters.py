@@ -14,8 +14,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ...own_parts import import_own
 from ..atomic import atomic_write
-from ..callables import import_function
 from ..errors import InputError, PrepareError
 from ..prepare_config import PrepareConfig
 from .decontaminate import build_index, load_index
@@ -36,7 +36,8 @@ def set_up_rules(config: PrepareConfig, work: Path) -> None:
         work: the folder of unfinished files, which takes the index.
 
     Raises:
-        InputError: a filter or an evaluation set cannot be had.
+        InputError: an evaluation set cannot be had.
+        OwnPartError: a filter cannot be had.
         PrepareError: an evaluation set has changed since the preparation began.
     """
     _function_rules(config)
@@ -56,13 +57,9 @@ def document_rules(config: PrepareConfig, work: Path) -> tuple[DocumentRule, ...
 
 
 def _function_rules(config: PrepareConfig) -> list[DocumentRule]:
-    purpose = "a function of a document's text"
+    wants = "a function of a document's text"
     return [
-        partial(
-            _reason_of,
-            path,
-            import_function(path, where=f"prepare.filters: {path}", purpose=purpose),
-        )
+        partial(_reason_of, path, import_own(path, where="prepare.filters", wants=wants))
         for path in config.filters
     ]
 

@@ -35,6 +35,7 @@ from importlib import import_module
 from multiprocessing import connection
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+from ...own_parts import OwnPartError
 from ..errors import DataError, InputError, PrepareError
 
 T = TypeVar("T")
@@ -304,11 +305,11 @@ class Failures:
         """Notes that a task failed, and returns whether it is to be tried again.
 
         Raises:
-            DataError: `error`, which is the user's.
+            DataError, OwnPartError: `error`, which is the user's.
         """
         if isinstance(error, InputError) and self._on_poison == "quarantine":
             return False
-        if isinstance(error, DataError):
+        if isinstance(error, DataError | OwnPartError):
             raise error
         self._counts[task] += 1
         return self._counts[task] < ATTEMPTS

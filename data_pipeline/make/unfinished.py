@@ -11,8 +11,8 @@ from glob import glob
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ...own_parts import PYTHON
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors
-from ..callables import PYTHON
 from ..errors import PrepareError
 from ..growth import UNFINISHED, go_on
 from ..manifest import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..callables import PYTHON
+from ...own_parts import PYTHON
 from ..errors import InputError
 from ..prepare_config import SourceConfig
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges

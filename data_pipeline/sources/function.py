@@ -1,6 +1,6 @@
 """Records from a function of the user's own: the input `python:package.module:function`.
 
-    # my_texts.py, on PYTHONPATH or installed
+    # my_texts.py, in the folder of the command
     def letters():                               # one split
         yield {"text": "Dear …", "id": "letter/1"}
     def pages(split_index, num_splits):          # many, read by many workers
@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..callables import PYTHON, named_function
+from ...own_parts import PYTHON, named_function
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
@@ -110,8 +110,8 @@ def _check_has_no_fields(rules: RecordRules, where: str) -> None:
 
 def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function that a name of an input means, and its settings."""
-    purpose = f"a function that returns {_RESULT}"
-    return named_function(url, where=f"input {url!r}", purpose=purpose)
+    wants = f"a function that returns {_RESULT}"
+    return named_function(url, where=f"input {url!r}", wants=wants)
 
 
 def _check_takes(

@@ -20,7 +20,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from ..callables import PYTHON, named_function
+from ...own_parts import PYTHON, named_function
 from ..errors import InputError
 from ..retries import explain, is_of_connection, is_passing, patiently
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
@@ -124,11 +124,12 @@ def word_files(name: str) -> dict[str, bytes]:
     Texts are split at blanks. A word that is not among them is an error, for made-up data has none.
 
     Raises:
-        InputError: there is no such function, or it does not return different words.
+        InputError: the function does not return different words.
+        OwnPartError: there is no such function.
     """
     where = f"tokenizer {name!r}"
-    purpose = "a function that returns words"
-    function, settings = named_function(name, where=where, purpose=purpose)
+    wants = "a function that returns words"
+    function, settings = named_function(name, where=where, wants=wants)
     try:
         words = function(**settings)
     except Exception as error:

@@ -39,10 +39,10 @@ from .expert_map import ExpertMap
 from .table import (
     AUTO,
     DEFAULT,
-    DISPATCHERS,
     LOCAL,
     SHARED_MEMORY,
     DispatcherEntry,
+    entry_of,
     needs_outbox,
     resolved_dispatcher,
 )
@@ -76,7 +76,7 @@ def make_dispatcher(
     setup = Setup(
         group, check_every, ranks_per_node, expert_map, nodes, outbox, name=chosen, why=why
     )
-    return _class_of(DISPATCHERS[chosen])(setup)
+    return _class_of(entry_of(chosen))(setup)
 
 
 def _class_of(entry: DispatcherEntry) -> type[ExpertParallelDispatcher]:

@@ -1,4 +1,5 @@
-"""The table of dispatchers. A new one is one file and one line here (docs/extend.md shows it).
+"""The table of dispatchers. A new one is one file and one line here; one of the user's own is a
+`DispatcherEntry` that the configuration names as `module:name` (docs/extend.md shows both).
 
 The mesh's configuration, the command line, the planner, the cost model and the simulator ask this
 table and know no dispatcher by name. It imports nothing heavy, so that they may ask before torch is
@@ -6,6 +7,8 @@ there; the dispatchers' own modules are imported when one is made (choose.py).
 """
 
 from dataclasses import dataclass
+
+from ...own_parts import Wanted
 
 AUTO = "auto"
 LOCAL = "local"  # every expert is on this rank: nothing travels, and there is nothing to configure
@@ -66,20 +69,22 @@ DISPATCHERS: dict[str, DispatcherEntry] = {
 }
 
 
-def dispatcher_names() -> list[str]:
-    """Returns every name that a configuration may say."""
-    return [AUTO, LOCAL, *DISPATCHERS]
+DISPATCHER = Wanted(
+    "mesh.dispatcher",
+    "a dispatcher",
+    dict.fromkeys([AUTO, LOCAL]) | DISPATCHERS,
+    "a DispatcherEntry",
+    lambda found: isinstance(found, DispatcherEntry),
+)
 
 
-def known_dispatcher(name: str) -> str:
-    """Returns the name.
+def entry_of(name: str) -> DispatcherEntry:
+    """Returns what is known of a dispatcher by which rows travel.
 
     Raises:
-        ValueError: there is no such dispatcher.
+        OwnPartError: there is no such dispatcher.
     """
-    if name not in dispatcher_names():
-        raise ValueError(f"dispatcher {name!r} is unknown: choose {', '.join(dispatcher_names())}")
-    return name
+    return DISPATCHER.get(name)
 
 
 def resolved_dispatcher(name: str, ep: int) -> str:
@@ -88,7 +93,7 @@ def resolved_dispatcher(name: str, ep: int) -> str:
     In a run "auto" may become `symmetric` yet, which sends the same rows.
 
     Raises:
-        ValueError: there is no such dispatcher, or it is `local` although the experts are spread.
+        ValueError: the name is none of a dispatcher, or it is `local` although the experts are spread.
     """
     if name == AUTO:
         return LOCAL if ep == 1 else DEFAULT
@@ -97,17 +102,17 @@ def resolved_dispatcher(name: str, ep: int) -> str:
             f'mesh.dispatcher="local" with mesh.ep={ep}: the experts are on several '
             'ranks; use "auto"'
         )
-    return known_dispatcher(name)
+    return DISPATCHER.check(name)
 
 
 def is_exact(name: str) -> bool:
     """Whether a dispatcher's outputs equal one rank's bit for bit."""
-    return name == LOCAL or DISPATCHERS[name].is_exact
+    return name == LOCAL or entry_of(name).is_exact
 
 
 def needs_nodes(name: str) -> bool:
     """Whether a dispatcher wants the groups between and inside nodes."""
-    return name in DISPATCHERS and DISPATCHERS[name].needs_nodes
+    return name not in (AUTO, LOCAL) and entry_of(name).needs_nodes
 
 
 def by_collectives() -> list[str]:
@@ -124,4 +129,4 @@ def same_traffic(name: str) -> str:
 
 def needs_outbox(name: str) -> bool:
     """Whether a dispatcher wants memory that all ranks of the group reach."""
-    return name in DISPATCHERS and DISPATCHERS[name].needs_outbox
+    return name not in (AUTO, LOCAL) and entry_of(name).needs_outbox

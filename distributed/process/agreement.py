@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from ...own_parts import own_digests
 from ..layout import Layout, spell_ranks
 from ..local_shard import local_shard_of
 
@@ -87,7 +88,10 @@ def agree(
 
 
 def code_facts() -> dict[str, str]:
-    """Returns a digest of every module of the package that this process runs, in C++ too."""
+    """Returns a digest of every module of the package that this process runs, in C++ too.
+
+    And one of every module with parts of the user's own.
+    """
     files = list(_ROOT.glob("*.py"))
     for package in {file.parent.name for file in _ROOT.glob("*/__init__.py")} - _BESIDE:
         files += (_ROOT / package).rglob("*.py")
@@ -95,7 +99,7 @@ def code_facts() -> dict[str, str]:
     return {
         f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes())
         for file in sorted(files)
-    }
+    } | {f"module {name}": digest for name, digest in own_digests().items()}
 
 
 def layout_facts(layout: Layout) -> dict[str, str]:

@@ -16,6 +16,7 @@ from ...data_pipeline.read.rows import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
 from ...distributed.checkpoint.format import StartProgress, StoredCheckpoint, open_checkpoint
 from ...model.config.model_config import ModelConfig
+from ...own_parts import is_own
 from ...train.config.run_config import Config, ConfigError
 from ..safetensors import (
     Description,
@@ -98,8 +99,21 @@ def check_promises(model: ModelConfig) -> None:
     """Checks that a model's answers depend on the sequence alone and on no later position.
 
     Raises:
-        ConfigError: they do not; the message says what they depend on.
+        ConfigError: they do not; the message says what they depend on. Or a part is the user's own,
+            so that transformers has no code for it.
     """
+    parts = {
+        "model.attention.kind": model.attention.kind,
+        "model.feed_forward.activation": model.feed_forward.activation,
+        "model.norm_layer": model.norm_layer,
+        "model.feed_forward.router.kind": model.experts.router.kind if model.experts else "",
+    }
+    if own := [f"{key}={name!r}" for key, name in parts.items() if is_own(name)]:
+        raise ConfigError(
+            f"{' and '.join(own)} cannot be exported to Hugging Face: its folder holds moebius' own "
+            "code, and none of yours; use --format safetensors, or moebius itself (`moebius eval`, "
+            "`generate`)"
+        )
     promises = model.evaluation_promises
     broken = []
     if not promises.causal:

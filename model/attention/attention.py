@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.attention_config import SwitchHeadConfig
+from ..config.attention_config import ATTENTION, SwitchHeadConfig
 from ..config.model_config import ModelConfig
 from ..experts import ExpertLinears
 from ..initialise import Initializer, Initializers
@@ -184,6 +184,8 @@ class DenseAttention(RotaryAttention):
 
 def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
     """Builds the attention that `config` names."""
+    if config.attention.kind not in ATTENTION.classes:
+        return ATTENTION.entry(config.attention.kind)(config, initializers, backend=backend)
     if config.attention.kind == "momha":
         return MoMHA(config, initializers, backend=backend)
     if config.attention.expert_count:

@@ -4,6 +4,7 @@ Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ class DepthContext:
 class Attention(nn.Module):
     """Attends causally; a subclass builds its weights and implements `forward`."""
 
+    Config: ClassVar[type[AttentionConfig]]  # of one of the user's own
     key: Linear
 
     def __init__(self, config: AttentionConfig) -> None:

@@ -14,9 +14,11 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    SerializeAsAny,
     model_validator,
 )
 
+from ...own_parts import is_subclass
 from .sections import Section
 
 
@@ -94,7 +96,7 @@ class AttentionConfig(BaseModel):
         return None
 
 
-class _WithPositions(AttentionConfig):
+class WithPositionsConfig(AttentionConfig):
     """Describes what the kinds of attention have that are told the positions from outside."""
 
     positions: AnyPositionsConfig = RotaryConfig()
@@ -135,13 +137,13 @@ class _WithPositions(AttentionConfig):
         return self
 
 
-class DenseAttentionConfig(_WithPositions):
+class DenseAttentionConfig(WithPositionsConfig):
     """Describes multi-head attention without experts."""
 
     kind: Literal["dense"] = "dense"
 
 
-class SwitchHeadConfig(_WithPositions):
+class SwitchHeadConfig(WithPositionsConfig):
     """Describes SwitchHead (arXiv 2312.07987): every head has experts on V and O."""
 
     kind: Literal["switchhead"] = "switchhead"
@@ -228,8 +230,12 @@ ATTENTION = Section(
     "attention",
     "attention",
     {"switchhead": SwitchHeadConfig, "dense": DenseAttentionConfig, "momha": MoMHAConfig},
+    config_of=lambda entry: getattr(entry, "Config", entry),
     kept=("num_heads", "d_head", "positions"),
+    own="a subclass of Attention whose Config is a subclass of AttentionConfig",
+    fits=lambda found: is_subclass(getattr(found, "Config", None), AttentionConfig),
 )
 AnyAttentionConfig = Annotated[
-    SwitchHeadConfig | DenseAttentionConfig | MoMHAConfig, BeforeValidator(ATTENTION.read)
+    SwitchHeadConfig | DenseAttentionConfig | MoMHAConfig | SerializeAsAny[AttentionConfig],
+    BeforeValidator(ATTENTION.read),
 ]

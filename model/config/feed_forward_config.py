@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from ...kernels.reference import ACTIVATION
 from ..routers.sigmoid import SigmoidConfig
 from ..routers.table import AnyRouterConfig
 from .sections import Section
@@ -28,7 +29,7 @@ class FeedForwardConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str
-    activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = "relu"
+    activation: Annotated[str, ACTIVATION] = "relu"
     """Activation of experts, shared experts and dense layers."""
 
     d_feed_forward: PositiveInt = 512

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..layers import NORM
 from ..routers.router import Promises
 from ..routers.table import ROUTER
 from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHeadConfig
@@ -143,6 +144,9 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     norm: Literal["peri", "pre", "post"] = "peri"
     """With "peri", a norm only before what ends in a softmax or sigmoid. "pre": before every block.
     "post": after the addition."""
+
+    norm_layer: Annotated[str, NORM] = "layernorm"
+    """What normalises; a subclass of torch.nn.Module of your own returns float32 rows."""
 
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()

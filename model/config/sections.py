@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from ...own_parts import Wanted, is_own
+
 
 @dataclass(frozen=True)
 class Section:
@@ -22,15 +24,30 @@ class Section:
     classes: Mapping[str, Any]  # by kind
     config_of: Callable[[Any], type[BaseModel]] = lambda entry: entry  # an entry's configuration
     kept: tuple[str, ...] = ()  # keys that outlive a change of kind, where the new kind has them
+    own: str = ""  # what a kind of the user's own must be; "": there can be none
+    fits: Callable[[Any], bool] = callable  # tells whether it is that
+
+    def entry(self, kind: str) -> Any:
+        """Returns the entry of a kind, which may be one of the user's own (`module:Class`).
+
+        Raises:
+            OwnPartError: there is none.
+        """
+        key, noun = f"model.{self.path}.kind", self.noun
+        return Wanted(key, noun, self.classes, self.own, self.fits).get(kind)
+
+    def has(self, kind: Any) -> bool:
+        """Returns whether a kind is known, or written as one of the user's own."""
+        return isinstance(kind, str) and (kind in self.classes or (bool(self.own) and is_own(kind)))
 
     def fields(self, kind: str) -> dict[str, Any]:
         """Returns the annotations of a kind's keys, `kind` left out."""
-        fields = self.config_of(self.classes[kind]).model_fields
+        fields = self.config_of(self.entry(kind)).model_fields
         return {name: field.annotation for name, field in fields.items() if name != "kind"}
 
     def of_kind(self, values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
         """Returns the keys of `values` that remain when the section becomes one of another kind."""
-        if not isinstance(kind, str) or kind not in self.classes:
+        if not self.has(kind):
             return {}
         known = self.fields(kind)
         return {key: values[key] for key in self.kept if key in values and key in known}
@@ -56,10 +73,11 @@ class Section:
             keys = ", ".join(map(str, value))
             raise ValueError(f"the {self.noun} has no kind (keys: {keys}); there are {kinds}")
         kind = value["kind"]
-        if not isinstance(kind, str) or kind not in self.classes:
-            raise ValueError(f"kind={kind!r} is no {self.noun}; there are {kinds}")
+        if not self.has(kind):
+            own = f", or {self.own} as module:name" if self.own else ""
+            raise ValueError(f"kind={kind!r} is no {self.noun}; there are {kinds}{own}")
         try:
-            return self.config_of(self.classes[kind]).model_validate(value)
+            return self.config_of(self.entry(kind)).model_validate(value)
         except ValidationError as error:
             raise ValueError(
                 "; ".join(self._explain(entry, kind) for entry in error.errors())

@@ -15,13 +15,13 @@ feed-forward), A experts of a head, K experts chosen, N routes.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from ...kernels.fused.router import Gate, can_route, route_top_k
-from ..balance import RunningSum, balance_value, choice_sums, document_sums
+from ..balance import BALANCE, RunningSum, balance_value, choice_sums, document_sums
 from ..execution.recompute import save_choice
 from ..initialise import Initializer
 from ..routing import Routes, Routing, token_routes
@@ -198,12 +198,12 @@ class ChoiceConfig(RouterConfig):
     balance: NonNegativeFloat = 0.01
     """Weight of the balancing loss."""
 
-    balance_form: Literal["load", "entropy"] = "load"
+    balance_form: Annotated[str, BALANCE] = "load"
     """With "load", E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1
     at perfect balance, mean over layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum
     over all choices divided by K). "entropy": minus the entropy of the mean probability, at
     least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq.
-    8)."""
+    8). Your own function returns the costs c_e of Σ_e c_e·P_e."""
 
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
     """Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the
@@ -286,7 +286,7 @@ class ChoiceRouter(Router):
             routing,
             batch_size,
             with_z=config.z_loss > 0,
-            with_load=config.balance_form == "load" or "load" in self.carried,
+            with_load=config.balance_form != "entropy" or "load" in self.carried,
             first_choices=first,
         )
         if config.balance and config.balance_scope == "sequence":
@@ -298,10 +298,10 @@ class ChoiceRouter(Router):
         config, found = self.config, []
         if config.balance:
             value_B = balance_value(sums, config.balance_form, config.balance_scope, running)
-            name = "load_balancing" if config.balance_form == "load" else "negative_entropy"
-            found.append(
-                Loss(name, value_B, config.balance, mean_over_layers=config.balance_form == "load")
-            )
+            names = {"load": "load_balancing", "entropy": "negative_entropy"}
+            name = names.get(config.balance_form) or config.balance_form.partition(":")[2]
+            is_mean = config.balance_form != "entropy"
+            found.append(Loss(name, value_B, config.balance, mean_over_layers=is_mean))
         if config.z_loss:
             value_B = sums["z"] / sums["rows"].clamp_min(1)
             found.append(Loss("router_z", value_B, config.z_loss, mean_over_layers=True))

@@ -4,12 +4,13 @@ probability.
 Legend: T rows, D their width, H heads, A experts of a head, K experts chosen.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from ..balance import BALANCE
 from ..execution.recompute import save_topk
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
@@ -26,7 +27,7 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
     top_k: PositiveInt = 4
     """Experts per token."""
 
-    balance_form: Literal["load", "entropy"] = "entropy"
+    balance_form: Annotated[str, BALANCE] = "entropy"
     """Form of the balancing loss; the paper's is "entropy"."""
 
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"

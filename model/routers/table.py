@@ -1,9 +1,14 @@
-"""The table of routers. A new one is one file and one line here (docs/extend.md shows it)."""
+"""The table of routers.
+
+One of the user's own is named as `module:Class`, and a new one of the package is one file and one
+line here (docs/extend.md shows both).
+"""
 
 from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
+from ...own_parts import is_subclass
 from ..config.sections import Section
 from ..initialise import Initializer
 from .cosine import CosineRouter
@@ -32,8 +37,15 @@ ROUTERS: dict[str, type[Router]] = {
 
 def make_router(config: RouterConfig, d_row: int, num_experts: int, *, init: Initializer) -> Router:
     """Builds the router that `config.kind` names."""
-    return ROUTERS[config.kind](config, d_row, num_experts, init=init)
+    return ROUTER.entry(config.kind)(config, d_row, num_experts, init=init)
 
 
-ROUTER = Section("feed_forward.router", "router", ROUTERS, config_of=lambda router: router.Config)
+ROUTER = Section(
+    "feed_forward.router",
+    "router",
+    ROUTERS,
+    config_of=lambda router: router.Config,
+    own="a subclass of Router that sets Config",
+    fits=lambda found: is_subclass(found, Router) and hasattr(found, "Config"),
+)
 AnyRouterConfig = Annotated[SerializeAsAny[RouterConfig], BeforeValidator(ROUTER.read)]

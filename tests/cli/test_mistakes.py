@@ -75,7 +75,7 @@ eval nothere --data eval                        | --data needs --tasks
 models smok                                     | did you mean smoke?
 config optim.lr                                 | no key or section optim.lr; did you mean optim.learning_rate?
 config train.stepz                              | did you mean train.steps?
-config muon                                     | there is no recipe 'muon'; AdamW is the only optimizer
+config muon                                     | there is no recipe 'muon'; adamw is built in
 train smoke lora.r=8                            | has no LoRA; export to Hugging Face and use PEFT
 prepare                                         | arguments are required: --output
 prepare --input nothere.txt --output out        | 'nothere.txt' does not exist

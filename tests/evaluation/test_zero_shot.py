@@ -124,7 +124,7 @@ def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> Non
     ("arguments", "message"),
     [
         ("--tasks piqa,arc_challenge --data DATA", "task 'arc_challenge' has no file"),
-        ("--tasks piqqa --data DATA", r"unknown task 'piqqa'; did you mean piqa\?"),
+        ("--tasks piqqa --data DATA", r"'piqqa' is not a task; did you mean piqa\?"),
         ("--tasks piqa --limit 0 --data DATA", "at least 1 is needed"),
         ("--tasks piqa --context 5 --data DATA", "context has 5 tokens.*: piqa 1 of 1 items"),
         ("--tasks piqa --context 5 --too-long skip --data DATA", "'piqa': nothing is left"),

@@ -8,6 +8,7 @@ The supervisor imports this module, so it must not import torch at the top.
 """
 
 from ...data_pipeline.errors import DataError
+from ...own_parts import OwnPartError
 
 EXIT_MISTAKE = 78  # EX_CONFIG of sysexits.h; ranks of other programs may use it too
 
@@ -25,7 +26,7 @@ def no_restart_mends(error: BaseException) -> bool:
     """
     from ...distributed.process.process import DeviceError
 
-    if not isinstance(error, ConfigError | DataError | DeviceError):
+    if not isinstance(error, ConfigError | DataError | OwnPartError | DeviceError):
         return False
     origins = [step for step in _chain(error) if isinstance(step, OSError)]
     return all(isinstance(origin, _PERMANENT) for origin in origins)

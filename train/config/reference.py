@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ...own_parts import Wanted
 from .run_config import Config
 from .validation import KINDS, known_keys
 
@@ -85,9 +86,9 @@ def commented(config: Config) -> str:
     lines: list[str] = []
     for section, entries in _tables(config).items():
         lines += ["", f"[{section}]"]
-        for path, value in entries:
+        for path, info, value in entries:
             name = path.rpartition(".")[2]
-            lines += [f"# {line}" for line in _explanation(known[path])]
+            lines += [f"# {line}" for line in _explanation(known.get(path) or _key(path, info))]
             lines.append(f"# {name} =" if value is None else f"{name} = {toml_value(value)}")
     return "\n".join(lines[1:]) + "\n"
 
@@ -109,12 +110,15 @@ def toml_value(value: Any) -> str:
 def _key(path: str, info: FieldInfo) -> Key:
     limits = " ".join(_limits(info.metadata))
     type_text = f"{_type_of(info.annotation)} {limits}".strip()
+    if wanted := [entry for entry in info.metadata if isinstance(entry, Wanted)]:
+        type_text = f"one of {', '.join(wanted[0].known)}, or module:name of your own"
     if limits and type_text.endswith(f" or none {limits}"):
         type_text = type_text.replace(f" or none {limits}", f" {limits} or none")
     default = _plain(info.get_default(call_default_factory=True))
     meaning = " ".join((info.description or "").split())
     if (section := KINDS.get(path.removesuffix(".kind"))) is not None:
         default = _default_kind(path)
+        type_text += ", or module:name of your own" if section.own else ""
         meaning = f"Selects the {section.noun}; each kind has its own keys."
     value = info.examples[0] if info.examples else _example(info.annotation, default)
     written = value if isinstance(value, str) else toml_value(value)
@@ -195,11 +199,11 @@ def _values_of(section: BaseModel, path: str = "") -> Iterator[tuple[str, FieldI
             yield where, info, _plain(value)
 
 
-def _tables(config: Config) -> dict[str, list[tuple[str, Any]]]:
+def _tables(config: Config) -> dict[str, list[tuple[str, FieldInfo, Any]]]:
     """Groups the values of a configuration by the TOML table that holds them, in their order."""
-    tables: dict[str, list[tuple[str, Any]]] = {}
-    for path, _, value in _values_of(config):
-        tables.setdefault(path.rpartition(".")[0], []).append((path, value))
+    tables: dict[str, list[tuple[str, FieldInfo, Any]]] = {}
+    for path, info, value in _values_of(config):
+        tables.setdefault(path.rpartition(".")[0], []).append((path, info, value))
     return tables
 
 

@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ...data_pipeline.callables import import_function, is_function_path
-from ...data_pipeline.errors import InputError, ShardError
+from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import is_prepared, read_manifest
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.sections import kinds_first, merge, set_value
+from ...own_parts import import_own, is_own, nearest
 from .errors import ConfigError
 from .run_config import Config
-from .suggestions import nearest, suggest
+from .suggestions import suggest
 from .validation import KINDS, known_keys, validated
 
 
@@ -86,7 +86,7 @@ def _recipe_values(
     """Returns the plain values of a recipe: one of the table, or `package.module:function`."""
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
-    if not is_function_path(name):
+    if not is_own(name):
         answer = suggest(name, ())
         hint = f"{answer}." if answer else nearest(name, recipes) or "."
         raise ConfigError(
@@ -94,10 +94,7 @@ def _recipe_values(
             "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )
-    try:
-        built = import_function(name, where=where, purpose="a function that returns a Config")()
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    built = import_own(name, where=where, wants="a function that returns a Config")()
     if not isinstance(built, Config):
         raise ConfigError(f"{where}: {name} returned a {type(built).__name__}, not a Config")
     return built.model_dump(mode="json")

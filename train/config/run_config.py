@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
+from ...distributed.dispatch.table import DISPATCHER
 from ...distributed.layout import (
     MeshConfig,
     check_experts,
@@ -22,8 +23,12 @@ from ...distributed.layout import (
     plan_layout,
 )
 from ...kernels.backend import KernelConfig
+from ...kernels.reference import ACTIVATION
+from ...model.balance import BALANCE
 from ...model.config.model_config import ModelConfig
-from ..optim import OptimConfig
+from ...model.execution.depth_losses import weighted_losses
+from ...model.layers import NORM
+from ..optim import OPTIMIZER, SCHEDULE, OptimConfig
 from .errors import ConfigError
 from .job_config import JobConfig
 from .train_config import TrainConfig
@@ -141,6 +146,21 @@ class Config(BaseModel):
                     'train.precision="bfloat16", which keeps weights and decisions in float32'
                 )
         return self
+
+    def import_parts(self) -> None:
+        """Imports every part of the user's own that a run needs (own_parts.py).
+
+        Raises:
+            OwnPartError: one is absent, or is something else than its key wants.
+        """
+        router = None if self.model.experts is None else self.model.experts.router
+        DISPATCHER.get(self.mesh.dispatcher)
+        OPTIMIZER.get(self.optim.kind)
+        SCHEDULE.get(self.optim.schedule)
+        ACTIVATION.get(self.model.feed_forward.activation)
+        NORM.get(self.model.norm_layer)
+        BALANCE.get(getattr(router, "balance_form", "load"))
+        weighted_losses(self.train.losses)
 
     def check_world(self, world_size: int) -> None:
         """Checks everything that depends on the number of ranks.

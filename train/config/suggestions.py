@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
+from ...own_parts import nearest
+
 # What other frameworks call things: by our key, or by the answer where there is no such key, the last
 # names of their keys. A dotted name is a whole key.
 _NAMES: Mapping[str, str] = {
@@ -16,8 +18,10 @@ _NAMES: Mapping[str, str] = {
     "optim.epsilon": "eps",
     "optim.beta1": "betas",
     "optim.clip_norm": "grad_clip max_norm max_grad_norm gradient_clipping",
-    "AdamW is the only optimizer; optim.* are its settings": "optimizer optim.name optim.kind muon sgd lion adafactor",
-    "a cosine with warm-up is the only schedule; optim.* are its settings": "scheduler lr_scheduler",
+    "optim.kind": "optimizer optim.name",
+    "adamw is built in; optim.kind=module:function names an optimizer of your own": "muon sgd lion adafactor",
+    "optim.schedule": "scheduler lr_scheduler",
+    "train.losses": "aux_losses auxiliary_losses",
     "train.global_batch": "bs batch batch_size global_batch_size",
     "train.micro_batch": "micro_batch_size per_device_train_batch_size",
     "gradients accumulate over train.global_batch ÷ (ranks × train.micro_batch) passes": "grad_accum gradient_accumulation_steps",
@@ -74,11 +78,6 @@ def suggest(key: str, known: Iterable[str]) -> str:
     if meant and " " in meant:
         return f"; {meant}"
     return _question(same) if same else _by_spelling(key, keys)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns a question after the known word that is most like `word`; "" if none is like it."""
-    return _question(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5))
 
 
 def _by_spelling(key: str, keys: list[str]) -> str:

@@ -14,6 +14,7 @@ from pydantic import (
 from ...data_pipeline.data_config import OneOrMore
 from ...distributed.checkpoint.checkpoint_folder import CheckpointConfig
 from ...model.config.model_config import Precision
+from ...model.execution.depth_losses import DEPTH_LOSS
 from ...model.execution.recompute import Recompute
 from .start_when import StartWhen
 
@@ -139,6 +140,11 @@ class TrainConfig(BaseModel):
     )
     """Where metrics go beside metrics.jsonl (docs/metrics.md); keys and server addresses come from
     the environment."""
+
+    losses: dict[Annotated[str, DEPTH_LOSS], float] = Field(
+        default={}, examples=['{"my_losses:smooth" = 0.1}']
+    )
+    """Your own losses on the states of the depth steps, with the weight of each."""
 
     spikes: SpikeConfig = SpikeConfig()
 

@@ -699,7 +699,7 @@ def refused() -> list[str]:
 
 def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     parts = (
-        "'fastest' is unknown: choose auto, local, allgather",
+        "'fastest' is not a dispatcher: choose auto, local, allgather",
         "groups between and inside nodes",
         "check_every=-1",
         "an expert map for 4 ranks, but the group has 3",

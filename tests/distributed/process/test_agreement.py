@@ -212,7 +212,8 @@ def test_the_code_is_what_the_package_runs():
         "code kernels/cpu/brgemm.cpp",
     } <= facts.keys()
     assert not any("tests/" in key or "benchmarks/" in key for key in facts)
-    assert all((ROOT / key.removeprefix("code ")).is_file() for key in facts)
+    files = [key.removeprefix("code ") for key in facts if key.startswith("code ")]
+    assert all((ROOT / file).is_file() for file in files)
     assert len(set(facts.values())) > len(facts) / 2  # digests of the contents
 
 

@@ -11,8 +11,8 @@ from parts import layers
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
+from moebius.kernels.reference import activate
 from moebius.model.config.model_config import ModelConfig
-from moebius.model.layers import activate
 from moebius.model.routers.expert_choice import ExpertChoiceConfig
 from moebius.model.routers.router import Promises
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moebius.own_parts import OwnPartError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
 from moebius.train.recipes.names import RECIPE_NAMES
@@ -61,7 +62,7 @@ def test_a_function_that_gives_no_recipe_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "my_recipes", sys.modules[__name__])
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, OwnPartError), match=message):
         make(name=name)
 
 
