@@ -20,6 +20,7 @@ import pytest
 from moebius.cli import main as command_line
 from moebius.cli.completion import SHELLS
 from moebius.cli.main import build_parser, main, parse
+from moebius.cli.models import evaluate
 from moebius.cluster.job import Journal, State
 from moebius.evaluation import text
 from moebius.train.config.resolve import resolve
@@ -239,13 +240,13 @@ def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> N
 def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(run_dir: Path, prompt: str, **options: object) -> Iterator[str]:
+    def write(restored: object, prompt: str, **options: object) -> Iterator[str]:
         yield prompt
         assert capsys.readouterr().out == "One"  # nobody waits for the rest
         yield " and two"
 
     monkeypatch.setattr(text, "write_text", write)
-    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(evaluate, "_restored", lambda options: options.run_dir)
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(tmp_path), "--prompt", "One"])
     assert ended.value.code == 0
