@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed optimizer forgets how many steps it made", "train/state.py",
-        '["step"].fill_(float(updates))', '["step"].fill_(0.0)',
+        "step.fill_(float(updates))", "step.fill_(0.0)",
         ("tests/train/test_parity.py::test_resumed_equals_uninterrupted_bit_for_bit",),
     ),
     Mutant(
