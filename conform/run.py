@@ -111,6 +111,11 @@ class _Trial:
         self.plan = json.loads((folder / "plan.json").read_text())
         names = [name for name in self.plan["scenes"] if not only or name in only]
         self.plan["scenes"] = [name for name in names if name not in skip]
+        if not self.plan["contract"]["own_reference"]:
+            self.notes.append(
+                "the reference is this layer on one rank: what is wrong there as well, such as a "
+                "detached gate, cannot be seen (say Layer(reference=…))"
+            )
         if not self.facts.steered:
             self.notes.append(
                 "the router's weight was not found, so routes are what they are: scenes that "

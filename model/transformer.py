@@ -264,6 +264,7 @@ class Transformer(nn.Module):
         rotary = self._rotary(x_BSD, past, positions_BS)
         reports: list[dict[str, RouterReport]] = []
         states: list[Tensor] = []
+        keeps_states = self.training and bool(self.depth_losses)
         schedule = self.config.schedule
 
         def apply(step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
@@ -271,7 +272,8 @@ class Transformer(nn.Module):
             context = DepthContext(rotary, past_keys, unhalted, documents)
             x_BSD, report = self.group[step.member](x_BSD, context)
             reports.append(report)
-            states.append(x_BSD)
+            if keeps_states:  # else all of them would stay alive for nothing
+                states.append(x_BSD)
             return x_BSD
 
         halted = None

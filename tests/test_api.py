@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import moebius
+from moebius import api
 from moebius.cli.main import main
 from moebius.cluster.job import JobStatus, RootCause, State
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -196,6 +198,29 @@ def test_a_configuration_is_counted_and_its_data_prepared(
     prepared = moebius.prepare(config, tmp_path)
     assert list(Path(prepared.data.directory).glob("manifest-*.json"))
     assert moebius.prepare(prepared).data.directory == prepared.data.directory
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
+    """Those at the top of the site's page on Python, one after the other in an empty folder."""
+    examples = [
+        "\n".join(re.findall(r"^    (\w.*)$", text.partition("\n\nIt stands")[0], re.MULTILINE))
+        for text in (api.__doc__ or "", moebius.LoadedModel.__doc__ or "")
+    ]
+    assert "moebius.fit(" in examples[0]
+    assert "trained.tokenizer.encode" in examples[1]
+    program = "\n".join(["import moebius", *examples])
+    program = program.replace('"smoke", ', '"smoke", "train.steps=4", ')
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "SUCCEEDED" in ended.stdout
+    assert "Once upon a time" in ended.stdout
 
 
 def test_a_run_that_fails_raises_its_root_cause(

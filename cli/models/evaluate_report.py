@@ -84,6 +84,10 @@ def _error(value: float, form: str) -> str:
     return "?" if math.isnan(value) else format(value, form)
 
 
+def _has_no_error(result: TaskResult) -> bool:
+    return any(found.count and math.isnan(found.stderr) for found in result.metrics.values())
+
+
 def _is_subset(result: TaskResult) -> bool:
     return 0 < result.items < result.published or result.items < result.available
 
@@ -101,6 +105,8 @@ def _notes(report: ZeroShotReport) -> Iterator[str]:
         f"± standard error over the items. Context {report.context:,} tokens, "
         f"{report.seconds:.0f} s on {report.ranks} rank{'s' if report.ranks > 1 else ''}."
     )
+    if any(_has_no_error(result) for result in report.tasks):
+        yield "± ? stands where a task, or one of its groups, has a single item."
     if any(map(_is_subset, report.tasks)):
         yield "Scores are from a subset; the table shows how many items of the published set."
     if report.paper_mean is not None:

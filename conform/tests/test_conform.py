@@ -56,6 +56,7 @@ def test_a_right_layer_conforms_on_two_ranks(launcher: Launcher) -> None:
     assert report.ok, report.text()
     assert len(report.errors) == 11
     assert all(isinstance(error, float) and error < 1e-5 for error in report.errors.values())
+    assert any("the reference is this layer on one rank" in note for note in report.notes)
 
 
 @pytest.mark.slow
@@ -72,6 +73,7 @@ def test_our_dispatchers_conform_to_a_plain_loop(launcher: Launcher, name: str) 
     report = check_with(launcher, f"{example}:{name}", ranks=[1, 4])
     assert report.ok, report.text()
     assert (1, "repeated experts") in report.errors
+    assert not report.notes  # the reference is a plain loop
 
 
 @pytest.mark.slow
