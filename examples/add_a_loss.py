@@ -33,16 +33,18 @@ def read_early(depths: DepthStates, power: float = 1.0) -> Tensor:
 def loss_by_depth(run: str) -> list[float]:
     """Reads validation text out after every depth step of a trained run: nats per byte."""
     trained = moebius.load(run)
+    norm = trained.model.final_norm or torch.nn.Identity()
     rows = next(trained.rows(max_rows=32))
     found = []
     for state_BSD in trained.trace(rows).hidden_LBSD[1:]:
-        logits_BSV = trained.model.head(trained.model.final_norm(state_BSD))
+        logits_BSV = trained.model.head(norm(state_BSD))
         found.append(F.cross_entropy(logits_BSV.mT, rows.targets_BS).item())
     return found
 
 
 def main() -> None:
     """Trains without and with the loss, and draws what every depth step has learned."""
+    by_depth = list[float]()
     figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
     runs = {"plain": "{}", "read_early": '{"add_a_loss:read_early" = 0.5}'}
     for name, losses in runs.items():

@@ -32,7 +32,8 @@ def walks(
         yield text
 
 
-walks.num_splits = 8  # read by up to so many workers, in any process
+# Read by up to so many workers, in any process.
+walks.num_splits = 8  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def entropy(stay: float) -> float:

@@ -82,7 +82,7 @@ def shard_entry(source: str, number: int, split: Split = "train", **changes: Any
         "blake2b": HASH,
         "index_blake2b": HASH,
     }
-    return ShardEntry(**({"source": source, "split": split} | values | changes))
+    return ShardEntry(source=source, split=split, **(values | changes))
 
 
 @dataclass
