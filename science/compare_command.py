@@ -95,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _request(options: argparse.Namespace) -> _Request:
     """Reads the file, applies the options and plans the runs."""
-    from .compare.file import ComparisonFile, read_file
+    from .compare.file import ComparisonFile, read_file, sweep_file
     from .compare.plan import plan_arms, plan_runs
-    from .compare.sweep import sweep_file
 
     sweeps = options.sweep
     file = (

@@ -310,7 +310,7 @@ def sources_are_finished_and_portable(sources: Sources) -> list[str]:
 FOLDER_MODULES = 12  # __init__.py not counted
 FILE_LINES = {"train/loop.py": 200, "train/run.py": 310}
 PULLED_IN = {"train/loop.py": 150}  # files
-CORE_LINES = 68_000
+CORE_LINES = 67_300
 
 
 def folders_are_small(sources: Sources) -> list[str]:

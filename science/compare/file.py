@@ -17,12 +17,16 @@
 
 An arm is written as a run's own TOML file is: a recipe, and what it changes of it, section by
 section. science/docs/compare.md has every key.
+
+A sweep is the same in one line: a recipe under several values of its keys, with an arm for each.
 """
 
 import difflib
+import itertools
+import re
 import tomllib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -35,6 +39,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+import moebius
 
 from .statistics import Side
 
@@ -128,8 +134,6 @@ class ComparisonFile(BaseModel):
     @field_validator("arms")
     @classmethod
     def _check_names(cls, arms: dict[str, ArmEntry]) -> dict[str, ArmEntry]:
-        import re
-
         for name in arms:
             if not re.fullmatch(NAME, name):
                 raise ValueError(
@@ -200,3 +204,90 @@ def _known_beside(loc: Sequence[int | str]) -> list[str]:
         ("claims", 3): ClaimEntry,
     }
     return list(kinds.get((str(loc[0]), len(loc)), ComparisonFile).model_fields)
+
+
+# A sweep ------------------------------------------------------------------------------------------
+
+
+def sweep_file(recipe: str, sweeps: Sequence[str], overrides: Sequence[str]) -> ComparisonFile:
+    """Returns the comparison of every combination of values; its arms differ in nothing else.
+
+    The baseline is the arm with the recipe's own values, or the first one where there is none.
+
+    Args:
+        recipe: the name of a recipe, a TOML file, or `module:function`.
+        sweeps: `section.key=value,value,…` with TOML values; several give all combinations.
+        overrides: `section.key=value` of all arms, which none of the sweeps may name.
+
+    Raises:
+        CompareError: a sweep is not of this form, or gives a key or a value twice.
+        ConfigError: the recipe has no such key.
+    """
+    values = dict(_read(sweep) for sweep in sweeps)
+    if len(values) < len(sweeps):
+        raise CompareError(f"--sweep {' --sweep '.join(sweeps)}: give each key once")
+    for override in overrides:
+        if (key := override.partition("=")[0].strip()) in values:
+            raise CompareError(f"{override}: {key} is swept; leave one of the two out")
+    own = moebius.recipe(recipe, *overrides).model_dump(mode="json")
+    arms = {}
+    baseline = ""
+    for chosen in itertools.product(*values.values()):
+        of_arm = dict(zip(values, chosen, strict=True))
+        words = [f"{key.rpartition('.')[2]}={value}" for key, value in of_arm.items()]
+        name = "-".join(re.sub(r"[^\w.-]+", "_", word, flags=re.ASCII) for word in words)[:64]
+        if name in arms:
+            raise CompareError(f"--sweep: {', '.join(words)} is given twice")
+        arms[name] = {"recipe": recipe, "label": ", ".join(words)[:60], **_nested(of_arm)}
+        if all(value_at(own, key) == value for key, value in of_arm.items()):
+            baseline = name
+    keys = "-".join(key.rpartition(".")[2] for key in values)
+    of_recipe = re.sub(r"[^\w.-]+", "_", PurePath(recipe).stem, flags=re.ASCII)
+    return ComparisonFile.model_validate(
+        {
+            "name": f"{of_recipe}-{keys}"[:64],
+            "question": f"What does {' with '.join(values)} do to {recipe}?",
+            "baseline": baseline or next(iter(arms)),
+            "match": "none",
+            "seeds": (0,),
+            "arms": arms,
+        }
+    )
+
+
+def _read(sweep: str) -> tuple[str, list[Any]]:
+    """Returns the key and the values of `section.key=value,value,…`."""
+    key, _, text = (part.strip() for part in sweep.partition("="))
+    section, _, rest = key.partition(".")
+    if section not in SECTIONS or not rest or not text:
+        raise CompareError(
+            f"--sweep {sweep}: write section.key=value,value,…, such as "
+            "optim.learning_rate=1e-4,3e-4,1e-3"
+        )
+    try:
+        values = tomllib.loads(f"values = [{text}]")["values"]
+    except tomllib.TOMLDecodeError:  # words without quotation marks
+        values = [word.strip() for word in text.split(",")]
+    return key, values
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values by dotted keys as sections in sections."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return found
+
+
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """Returns a configuration's value under a dotted key; None where there is none."""
+    found: Any = values
+    for name in path.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return None
+        found = found[name]
+    return found

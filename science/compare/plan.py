@@ -13,8 +13,8 @@ from typing import Any
 
 import moebius
 
-from .file import ArmEntry, CompareError, ComparisonFile
-from .sizes import fit, matched_size, value_at
+from .file import ArmEntry, CompareError, ComparisonFile, value_at
+from .sizes import fit, matched_size
 
 _OF_THE_SEED = ("data.seed", "train.seed")
 _SHOWN_DIFFERENCES = 6

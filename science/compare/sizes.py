@@ -5,8 +5,7 @@ experts, their width, the dense width, the steps. A size grows with such a field
 its value; nothing is allocated.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import moebius
 
@@ -78,13 +77,3 @@ def _bracket(size: Callable[[int], float | None], begin: int, target: float) -> 
     if high >= _LARGEST:
         raise CompareError("the size does not grow with it")
     return 0, high
-
-
-def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """Returns a configuration's value under a dotted key; None where there is none."""
-    found: Any = values
-    for name in path.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            return None
-        found = found[name]
-    return found

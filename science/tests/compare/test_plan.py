@@ -6,10 +6,9 @@ import pytest
 from compared import TINY, finish, planned
 
 import moebius
-from moebius_science.compare.file import CompareError
+from moebius_science.compare.file import CompareError, sweep_file
 from moebius_science.compare.plan import plan_arms, refuse_stale
 from moebius_science.compare.sizes import matched_size
-from moebius_science.compare.sweep import sweep_file
 
 SCALED = 'scaled = "model.feed_forward.num_experts"'
 
