@@ -57,7 +57,12 @@ def _take_from_folder(
         if override.partition("=")[0].strip() == "data.directory":
             _apply(asked, override)
     directory = asked["data"].get("directory")
-    if not isinstance(directory, str) or not directory or not is_prepared(directory):
+    if not isinstance(directory, str) or not directory:
+        return
+    try:
+        if not is_prepared(directory):
+            return
+    except OSError:  # no path can be so; it is told where the folder is opened
         return
     try:
         known = PrepareConfig.of_folder(read_manifest(directory).header)

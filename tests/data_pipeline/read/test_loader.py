@@ -128,6 +128,19 @@ def test_the_shape_and_the_type(small, made):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12])
+def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
+    data = made.config(weights={"b": 0.3}, stages=STAGES, packing=packing)
+    alone = steps_of(data, 12, global_batch=24)
+    together = steps_of(data, 12, global_batch=24, num_ranks=num_ranks)
+    assert seen(together) == seen(alone)
+    assert {batch.first_sample for batch in together[3]} == {3 * 24}
+    assert [flat(step, "loss_mask") for step in together] == [
+        flat(step, "loss_mask") for step in alone
+    ]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_resuming_at_every_step_is_continuing(made, packing):
     """Over the end of an epoch, of segments and of a stage; with another number of ranks each time."""
     stages = (Stage(at_tokens=200 * S, weights={"a": 2.0, "b": 3.0, "c": 1.0}),)
