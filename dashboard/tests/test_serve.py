@@ -1,13 +1,10 @@
 """Who is let in to the page, and what the command says where it cannot be served."""
 
-import os
 import shutil
 import socket
 import subprocess
 import sys
-import tomllib
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from measured_runs import train_line, with_loads, write_run
@@ -18,8 +15,6 @@ from moebius_dashboard.command import main
 from moebius_dashboard.curves import Runs
 from moebius_dashboard.page import make_page
 from moebius_dashboard.serve import guarded
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -108,19 +103,6 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
         main([str(tmp_path / "nothing")])
 
 
-def install_command(site: Path) -> dict[str, str]:
-    """Makes the command known as an installed wheel does, and returns the environment for it."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    [(name, target)] = settings["project"]["entry-points"]["moebius.commands"].items()
-    about = site / "moebius_dashboard-0.2.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: moebius-dashboard\nVersion: 0.2.0\n"
-    )
-    (about / "entry_points.txt").write_text(f"[moebius.commands]\n{name} = {target}\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ["PYTHONPATH"]])}
-
-
 def browser() -> str | None:
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, names)), None)
@@ -136,7 +118,6 @@ def test_a_browser_draws_it_without_an_error(runs, tmp_path):
         [sys.executable, "-c", code, "dashboard", str(runs), "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
-        env=install_command(tmp_path / "site"),
     )
     assert program.stdout is not None
     try:
