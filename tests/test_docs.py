@@ -249,3 +249,19 @@ def test_a_fault_is_found(check: Check, text: str, message: str) -> None:
 
 def test_every_check_is_seen_to_fail() -> None:
     assert {check for check, _, _ in FAULTS} == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("muon", "train.md"),
+        ("learning rate", "train.md"),
+        ("sweep", "train.md"),
+        ("jupyter", "train.md"),
+        ("lora", "train.md"),
+        ("resume", "recover.md"),
+        ("router", "extend.md"),
+    ],
+)
+def test_what_people_search_for_is_on_the_page_that_they_mean(words: str, page: str) -> None:
+    assert words in _text(f"docs/{page}").lower()
