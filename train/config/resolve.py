@@ -14,7 +14,7 @@ from ...data_pipeline.errors import ShardError
 from ...data_pipeline.manifest import is_prepared, read_manifest
 from ...data_pipeline.prepare_config import PrepareConfig
 from ...model.config.sections import kinds_first, merge, set_value
-from ...own_parts import import_own, is_own, nearest
+from ...own_parts import OwnPartError, import_own, is_own, nearest
 from .errors import ConfigError
 from .run_config import Config
 from .suggestions import suggest
@@ -99,7 +99,10 @@ def _recipe_values(
             "the recipes; name one, a file that ends in .toml, or a function of your own as "
             "package.module:function"
         )
-    built = import_own(name, where=where, wants="a function that returns a Config")()
+    try:
+        built = import_own(name, where=where, wants="a function that returns a Config")()
+    except OwnPartError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(built, Config):
         raise ConfigError(f"{where}: {name} returned a {type(built).__name__}, not a Config")
     return built.model_dump(mode="json")
