@@ -13,6 +13,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..atomic import atomic_write
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .files import opened
@@ -23,9 +24,8 @@ _ROWS = 64  # of long documents, enough to read at full speed
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes rows with equal keys as a Parquet file, which is there whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
-    partial.replace(path)
+    with atomic_write(path) as file:
+        pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
