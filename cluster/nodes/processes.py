@@ -150,7 +150,7 @@ def write_owner(folder: Path, pid: int) -> None:
 def was_left(folder: Path) -> bool:
     """Returns whether a folder is this user's alone, and the process that it belongs to has ended.
 
-    Whose process is in another container that shares the disk, or cannot be told, was not left.
+    A folder stays if its process may still run, for example in another container that shares the disk.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = folder.lstat()

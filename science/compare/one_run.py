@@ -8,6 +8,7 @@ first moment on.
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 from ..files import read_json, write_json
@@ -15,6 +16,7 @@ from ..files import read_json, write_json
 ORIGIN = "origin.json"  # with which code and on which machine a run was started, each time
 SCORES = "scores.json"  # those of tasks, in the run folder
 SCORING = "scoring.json"  # which tasks are asked for
+_BELIEVED_ALIVE_S = 60.0
 
 
 def main() -> None:
@@ -41,8 +43,8 @@ def end_with_standard_input() -> None:
 def train(run_dir: Path) -> None:
     """Trains the configuration that lies in the run folder, from its newest checkpoint on.
 
-    Nobody else works in a comparison's folder, which is locked. `fit` waits until a run that was killed
-    a moment ago counts as dead.
+    Nobody else works in a comparison's folder, which is locked. A run that was killed is still believed
+    to be alive for some 20 s, so it is tried again.
     """
     import moebius
 
@@ -51,7 +53,15 @@ def train(run_dir: Path) -> None:
     starts = read_json(run_dir / ORIGIN).get("starts", [])
     write_json(run_dir / ORIGIN, {"starts": [*starts, environment()]})
     config = moebius.Config.load(run_dir / "config.json")
-    moebius.fit(config, run_dir, show=False)
+    deadline = time.monotonic() + _BELIEVED_ALIVE_S
+    while True:
+        try:
+            moebius.fit(config, run_dir, show=False)
+            return
+        except moebius.JobError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def score(run_dir: Path) -> None:
