@@ -23,6 +23,7 @@ from .places.ray_session import require_ray
 
 T = TypeVar("T")
 
+_CANCELS = 5
 _CPUS_PER_WAITING = 16  # of a large cluster one task waits, so that the driver keeps all busy
 
 
@@ -90,9 +91,13 @@ class RayPool:
         import ray
         from ray.exceptions import RayError
 
-        for reference in self._out:
-            with contextlib.suppress(RayError):
-                ray.cancel(reference, force=True)
+        out = list(self._out)
+        for _ in range(_CANCELS):  # Ray can lose a cancellation of a task that is about to start
+            for reference in out:
+                with contextlib.suppress(RayError):
+                    ray.cancel(reference, force=True)
+            if out:
+                out = ray.wait(out, num_returns=len(out), timeout=1.0)[1]
 
 
 def _call(function: Callable[[T], object], item: T, folder: str) -> object:

@@ -157,7 +157,7 @@ def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
         assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
         assert "threads" in node.describe()["starts"]
         log = (tmp_path / "logs/g001/node0/agent.log").read_text()
-        assert log.startswith("this agent is no fork of a template: imports have started threads")
+        assert log.startswith("this agent is no fork of a template: imports started threads")
     finally:
         node.end()
     assert_nothing_left(tmp_path)
