@@ -1,1 +1,1 @@
-"""What a layout would cost: hardware, traffic, memory and time, as pure functions."""
+"""Predicts memory, traffic and time of a layout."""

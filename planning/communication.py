@@ -1,11 +1,11 @@
-"""Prices a collective: bytes by arithmetic, seconds by Hockney's form or by a measured table.
+"""Prices collectives: bytes by arithmetic, seconds by Hockney's formula or a measured table.
 
-Rows that travel to experts. With P ranks in contiguous blocks, K of E experts chosen, a row has
+P ranks hold contiguous blocks of E experts, and a row chooses K of them. Under even routing a row
+reaches exactly
 
     distinct(n) = Σ over n blocks (1 − C(E − E/n, K) / C(E, K))
 
-destinations among n equal blocks of ranks, exactly, if choices are spread evenly. Four ways to send
-it (a node: G ranks):
+of n equal blocks. Dispatchers send, with G ranks per node:
 
     alltoall       one row per route
     dedup          one row per destination rank
@@ -13,11 +13,11 @@ it (a node: G ranks):
                    distinct(N)·(N − 1)/N
     allgather      every row to every rank
 
-Time of an exchange: start + Σ posting to every peer + λ · max(fast bytes / fast bandwidth, slow
-bytes / slow bandwidth), λ the hottest rank's factor. Posting per peer is Hockney's latency: a
-message of m bytes reaches B·m / (m + α·B). Dense collectives: (n − 1)/n · bytes / B and the latency
-of n − 1 hops (ring), or of 2·log2 n (tree, all-reduce only): at 1,250 ranks of as many nodes 12 ms
-against 0.2 ms.
+An exchange takes start + Σ posting to every peer + λ · max(fast bytes / fast bandwidth, slow bytes
+/ slow bandwidth), where λ is the hottest rank's factor. Posting per peer is Hockney's latency: a
+message of m bytes reaches B·m / (m + α·B). A dense collective takes (n − 1)/n · bytes / B plus the
+latency of n − 1 hops (ring) or of 2·log2 n hops (tree, all-reduce only). On 1,250 nodes with one
+rank each, that is 12 ms against 0.2 ms.
 """
 
 from dataclasses import dataclass, replace
@@ -36,9 +36,9 @@ def miss_probability(num_experts: int, block: float, top_k: float) -> float:
     """Returns the probability that a row chooses none of a block of experts.
 
     Args:
-        num_experts: that the row chooses among, all equally likely.
-        block: how many of them form the block.
-        top_k: how many the row chooses; between whole numbers a mixture of the two.
+        num_experts: experts to choose among, all equally likely.
+        block: experts in the block.
+        top_k: experts that the row chooses; a fraction mixes the two neighboring whole numbers.
     """
     whole = int(top_k)
     if whole != top_k:
@@ -51,23 +51,21 @@ def miss_probability(num_experts: int, block: float, top_k: float) -> float:
 
 
 def distinct_destinations(num_groups: int, *, num_experts: int, top_k: float) -> float:
-    """Returns how many of `num_groups` equal blocks of experts a row's choices fall into, on
-    average.
-    """
+    """Returns how many of `num_groups` equal blocks of experts a row reaches on average."""
     return num_groups * (1 - miss_probability(num_experts, num_experts / num_groups, top_k))
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """How many rows one token sends to groups of ranks."""
+    """Counts the rows that one token sends to groups of ranks."""
 
     rows: float  # (row, group) pairs
-    cap: float  # the most that a group's share can be above the mean: it cannot get a row twice
+    cap: float  # upper bound of a group's share over the mean: no group gets a row twice
 
 
 @lru_cache(maxsize=4096)
 def row_copies(bank: Bank, unit: Unit, num_groups: int) -> RowCopies:
-    """Returns what a token sends where the experts lie in contiguous blocks on groups of ranks.
+    """Returns what a token sends when groups of ranks hold contiguous blocks of experts.
 
     Args:
         bank: the experts.
@@ -96,13 +94,13 @@ def row_copies(bank: Bank, unit: Unit, num_groups: int) -> RowCopies:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one direction of an exchange."""
+    """Holds what one rank sends in one direction of an exchange."""
 
     fast_bytes: float
     slow_bytes: float
     fast_peers: int
     slow_peers: int
-    held_bytes: float  # with what stays: what a measured all-to-all counts
+    held_bytes: float  # including what stays on the rank, as measured all-to-alls count
     cap: float  # on λ
 
     @property
@@ -113,20 +111,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Direction:
-    """One half of an exchange: dispatch to the experts, or combine their outputs."""
+    """Describes one half of an exchange: dispatch to the experts, or combine of their outputs."""
 
     bank: Bank
     unit: Unit
     row_bytes: float
-    route_bytes: float  # that travel beside a row, per route
+    route_bytes: float  # per route, sent beside the row
 
     def tokens_bytes(self, rows: float) -> float:
-        """Returns the bytes of one token for which so many rows travel."""
+        """Returns the bytes of one token that sends `rows` rows."""
         return rows * self.row_bytes + self.bank.routes * self.route_bytes
 
 
 def dispatch_direction(bank: Bank, bytes_per_element: int) -> Direction:
-    """Returns the half that sends rows with their routes to the experts."""
+    """Returns the half that sends rows and routes to the experts."""
     return Direction(bank, bank.source, bank.d_in * bytes_per_element, bank.route_bytes)
 
 
@@ -146,11 +144,11 @@ def exchange_traffic(
     """Returns the mean traffic of one rank under balanced routing.
 
     Args:
-        direction: what travels.
-        tokens: per rank.
+        direction: what is sent.
+        tokens: tokens per rank.
         ep: ranks that share the experts.
-        ranks_per_node: of which the fast links join that many.
-        dispatcher: how rows travel (not allgather: that is a dense collective).
+        ranks_per_node: ranks joined by fast links.
+        dispatcher: any but allgather, which is a dense collective.
     """
     local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
@@ -187,16 +185,17 @@ def exchange_s(
     staged: bool = False,
     table: MeasuredTable | None = None,
 ) -> float:
-    """Returns the seconds of one direction of an exchange of rows; 0 where one rank is alone.
+    """Returns the seconds of one direction of an exchange of rows; 0 for a single rank.
 
     Args:
         traffic: the mean rank's.
         hardware: the links.
-        dispatcher: how rows travel.
+        dispatcher: how rows are sent.
         skew: λ, the hottest rank's factor.
-        staged: `hierarchical` sends between nodes first and inside them afterwards, with a copy
-            between, as ours does; else the two overlap, as in DeepEP.
-        table: measured times, which go before the formulas where the table has them.
+        staged: `hierarchical` sends between nodes first, copies, then sends inside nodes, as
+            moebius
+            does; otherwise the two overlap, as in DeepEP.
+        table: measured times, which take precedence over the formulas.
     """
     if traffic.fast_peers + traffic.slow_peers == 0:
         return 0.0
@@ -234,18 +233,18 @@ def _measured_s(table: MeasuredTable, traffic: Traffic, num_bytes: float) -> flo
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective and where they are."""
+    """Describes the ranks of a collective and their placement."""
 
     size: int
-    per_node: int  # that share a node, at least
+    per_node: int  # ranks on a node, at least
     nodes: int
-    span_nodes: int  # from its first node to its last: whether it leaves a pod
+    span_nodes: int  # from the first node to the last; decides whether it leaves a pod
 
 
 def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
     """Returns a group of `size` ranks, every `stride`-th one.
 
-    Of groups that begin in the middle of a node, it is the one with the fewest ranks per node.
+    Among groups that start inside a node, this is the one with the fewest ranks per node.
     """
     block = size * stride
     per_node = min(size, max(1, ranks_sharing_a_node(block, ranks_per_node) // stride))
@@ -254,21 +253,21 @@ def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
 
 
 def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
-    """Returns how many of `size` consecutive ranks share a node, on the node with the fewest."""
+    """Returns how many of `size` consecutive ranks share a node, on the emptiest node."""
     return min(size, ranks_per_node) if size % ranks_per_node == 0 else gcd(size, ranks_per_node)
 
 
 def collective_s(
     op: str, num_bytes: float, group: Group, hardware: Hardware, table: MeasuredTable | None = None
 ) -> float:
-    """Returns the seconds of one dense collective; 0 where one rank is alone.
+    """Returns the seconds of one dense collective; 0 for a single rank.
 
     Args:
         op: all_gather, reduce_scatter or all_reduce.
         num_bytes: of the whole tensor on one rank.
         group: its ranks.
         hardware: the links.
-        table: measured times, which go before the formulas where the table has them.
+        table: measured times, which take precedence over the formulas.
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
@@ -287,7 +286,7 @@ def collective_s(
 
 
 def bandwidth_of(group: Group, hardware: Hardware) -> float:
-    """Returns the bytes/s per rank of a ring; between nodes every rank brings its own adapter."""
+    """Returns a ring's bytes/s per rank; between nodes every rank uses its own adapter."""
     if group.nodes == 1:
         return hardware.fast
     leaves_pod = group.span_nodes > hardware.pod_nodes
@@ -296,21 +295,21 @@ def bandwidth_of(group: Group, hardware: Hardware) -> float:
 
 
 def ring_latency_s(group: Group, hardware: Hardware) -> float:
-    """Returns the latency of a ring: n − 1 hops, one of them slow for every further node."""
+    """Returns a ring's latency: n − 1 hops, one of them slow for every further node."""
     slow_hops, fast_hops = group.nodes - 1, group.size - group.nodes
     return slow_hops * hardware.slow_hop_s + fast_hops * hardware.fast_hop_s
 
 
 def tree_latency_s(group: Group, hardware: Hardware) -> float:
-    """Returns the latency of a tree, up and down again."""
+    """Returns a tree's latency, up and down."""
     inside = max(1.0, group.size / group.nodes)
     return 2 * (log2(group.nodes) * hardware.slow_hop_s + log2(inside) * hardware.fast_hop_s)
 
 
 def leaving_pod(hardware: Hardware, ep: int) -> Hardware:
-    """Returns the hardware that an exchange of `ep` consecutive ranks meets.
+    """Returns the hardware as an exchange of `ep` consecutive ranks sees it.
 
-    Where they do not fit into a pod the links between nodes are oversubscribed.
+    If the ranks do not fit into a pod, the links between nodes are oversubscribed.
     """
     if ceil(ep / hardware.ranks_per_node) <= hardware.pod_nodes:
         return hardware

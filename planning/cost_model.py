@@ -1,30 +1,27 @@
-"""Predicts what a step costs on a layout: memory of a rank, bytes of collectives, seconds by part.
+"""Predicts the cost of a step on a layout: memory of a rank, bytes of collectives, seconds by part.
 
-A model whose layers repeat can pay for its experts in two ways, and this module puts both into the
-same units:
+A model with repeated layers can pay for its experts in two ways. This module gives both the same
+units:
 
-    move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights
-                           stay where they are
-    move weights  (FSDP)   a group member is gathered once for the forward and backward passes
-                           together, however often it repeats (without repeats once for each):
-                           traffic ∝ weights, tokens stay where they are
+    move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps
+    move weights  (FSDP)   a layer of the group is gathered once for the forward and backward pass
+                           together, however often it repeats (without repeats, once for each):
+                           traffic ∝ weights
 
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer,
-           no less than the host needs to launch the operations one by one,
-           and σ·√(2 ln n) of it for the slowest of n ranks
+           at least the host's time to launch the operations one by one,
+           plus σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges of rows, which nothing hides
 
-Computation is a roofline per group of operations: routed experts by their products or the bytes
-these move, dense products by a share of the peak, all else by passes over memory. Where graphs are
-compiled or captured, a smaller `launch_s` of the hardware says what they save.
+Computation is a roofline per group of operations: routed experts by FLOPs or bytes moved, dense
+products by a share of the peak, the rest by passes over memory. For compiled or captured graphs,
+lower the hardware's `launch_s`.
 
-Every micro-batch of a step computes, exchanges rows, gathers weights and scatters gradients; sums
-of unsharded gradients and the optimizer come once. The trainer is taken as it is built: it sums
-unsharded gradients in float32 after the backward pass, with nothing to hide that; rows travel in
-the precision of the products, once in each direction per bank, use and pass. Recomputation keeps
-routing decisions; selective recomputation also keeps what travelled, and full sends it once more.
-
-step_collectives.py counts what travels, step_memory.py what a rank must hold.
+Every micro-batch computes, exchanges rows, gathers weights and scatters gradients. Sums of
+unsharded gradients and the optimizer run once per step. As the trainer does, the model sums
+unsharded gradients in float32 after the backward pass, overlapped with nothing, and sends rows in
+the precision of the products, once per direction, bank, use and pass. Recomputation keeps routing
+decisions; selective also keeps received rows, and full sends them again.
 """
 
 from dataclasses import dataclass, replace
@@ -50,12 +47,12 @@ OPTIMIZER_PASSES_BYTES = 28
 
 
 def predict(scenario: Scenario, candidate: LayoutCandidate, *, quantile: str = "p50") -> Prediction:
-    """Returns what a step on one layout costs.
+    """Returns the cost of a step on one layout.
 
     Args:
         scenario: model, machine, tokens and routing.
         candidate: the layout.
-        quantile: p50, p90 or p99 of the hottest rank's factor, for time; memory takes p99 always.
+        quantile: p50, p90 or p99 of the hottest rank's factor, for time; memory always uses p99.
     """
     hardware, work = scenario.hardware, scenario.workload
     exchanges, gathers = (
@@ -117,8 +114,8 @@ def _skew(scenario: Scenario, bank: Bank, candidate: LayoutCandidate, quantile: 
 def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """Returns the seconds that the host needs to launch a step's operations one by one.
 
-    A step that is shorter waits for the host. The model's are launched anew where it is
-    recomputed, the dispatcher's only where rows travel again.
+    A shorter step waits for the host. Recomputation launches the model's operations again; the
+    dispatcher's are launched again only if rows are sent again.
     """
     work = scenario.workload
     launches = _passes(candidate.recompute) * work.launches
@@ -130,12 +127,12 @@ def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
 
 
 def _passes(recompute: str) -> int:
-    """Returns a step's computation in forward passes: the backward pass is worth two."""
+    """Returns a step's computation in forward passes; the backward pass counts as two."""
     return 3 if recompute == "none" else 4
 
 
 def dense_s(scenario: Scenario) -> float:
-    """Returns the seconds of a forward pass through everything but the routed experts."""
+    """Returns the seconds of a forward pass without the routed experts."""
     flops = scenario.tokens * scenario.workload.dense_flops
     return flops / _flops_per_s(scenario, scenario.tokens)
 
@@ -143,8 +140,8 @@ def dense_s(scenario: Scenario) -> float:
 def elementwise_s(scenario: Scenario) -> float:
     """Returns the seconds of a forward pass through norms, residuals and gates.
 
-    The memory bus bounds them: in a step of three passes, every byte that is kept for the backward
-    pass crosses it `memory_passes` times.
+    They are bound by memory bandwidth: over the three passes of a step, every byte kept for the
+    backward pass crosses the bus `memory_passes` times.
     """
     kept = scenario.tokens * scenario.workload.saved_bytes
     return kept * scenario.hardware.memory_passes / 3 / scenario.hardware.memory_bandwidth
@@ -153,7 +150,7 @@ def elementwise_s(scenario: Scenario) -> float:
 def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
     """Returns the seconds of one forward use of a bank on the hottest rank.
 
-    They are those of its products or, where these are thin, of the bytes they read and write.
+    The larger of the time of its products and the time of the bytes they read and write.
     """
     work, hardware = scenario.workload, scenario.hardware
     routes = scenario.tokens * bank.routes * skew
@@ -164,7 +161,7 @@ def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
 
 
 def _flops_per_s(scenario: Scenario, rows: float) -> float:
-    """Returns the FLOP/s that products of so many rows reach."""
+    """Returns the FLOP/s of products with that many rows."""
     hardware = scenario.hardware
     share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
     return share * hardware.peak(scenario.workload.precision)
@@ -175,16 +172,15 @@ def _flops_per_s(scenario: Scenario, rows: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bytes and seconds of one rank's step, if the experts' work is shared by moving tokens or by
-    moving weights. Bytes are those that leave the rank.
+    """Compares moving tokens with moving weights, per rank and step. Bytes are those that leave the
+    rank.
     """
 
     ep: int
     tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
-    weights_bytes: float  # FSDP over the same ranks: gathers and a scatter of every group member
-    # The same, if weights were gathered anew for every depth step, forward and backward.
-    weights_bytes_per_use: float
-    break_even_tokens: float  # per rank and step: with fewer, tokens are less to move
+    weights_bytes: float  # FSDP over the same ranks: gathers and a scatter of every layer
+    weights_bytes_per_use: float  # FSDP that gathers for every depth step, forward and backward
+    break_even_tokens: float  # per rank and step; with fewer, moving tokens sends less
     tokens_s: float
     weights_s: float
 

@@ -1,9 +1,9 @@
-"""Describes machines as data: every figure names its source, and this project measured none of them.
+"""Describes machines as data. Every figure names its source; moebius measured none of them.
 
-A node is the set of ranks that the fast links join: 8 GPUs of a server, 72 of an NVL72 rack.
-Bandwidths are of one GPU in one direction; a transfer reaches their efficiency. A TOML file changes
-single figures (`base = "h200"`, then `slow_bandwidth = 25e9`), and a measured table
-(planning/measured.py) replaces links and latencies.
+A node is the set of ranks joined by fast links: 8 GPUs of a server, or 72 of an NVL72 rack.
+Bandwidths are per GPU and direction; a transfer reaches the given efficiency. A TOML file changes
+single figures (`base = "h200"`, then `slow_bandwidth = 25e9`). A measured table
+(planning/measured.py) replaces the formulas of collectives.
 """
 
 import tomllib
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hardware:
-    """Describes ranks, their links, and what software makes of them."""
+    """Describes ranks, their links, and the efficiency that software reaches."""
 
     name: str
     ranks_per_node: int
@@ -40,7 +40,7 @@ class Hardware:
     host_sync_s: float  # reading the counts of an exchange on the host
     matmul_efficiency: float  # of the peak, of a large product
     matmul_half_rows: float  # rows per expert at which a grouped product reaches half of that
-    memory_passes: float  # how often a kept activation crosses the memory bus, forward and backward
+    memory_passes: float  # times a kept activation crosses the memory bus, forward and backward
     gather_overlap: float  # share of FSDP's traffic that can hide behind computation
     straggler: float  # standard deviation of a rank's step time, as a share of it
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)  # by figure
@@ -56,20 +56,20 @@ class Hardware:
         return self.slow_bandwidth * self.slow_efficiency
 
     def peak(self, precision: str) -> float:
-        """Returns the peak FLOP/s of matrix products, dense, in that precision."""
+        """Returns the peak FLOP/s of dense matrix products in that precision."""
         return {"bfloat16": self.peak_bf16, "float32": self.peak_fp32}[precision]
 
 
 @dataclass(frozen=True)
 class Sourced:
-    """One figure of a machine, and where it comes from."""
+    """Holds one figure of a machine and its source."""
 
     value: float
     source: str
 
 
 def _data_sheet(gpu: str) -> str:
-    return f"NVIDIA's data sheet of the {gpu}, dense figures without sparsity"
+    return f"NVIDIA's {gpu} data sheet, dense figures without sparsity"
 
 
 _UNCHECKED = "vendor's announcement of the Blackwell generation, not checked against a data sheet"
@@ -77,11 +77,11 @@ _NCCL = (
     "NCCL's tuning table (src/graph/tuning.cc, commit 01afd20), ring, Simple protocol; "
     "newer ones differ by tens of per cent"
 )
-_OURS = "assumption of this project, to be replaced by a measurement"
+_OURS = "moebius' assumption, not measured"
 
 _GPU: dict[str, Sourced] = {
     "ranks_per_node": Sourced(8, "HGX boards join 8 GPUs by NVLink"),
-    "usable_memory": Sourced(0.92, f"CUDA context, NCCL buffers, fragmentation: {_OURS}"),
+    "usable_memory": Sourced(0.92, f"CUDA context, NCCL buffers and fragmentation: {_OURS}"),
     "fast_efficiency": Sourced(
         0.80,
         "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, "
@@ -93,9 +93,7 @@ _GPU: dict[str, Sourced] = {
         "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show "
         "12–25 where misconfigured",
     ),
-    "pod_nodes": Sourced(
-        1_000_000, "a network without oversubscription: set it where yours has pods"
-    ),
+    "pod_nodes": Sourced(1_000_000, "a network without oversubscription; set it if yours has pods"),
     "oversubscription": Sourced(1.0, "as pod_nodes"),
     "fast_hop_s": Sourced(3.4e-6, f"{_NCCL}: NVLink hop"),
     "slow_hop_s": Sourced(9.6e-6, f"{_NCCL}: network hop"),
@@ -105,9 +103,9 @@ _GPU: dict[str, Sourced] = {
     "slow_post_s": Sourced(1.0e-6, f"posting one RDMA write: {_OURS}"),
     "launch_s": Sourced(
         7.6e-6,
-        "of an operation of a forward pass, counted three times for a step: 35 ms for a step of "
-        "MoEUT-244M, whose fused kernels are 2,035 launches of 17 µs, never measured; eager PyTorch "
-        f"takes 5–8 µs, CUDA graphs and torch.compile less: {_OURS}",
+        "per operation of a forward pass, three times per step: 35 ms for a step of MoEUT-244M, "
+        "whose fused kernels make 2,035 launches of 17 µs; eager PyTorch takes 5–8 µs, CUDA graphs "
+        f"and torch.compile less: {_OURS}",
     ),
     "host_sync_s": Sourced(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
     "matmul_efficiency": Sourced(
@@ -115,22 +113,22 @@ _GPU: dict[str, Sourced] = {
     ),
     "matmul_half_rows": Sourced(
         128,
-        "one tile of a grouped product; a loop over experts, as the `segments` kernels are, is "
+        "one tile of a grouped product; a loop over experts, as in the `segments` kernels, is "
         f"slower: {_OURS}",
     ),
     "memory_passes": Sourced(
         6,
-        f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}",
+        f"forward: read, written; backward: read twice, gradient written and read: {_OURS}",
     ),
     "gather_overlap": Sourced(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
     "straggler": Sourced(
-        0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"
+        0.015, f"1–2 % of a step; the slowest of n ranks is σ·√(2 ln n) late: {_OURS}"
     ),
 }
 _AMPERE = _GPU | {
     "peak_bf16": Sourced(312e12, _data_sheet("A100 SXM")),
     "peak_fp32": Sourced(
-        19.5e12, f"{_data_sheet('A100 SXM')}; without TF32, as training in float32 is"
+        19.5e12, f"{_data_sheet('A100 SXM')}; without TF32, as in float32 training"
     ),
     "memory_bytes": Sourced(80e9, _data_sheet("A100 SXM")),
     "memory_bandwidth": Sourced(2.039e12, _data_sheet("A100 SXM")),
@@ -140,7 +138,7 @@ _AMPERE = _GPU | {
 _HOPPER = _GPU | {
     "peak_bf16": Sourced(989e12, _data_sheet("H100 SXM and H200 SXM")),
     "peak_fp32": Sourced(
-        67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as training in float32 is"
+        67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as in float32 training"
     ),
     "fast_bandwidth": Sourced(
         450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"
@@ -150,9 +148,9 @@ _BLACKWELL = _GPU | {
     "matmul_efficiency": Sourced(
         0.25,
         "fitted to one published run in bfloat16, Qwen3-30B on 8 B200 (torchtitan, pull request 19 of "
-        "NousResearch's fork: 14,796 tokens/s per GPU), taken to recompute selectively; two others "
-        "then come out within 10 %: the same on 128, and DeepSeek-V3 on 256 B200 with DeepEP "
-        "(pytorch.org, 2026-03: 859). It is what that software reached, not what the machine can",
+        "NousResearch's fork: 14,796 tokens/s per GPU), assuming selective recomputation; two others "
+        "are then predicted within 10 %: the same on 128, and DeepSeek-V3 on 256 B200 with DeepEP "
+        "(pytorch.org, 2026-03: 859). It describes that software rather than the machine",
     ),
     "peak_bf16": Sourced(2.25e15, _UNCHECKED),
     "peak_fp32": Sourced(80e12, _UNCHECKED),
@@ -189,18 +187,18 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(name_or_file: str) -> Hardware:
-    """Returns the hardware of that name, or a TOML file's: a `base` and the figures that differ.
+    """Returns the hardware of that name, or reads a TOML file with a `base` and the figures that
+    differ.
 
     Raises:
-        ValueError: there is no such hardware or file, or the file has a key that is none, or a
-            figure that is not positive.
+        ValueError: no such hardware or file, an unknown key, or a figure that is not positive.
     """
     if name_or_file in HARDWARE:
         return HARDWARE[name_or_file]
     if not name_or_file.endswith(".toml"):
         raise ValueError(
-            f"there is no hardware {name_or_file!r}: choose {', '.join(HARDWARE)}, or name a .toml "
-            "file with a `base` and the figures that differ"
+            f"there is no hardware {name_or_file!r}: choose {', '.join(HARDWARE)}, or a .toml file "
+            "with a `base` and the figures that differ"
         )
     path = Path(name_or_file)
     try:
@@ -219,10 +217,10 @@ def _changed(base: Hardware, values: Mapping[str, Any], path: Path) -> Hardware:
     known = [entry.name for entry in fields(Hardware) if entry.name not in ("name", "sources")]
     for key, value in values.items():
         if key not in known:
-            raise ValueError(f"{path}: {key} is no figure of a machine; known: {', '.join(known)}")
+            raise ValueError(f"{path}: unknown figure {key}; known: {', '.join(known)}")
         wanted = int if key in ("ranks_per_node", "pod_nodes") else int | float
         if isinstance(value, bool) or not isinstance(value, wanted) or value <= 0:
             kind = "a whole number" if wanted is int else "a number"
-            raise ValueError(f"{path}: {key} = {value!r}: {kind} above 0 is needed")
+            raise ValueError(f"{path}: {key} = {value!r} must be {kind} above 0")
     sources = {**base.sources, **dict.fromkeys(values, str(path))}
     return replace(base, name=path.stem, **values, sources=sources)

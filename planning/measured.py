@@ -1,12 +1,14 @@
-"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it.
+"""Interpolates measured times of collectives, and fits Hockney's two numbers to them.
 
     t = α + β·bytes         α: latency, 1/β: bandwidth,
-                            α/β: the message size at which half of the bandwidth is reached
+                            α/β: the message size that reaches half of the bandwidth
 
-The file is what benchmarks/gloo_table.py writes: {"rows": [{"op", "world", "bytes", "seconds"} …]},
-bytes being those of the whole tensor on one rank. `ranks_per_node` beside the rows says how the
-world was placed; without it all ranks shared a node. A table speaks only for groups that are placed
-as it was measured; elsewhere the formulas of communication.py hold.
+benchmarks/gloo_table.py writes the file: {"rows": [{"op", "world", "bytes", "seconds"} …]}, where
+bytes are those of the whole tensor on one rank. `ranks_per_node` beside the rows gives the
+placement;
+without it all ranks shared a node. A table applies only to groups placed as measured; for others
+the
+formulas of communication.py hold.
 """
 
 from bisect import bisect_left
@@ -25,7 +27,7 @@ Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by bytes
 
 @dataclass(frozen=True)
 class Hockney:
-    """Latency and inverse bandwidth of one operation in one world."""
+    """Holds latency and inverse bandwidth of one operation in one world."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -36,16 +38,16 @@ class Hockney:
 
 
 def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
-    """Fits α and β ≥ 0 to measured times.
+    """Fits α and β ≥ 0 to measured times by least squared relative errors.
 
-    The sum of squared relative errors is least, so that small messages count as much as large ones.
+    Relative errors give small messages the same weight as large ones.
 
     Raises:
         ValueError: fewer than two sizes, or a time that is not positive.
     """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise ValueError(
-            f"two message sizes with positive times are needed to fit α and β, got {list(points)}"
+            f"fitting α and β needs two message sizes with positive times, got {list(points)}"
         )
     sizes, seconds = np.array(points, dtype=float).T
     rows = np.stack((1 / seconds, sizes / seconds), axis=1)
@@ -59,25 +61,24 @@ def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """Times by operation and world; more bytes never take less time, whatever the noise of the
-    measurement.
-    """
+    """Holds times by operation and world. Noise is smoothed so that more bytes never take less time."""
 
     points: Mapping[tuple[str, int], Points]
     ranks_per_node: int | None = None
     source: str = "measured"
 
     def worlds(self, op: str) -> list[int]:
-        """Returns the sizes of the worlds in which an operation was measured."""
+        """Returns the world sizes in which an operation was measured."""
         return sorted(world for measured, world in self.points if measured == op)
 
     def seconds(
         self, op: str, *, world: int, ranks_per_node: int, num_bytes: float
     ) -> float | None:
-        """Returns the seconds of one call; None where the table has none to interpolate.
+        """Returns the seconds of one call; None where the table has nothing to interpolate.
 
-        Between measured sizes and worlds it follows straight lines in logarithms. Below the
-        smallest size the time is that size's; beyond the largest it grows as between the last two.
+        Interpolation is linear in logarithms, between sizes and between worlds. Below the smallest
+        size
+        the time is that size's; above the largest it grows as between the last two.
         """
         worlds = self.worlds(op)
         if (
@@ -113,7 +114,7 @@ class MeasuredTable:
 
 
 class _Row(BaseModel):
-    """One measurement of a collective."""
+    """Validates one measurement of a collective."""
 
     op: Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
     world: int = Field(ge=2)
@@ -122,17 +123,17 @@ class _Row(BaseModel):
 
 
 class _File(BaseModel):
-    """A file of measurements, as benchmarks/gloo_table.py writes it."""
+    """Validates a file of measurements, as benchmarks/gloo_table.py writes it."""
 
     rows: list[_Row] = Field(min_length=1)
     ranks_per_node: int | None = None
 
 
 def read_table(path: Path) -> MeasuredTable:
-    """Reads the table in a JSON file.
+    """Reads a table from a JSON file.
 
     Raises:
-        ValueError: the file cannot be read, or is no file of measurements.
+        ValueError: the file cannot be read or does not hold measurements.
     """
     try:
         content = _File.model_validate_json(path.read_bytes())
@@ -142,7 +143,7 @@ def read_table(path: Path) -> MeasuredTable:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{path}: {where}: {first['msg']}; benchmarks/gloo_table.py writes such a file"
+            f"{path}: {where}: {first['msg']}; write the file with benchmarks/gloo_table.py"
         ) from None
     found: dict[tuple[str, int], dict[float, float]] = {}
     for row in content.rows:
@@ -156,7 +157,7 @@ def make_table(
     ranks_per_node: int | None = None,
     source: str = "measured",
 ) -> MeasuredTable:
-    """Makes a table of (operation, world) → {bytes: seconds}."""
+    """Makes a table from (operation, world) → {bytes: seconds}."""
     points = {}
     for key, of_size in times.items():
         sizes = sorted(of_size)

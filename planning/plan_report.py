@@ -1,4 +1,4 @@
-"""Presents ranked layouts: a table with its explanations, and JSON for scripts."""
+"""Renders ranked layouts as a table with explanations, and as JSON for scripts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +19,10 @@ from .planner import (
     size_ranges,
 )
 from .prediction import Scenario
-from .routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
 QUANTILES = ("p50", "p90", "p99")
 
-# A narrow terminal folds a column and never cuts it.
-_COLUMNS = {
+_COLUMNS = {  # folded in a narrow terminal, never cut
     "GPUs": "right",
     "layout": "right",
     "ep": "right",
@@ -41,13 +39,13 @@ _LEGEND = (
     "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
     "GB: on the fullest rank; c+x+w %: share of the step for computation, row exchanges, and weights",
     "MFU in %, without recomputation",
-    "all figures are predictions; --sources says where they come from",
+    "all figures are predictions; --json lists their sources",
 )
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plans of every size that has one, and what follows from them."""
+    """Holds the plans of every feasible size and what follows from them."""
 
     scenario: Scenario
     sizes: tuple[RankedPlans, ...]
@@ -56,7 +54,7 @@ class PlanReport:
 
     @property
     def best_with_ep(self) -> LayoutPlan | None:
-        """Returns the best plan with expert parallelism, of the largest size that has one."""
+        """Returns the best plan with expert parallelism at the largest size that has one."""
         found = (ranked.best(with_ep=True) for ranked in reversed(self.sizes))
         return next((best for best in found if best is not None), None)
 
@@ -75,7 +73,7 @@ def make_report(
     """Plans every number of nodes.
 
     Raises:
-        ValueError: no size has a layout; the message is that of the largest.
+        ValueError: no size has a layout; the message is the largest size's.
     """
     sizes, impossible = [], {}
     for count in nodes:
@@ -93,7 +91,7 @@ def make_report(
 
 
 def render_plans(report: PlanReport, *, top: int) -> Group:
-    """Renders the `top` plans of every size, and the best with and without EP, in 80 columns."""
+    """Renders the `top` plans of every size and the best with and without EP, in 80 columns."""
     table = _table(_COLUMNS)
     shown: list[LayoutPlan] = []
     for ranked in report.sizes:
@@ -163,14 +161,14 @@ def _ms(seconds: float) -> str:
 
 
 def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
-    """Yields whether tokens or weights are less to move, and from which size EP pays."""
+    """Yields whether moving tokens or weights sends less, and from which size EP pays."""
     found = report.comparison
     if found is None:
         has_experts = bool(report.scenario.workload.uses)
         yield "tokens or weights: " + (
             "no layout spreads the experts over several ranks"
             if has_experts
-            else "the model has no experts; only weights can move"
+            else "the model has no experts, so only weights can move"
         )
         return
     yield (
@@ -180,11 +178,11 @@ def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
     )
     if report.scenario.workload.repeats > 1:
         yield (
-            f"gathered anew for each of {report.scenario.workload.repeats} repeats, weights would "
-            f"be {_bytes(found.weights_bytes_per_use)}"
+            f"gathering again for each of {report.scenario.workload.repeats} repeats would send "
+            f"{_bytes(found.weights_bytes_per_use)} of weights"
         )
     yield (
-        f"tokens are less to move below {_large(found.break_even_tokens)} tokens per rank and step; "
+        f"moving tokens sends less below {_large(found.break_even_tokens)} tokens per rank and step; "
         f"planned: {report.scenario.tokens:,}"
     )
     yield f"expert parallelism {_where_ep_pays(report.size_ranges)}"
@@ -192,7 +190,7 @@ def _tokens_or_weights(report: PlanReport) -> Iterator[str]:
 
 def _where_ep_pays(ranges: Sequence[SizeRange]) -> str:
     if not ranges:
-        return "cannot be compared: every plan has it, or none has"
+        return "cannot be compared: every plan uses it, or none does"
     paying = [_span(sizes) for sizes in ranges if sizes.ep_pays]
     if not paying:
         whole = SizeRange(ranges[0].first_ranks, ranges[-1].last_ranks, ep_pays=False)
@@ -206,7 +204,7 @@ def _span(sizes: SizeRange) -> str:
 
 
 def _skew(report: PlanReport) -> Iterator[str]:
-    """Yields how hot the hottest rank of the best plan with EP is, and what that costs."""
+    """Yields the load of the hottest rank in the best plan with EP, and what it costs."""
     best = report.best_with_ep
     if best is None:
         return
@@ -236,7 +234,7 @@ def hottest_factors(plan: LayoutPlan) -> dict[str, dict[str, float]]:
 
 
 def step_quantiles(plan: LayoutPlan) -> dict[str, float]:
-    """Returns the seconds of a step at the quantiles of the hottest rank's factor."""
+    """Returns the seconds of a step at each quantile of the hottest rank's load."""
     return {
         name: predict(plan.scenario, plan.candidate, quantile=name).time.total for name in QUANTILES
     }
@@ -253,8 +251,8 @@ def _host_waits(report: PlanReport) -> Iterator[str]:
     if waiting:
         launching = host_s(best.scenario, best.candidate)
         yield (
-            f"the host: launching a step's operations takes {_ms(launching)} ms, {_ms(waiting)} ms "
-            "more than the device computes; compile the model, or give a rank more tokens"
+            f"host-bound: launching a step's operations takes {_ms(launching)} ms, {_ms(waiting)} ms "
+            "more than the device needs; compile the model, or give each rank more tokens"
         )
 
 
@@ -262,15 +260,15 @@ def _notes(scenario: Scenario, shown: Sequence[LayoutPlan]) -> Iterator[str]:
     batches = f"{scenario.micro_batches} micro-batches of " if scenario.micro_batches > 1 else ""
     yield (f"{batches}{scenario.tokens:,} tokens per rank and step, {scenario.workload.precision}")
     if any(plan.unused_ranks for plan in shown):
-        yield "GPUs a/b: b − a ranks stay unused, because the rest divides better"
+        yield "GPUs a/b: b − a ranks stay unused because a divides better"
     changes = sorted({change for plan in shown for change in plan.changes})
     if changes:
         counts = ", ".join(f"{kind} {count}" for kind, count in changes)
-        yield f"~: planned with more experts, so that ep divides every bank (of heads: each): {counts}"
+        yield f"~: planned with more experts so that ep divides every bank (experts per head): {counts}"
 
 
 def render_detail(plan: LayoutPlan) -> Group:
-    """Renders where a plan's memory and time go, and every kind of collective of a step."""
+    """Renders a plan's memory and time by part, and every kind of collective in a step."""
     found = plan.prediction
     memory = (f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
     time = (f"{name} {_ms(value)} ms" for name, value in asdict(found.time).items() if value)
@@ -296,32 +294,17 @@ def render_detail(plan: LayoutPlan) -> Group:
     )
 
 
-def render_sources(scenario: Scenario) -> Table:
-    """Renders every figure of the machine and of the routing, and where it comes from."""
-    table = _table({"figure": "left", "value": "left", "source": "left"})
-    for key, source in sorted(scenario.hardware.sources.items()):
-        table.add_row(key, f"{getattr(scenario.hardware, key):.4g}", Text(source))
-    is_default = scenario.skew.concentration == CONCENTRATION
-    origin = CONCENTRATION_SOURCE if is_default else "as asked for"
-    table.add_row("routing skew", "", Text(f"{scenario.skew.source}: {origin}"))
-    kept = f"{scenario.workload.saved_bytes:.4g}"
-    table.add_row("bytes kept per token", kept, "counted on the meta device, autograd's own")
-    if scenario.table is not None:
-        source = f"{scenario.table.source}, where groups of that size were measured"
-        table.add_row("collectives", "", Text(source))
-    return table
-
-
 # JSON ---------------------------------------------------------------------------------------------
 
 
 def plans_as_json(report: PlanReport) -> dict[str, Any]:
     """Returns the report as plain values for JSON: bytes, seconds, tokens per second."""
     scenario, best = report.scenario, report.best_with_ep
-    hardware = scenario.hardware
+    hardware, table = scenario.hardware, scenario.table
+    sources = {**hardware.sources, "routing skew": scenario.skew.source}
     return {
         "hardware": {key: getattr(hardware, key) for key in ("name", *hardware.sources)},
-        "sources": {**hardware.sources, "routing skew": scenario.skew.source},
+        "sources": sources | ({"collectives": table.source} if table else {}),
         "tokens_per_rank": scenario.tokens,
         "micro_batches": scenario.micro_batches,
         "precision": scenario.workload.precision,

@@ -1,15 +1,14 @@
-"""Which layout for so many machines: every legal one predicted, ranked, and compared with doing
-without expert parallelism.
+"""Predicts and ranks every legal layout for a number of nodes, with and without expert parallelism.
 
-A layout is legal if ep divides dp_shard, dp_shard the world, and ep every bank of experts.
-Published MoEUTs have banks that hardly anything divides (387 feed-forward experts, 40 of
-attention): such a layout is offered with the bank rounded up, and says so. (The bank as it is runs
-too, the first ranks holding one expert more; that costs what the rounded one costs.) Where the
-world's own divisors are poor (1,249 nodes are a prime number) worlds that leave a few nodes out are
-tried as well.
+A layout is legal if ep divides dp_shard and every bank of experts, and dp_shard divides the world.
+Hardly anything divides the banks of published MoEUTs (387 feed-forward experts, 40 of attention),
+so
+the planner rounds such banks up and says so. (Training also accepts the original bank: the first
+ranks hold one expert more, at the cost of the rounded one.) If the world has few divisors (1,249
+nodes are a prime number), the planner also tries worlds that leave some nodes unused.
 
-Of every layout the fastest dispatcher is taken, with as little recomputation as fits into memory.
-About 0.5 ms per layout.
+Each layout gets its fastest dispatcher and the least recomputation that fits into memory. A layout
+takes about 0.5 ms.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,15 @@ from ..distributed.dispatch.table import LOCAL, by_collectives, needs_nodes
 from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
+from .step_collectives import is_measured
 from .workload import rounded
 
-MOST_UNUSED = 0.1  # of the nodes, in search of better divisors
+MOST_UNUSED = 0.1  # share of the nodes that may stay unused for better divisors
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has decided about the layout; None leaves it open."""
+    """Holds what the user has fixed about the layout; None leaves it open."""
 
     ep: int | None = None
     sharding: str | None = None
@@ -39,22 +39,22 @@ UNCONSTRAINED = Constraints()
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """One layout with its prediction, and what taking it would change."""
+    """Holds one layout with its prediction and what using it would change."""
 
     prediction: Prediction
-    scenario: Scenario  # with the experts rounded up, where they had to be
+    scenario: Scenario  # with rounded-up experts, if ep required it
     unused_ranks: int
-    changes: tuple[tuple[str, int], ...] = ()  # rounded-up banks: kind, experts of a head
+    changes: tuple[tuple[str, int], ...] = ()  # rounded-up banks: kind, experts per head
 
     @property
     def candidate(self) -> LayoutCandidate:
-        """Returns the layout that is planned."""
+        """Returns the planned layout."""
         return self.prediction.candidate
 
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """All plans for one number of nodes, best first; those that do not fit come last."""
+    """Holds all plans for one number of nodes, best first; those that do not fit come last."""
 
     nodes: int
     plans: tuple[LayoutPlan, ...]
@@ -72,10 +72,10 @@ class RankedPlans:
 def rank_plans(
     scenario: Scenario, nodes: int, constraints: Constraints = UNCONSTRAINED
 ) -> RankedPlans:
-    """Returns every layout of `nodes` nodes, ranked by the tokens per second of the whole world.
+    """Ranks every layout of `nodes` nodes by the whole world's tokens per second.
 
     Raises:
-        ValueError: no layout is legal, or none fits into memory; the message says what is missing.
+        ValueError: no layout is legal or fits into memory; the message says what is missing.
     """
     ranks = nodes * scenario.hardware.ranks_per_node
     found: dict[tuple[int, int, int, str], LayoutPlan] = {}
@@ -99,7 +99,7 @@ def rank_plans(
 def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
     """Returns the whole world, and smaller ones whose number of nodes has more divisors.
 
-    Of a given ep it is the largest multiple.
+    For a given ep that does not divide the world, returns its largest multiple only.
     """
     whole = nodes * ranks_per_node
     if ep is not None and whole % ep:
@@ -144,7 +144,7 @@ def best_way(
 ) -> Prediction:
     """Returns the prediction with the fastest dispatcher and the least recomputation that fits.
 
-    If nothing fits, it is the one that needs the least memory.
+    If nothing fits, returns the one that needs the least memory.
     """
     tried: list[Prediction] = []
     for dispatcher in _dispatchers(scenario, layout, constraints):
@@ -160,7 +160,7 @@ def best_way(
 
 
 def _slowness(prediction: Prediction) -> tuple[float, float]:
-    """Ranks by throughput and, where all wait for the host, by what the device needs."""
+    """Ranks by throughput; layouts that all wait for the host rank by device time."""
     return -prediction.tokens_per_s, prediction.time.device
 
 
@@ -173,7 +173,9 @@ def _dispatchers(
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
     if constraints.dispatcher:
         return [constraints.dispatcher]
-    return [name for name in by_collectives() if not (one_node and needs_nodes(name))]
+    names = [name for name in by_collectives() if not (one_node and needs_nodes(name))]
+    measured = [name for name in names if is_measured(scenario, layout.ep, name)]
+    return measured or names  # never a measured time against a formula
 
 
 def _divisors(number: int) -> list[int]:
@@ -190,14 +192,13 @@ def _nothing_legal(scenario: Scenario, ranks: int, constraints: Constraints) -> 
     if ep > ranks:
         per_node = scenario.hardware.ranks_per_node
         return (
-            f"no layout: ep {ep} needs {ep} ranks, and there are {ranks}, all of which would be "
-            "unused; "
-            f"take {-(-ep // per_node)} nodes or a smaller ep"
+            f"no layout: ep {ep} needs {ep} ranks, and there are only {ranks}; take "
+            f"{-(-ep // per_node)} nodes or a smaller ep"
         )
     return (
-        f"no layout of {ranks} ranks has ep {ep}: every rank of an ep group holds equally many of "
-        "each bank's experts "
-        f"({banks}), at least one, and banks are rounded up by a quarter at most; choose another ep"
+        f"no layout of {ranks} ranks has ep {ep}: each rank of an ep group must hold an equal number "
+        f"of every bank's experts ({banks}), at least one, and the planner rounds banks up by at most "
+        "a quarter; choose another ep"
     )
 
 
@@ -210,11 +211,10 @@ def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[LayoutPlan]) 
         f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of "
         f"{scenario.hardware.name}: the smallest, "
         f"{least.candidate} with {least.candidate.recompute} recomputation, "
-        f"needs {memory.total / 1e9:.1f} GB of {room / 1e9:.1f} GB per rank, "
-        f"{(memory.total - room) / 1e9:.1f} GB too many; most of it "
+        f"needs {memory.total / 1e9:.1f} GB of {room / 1e9:.1f} GB per rank, mostly "
         f"{', '.join(f'{name} {size / 1e9:.1f} GB' for name, size in parts)}. "
-        "More nodes share weights further, fewer --tokens-per-rank need less for activations and "
-        "logits"
+        "Add nodes to shard the weights further, or lower --tokens-per-rank to shrink activations "
+        "and logits"
     )
 
 
@@ -223,7 +223,7 @@ def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[LayoutPlan]) 
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Consecutive sizes of the world at which expert parallelism is faster, or is not."""
+    """Groups consecutive world sizes at which expert parallelism is faster, or is not."""
 
     first_ranks: int
     last_ranks: int
@@ -231,9 +231,9 @@ class SizeRange:
 
 
 def ep_pays(ranked_plans: RankedPlans) -> bool | None:
-    """Tells whether the best plan with expert parallelism is faster than the best without.
+    """Tells whether the best plan with expert parallelism beats the best without.
 
-    None if there is no plan with expert parallelism.
+    None if no plan has expert parallelism.
     """
     tokens, weights = ranked_plans.best(with_ep=True), ranked_plans.best(with_ep=False)
     if tokens is None:
@@ -242,7 +242,7 @@ def ep_pays(ranked_plans: RankedPlans) -> bool | None:
 
 
 def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeRange]:
-    """Groups the planned sizes by whether expert parallelism pays, in ascending order."""
+    """Groups the planned sizes, in ascending order, by whether expert parallelism pays."""
     found: list[SizeRange] = []
     for ranked in sorted(plans, key=lambda ranked: ranked.nodes):
         pays = ep_pays(ranked)

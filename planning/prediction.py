@@ -1,4 +1,4 @@
-"""Holds the cost model's question (a scenario, a layout) and its answer (memory, time, calls)."""
+"""Defines the cost model's question (scenario and layout) and its answer (memory, time, calls)."""
 
 from dataclasses import dataclass, fields
 
@@ -10,24 +10,24 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is the same for every layout that is compared: model, machine, tokens, routing."""
+    """Holds what all compared layouts share: model, machine, tokens and routing."""
 
     workload: Workload
     hardware: Hardware
     tokens: int  # per rank and micro-batch
     skew: RoutingSkew
     table: MeasuredTable | None = None
-    micro_batches: int = 1  # whose gradients a rank adds up in a step
+    micro_batches: int = 1  # accumulated by a rank per step
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout that could be taken, and how a run would use it."""
+    """Describes a possible layout and how a run would use it."""
 
     dp_replicate: int
     dp_shard: int
     ep: int
-    sharding: str  # of the dense weights, and of the experts over the ranks that hold the same ones
+    sharding: str  # of dense weights, and of experts over the ranks that hold the same ones
     dispatcher: str
     recompute: str = "none"
 
@@ -50,14 +50,14 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank with the most rows, at their peak."""
+    """Holds the peak bytes on the rank with the most rows."""
 
-    weights: float  # in the precision of the products: copies, or gathered ones
+    weights: float  # copies or gathered weights, in the precision of the products
     gradients: float
     master: float
     moments: float
     activations: float
-    routed: float  # rows that came, their hidden rows, and the buffers they travel through
+    routed: float  # received rows, their hidden rows, and send buffers
     logits: float
 
     @property
@@ -68,21 +68,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part, without what is hidden behind other parts."""
+    """Holds the seconds of a step by part, without what other parts hide."""
 
     compute: float
     exchange: float
     gather: float
     gradients: float
     optimizer: float
-    host: float  # that the device waits for operations to be launched
+    host: float  # the device waiting for launches
     straggler: float
 
     @property
     def device(self) -> float:
-        """Returns what the device works and sends, alone: where the host is what all wait for it
-        tells layouts apart.
-        """
+        """Returns the device's own seconds, which rank layouts that all wait for the host."""
         return self.total - self.host - self.straggler
 
     @property
@@ -93,7 +91,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of call of a step, as one rank sees it."""
+    """Describes one kind of collective call in a step, seen from one rank."""
 
     name: str
     op: str
@@ -110,13 +108,13 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of a step, hidden or not."""
+        """Returns the seconds per step, hidden or not."""
         return self.calls * self.seconds_per_call
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step on one layout costs."""
+    """Holds the predicted cost of a step on one layout."""
 
     candidate: LayoutCandidate
     memory: Memory
@@ -124,4 +122,4 @@ class Prediction:
     collectives: tuple[Collective, ...]
     fits: bool
     tokens_per_s: float  # of the whole world
-    mfu: float  # model FLOPs, recomputation not counted, over the peak
+    mfu: float  # model FLOPs without recomputation, over the peak

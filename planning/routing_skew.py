@@ -1,9 +1,11 @@
-"""Models how unevenly rows fall on ranks: a distribution of the hottest rank's load over the mean.
+"""Models uneven routing as a distribution of the hottest rank's load over the mean.
 
-It is recorded, from a run's metrics.jsonl (the load of every expert, per logged step and depth
-step), or drawn: the shares of a row's experts follow a symmetric Dirichlet distribution with
-`concentration` per expert, whose coefficient of variation is about 1/√concentration. Ranks hold
-contiguous blocks, so the more experts a rank has, the more evens out by itself.
+Loads are either recorded in a run's metrics.jsonl (per expert, logged step and depth step) or
+drawn:
+the shares of a row's experts then follow a symmetric Dirichlet distribution with `concentration`
+per
+expert, whose coefficient of variation is about 1/√concentration. Ranks hold contiguous blocks, so
+more experts per rank even out more.
 """
 
 import json
@@ -15,37 +17,32 @@ import numpy as np
 from .workload import Bank, blocks_of_heads
 
 DRAWS = 2000
+# The least of the concentrations measured in the second half of the recipe smoke (160 steps, 4
+# ranks, CPU): 14 for the feed-forward's routers, 6.7 and 5.0 for V's and O's.
 CONCENTRATION = 5.0
-CONCENTRATION_SOURCE = (
-    "measured in the second half of the recipe smoke (160 steps, 4 ranks, CPU): 14 for the "
-    "feed-forward's routers, 6.7 and 5.0 "
-    "for V's and O's; the least, for all of them. Larger models and other data differ: record yours"
-)
 _METRICS = {"feed_forward": "expert_load", "attention": "attention_expert_load"}
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of the hottest rank's load over the mean; 1 is balanced."""
+    """Holds quantiles of the hottest rank's load over the mean; 1 is balanced."""
 
-    mean: float
     p50: float
     p90: float
     p99: float
 
     def at(self, name: str) -> float:
-        """Returns a quantile by its name: mean, p50, p90 or p99."""
+        """Returns a quantile by its name: p50, p90 or p99."""
         return getattr(self, name)
 
 
-BALANCED = Quantiles(1.0, 1.0, 1.0, 1.0)
+BALANCED = Quantiles(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class RoutingSkew:
-    """How uneven the ranks' loads are: recorded, else drawn from a Dirichlet distribution.
-
-    With neither all ranks are alike.
+    """Models how uneven the ranks' loads are: recorded, drawn from a Dirichlet distribution, or
+    balanced.
     """
 
     concentration: float | None = None
@@ -57,7 +54,7 @@ class RoutingSkew:
     )
 
     def factor(self, bank: Bank, num_ranks: int) -> Quantiles:
-        """Returns how uneven the ranks are that share this bank in contiguous blocks."""
+        """Returns how uneven ranks are that share this bank in contiguous blocks."""
         if num_ranks == 1 or bank.balanced or (self.concentration is None and not self.recorded):
             return BALANCED
         key = (bank.router, bank.heads, bank.num_experts, num_ranks)
@@ -67,24 +64,23 @@ class RoutingSkew:
         return self._known[key]
 
     def check(self, banks: list[Bank]) -> None:
-        """Checks that the recorded loads are of these banks.
+        """Checks that the recorded loads belong to these banks.
 
         Raises:
-            ValueError: they are not.
+            ValueError: a bank's loads are missing, or of another number of experts.
         """
         for bank in banks:
             if self.recorded and not bank.balanced:
                 found = self.recorded.get(bank.router)
                 if found is None:
                     raise ValueError(
-                        f"{self.source}: no loads of the {bank.router} experts were recorded there"
+                        f"{self.source}: no loads of the {bank.router} experts were recorded"
                     )
                 if found.shape[1] != bank.total_experts:
                     raise ValueError(
                         f"{self.source}: {found.shape[1]} {bank.router} experts were recorded, but "
-                        "the model has "
-                        f"{bank.total_experts}: take a run of this model, or a Dirichlet "
-                        "concentration"
+                        f"the model has {bank.total_experts}; take a run of this model, or a "
+                        "Dirichlet concentration"
                     )
 
     def _recorded_loads(self, bank: Bank, num_ranks: int) -> np.ndarray:
@@ -100,8 +96,7 @@ class RoutingSkew:
     def _draw(self, bank: Bank, num_ranks: int) -> np.ndarray:
         """Returns drawn loads by rank, (draws, ranks).
 
-        A block of m experts of a Dirichlet distribution has the share of one component of m-fold
-        weight.
+        A block of m Dirichlet components has the share of one component with m-fold weight.
         """
         draws, loads = np.random.default_rng(0), np.zeros((DRAWS, num_ranks))
         for head in range(bank.heads):
@@ -115,23 +110,22 @@ class RoutingSkew:
 
 def _quantiles(load_NP: np.ndarray) -> Quantiles:
     hottest = load_NP.max(1) / load_NP.mean(1)
-    p50, p90, p99 = (float(value) for value in np.quantile(hottest, (0.5, 0.9, 0.99)))
-    return Quantiles(float(hottest.mean()), p50, p90, p99)
+    return Quantiles(*(float(value) for value in np.quantile(hottest, (0.5, 0.9, 0.99))))
 
 
 def dirichlet_skew(concentration: float) -> RoutingSkew:
     """Returns loads that follow a Dirichlet distribution.
 
     Args:
-        concentration: per expert; large is even, 1 is very uneven.
+        concentration: per expert; a large value is even, 1 is very uneven.
 
     Raises:
         ValueError: the concentration is not positive.
     """
     if not 0 < concentration < float("inf"):
         raise ValueError(
-            f"a Dirichlet concentration must be above 0, got {concentration:g}; large is even, 1 "
-            "is very uneven"
+            f"a Dirichlet concentration must be above 0, got {concentration:g}; 100 is even, 1 is "
+            "very uneven"
         )
     return RoutingSkew(
         concentration, source=f"Dirichlet loads of concentration {concentration:g} per expert"
@@ -139,10 +133,10 @@ def dirichlet_skew(concentration: float) -> RoutingSkew:
 
 
 def recorded_skew(run: Path) -> RoutingSkew:
-    """Reads the loads that a run logged: its folder or its metrics.jsonl.
+    """Reads the loads that a run logged, from its folder or its metrics.jsonl.
 
     Raises:
-        ValueError: there is no such file, or it has no loads.
+        ValueError: the file cannot be read or holds no loads.
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:

@@ -1,6 +1,6 @@
-"""Lists the collectives of a step on a layout: calls, bytes and seconds of each.
+"""Lists the collectives of a step on a layout, with calls, bytes and seconds of each.
 
-They are exchanges of rows (EP), gathers and scatters of sharded weights (FSDP), and gradient sums.
+These are exchanges of rows (EP), gathers and scatters of sharded weights (FSDP), and gradient sums.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,13 @@ from .prediction import Collective, LayoutCandidate, Scenario
 from .workload import Bank, Workload
 
 GRADIENT_BYTES = 4
+_TO_ALL_COLLECTIVES = ("all_gather", "reduce_scatter")
 
 
 def row_exchanges(
     scenario: Scenario, candidate: LayoutCandidate, quantile: str
 ) -> Iterator[Collective]:
-    """Yields the exchanges of rows by bank; with full recomputation dispatch and combine repeat."""
+    """Yields the row exchanges of each bank; full recomputation repeats dispatch and combine."""
     if candidate.ep == 1:
         return
     again = 3 if candidate.recompute == "full" else 2
@@ -65,8 +66,10 @@ def row_exchanges(
 
 
 def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
-    """Whether ranks know beforehand how many rows pass between them: by the router, or where every
-    rank serves as many of the heads and the dispatcher makes use of that.
+    """Tells whether ranks know in advance how many rows they exchange.
+
+    They do if the router fixes the counts, or if `dedup` sends whole heads and every rank serves
+    equally many.
     """
     uses_heads = candidate.dispatcher == DEFAULT
     return bank.balanced or (uses_heads and bank.heads > 1 and bank.heads % candidate.ep == 0)
@@ -75,15 +78,16 @@ def knows_counts(bank: Bank, candidate: LayoutCandidate) -> bool:
 def exchange_cost(
     scenario: Scenario, candidate: LayoutCandidate, bank: Bank, direction: Direction, skew: float
 ) -> tuple[float, float]:
-    """Returns the bytes that leave a rank and the seconds, of one direction of an exchange."""
+    """Returns bytes that leave a rank, and seconds, of one direction of an exchange."""
     hardware = leaving_pod(scenario.hardware, candidate.ep)
     if entry_of(candidate.dispatcher).pattern.to_all:
-        op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
         whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
         group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
-        return whole * (candidate.ep - 1) / candidate.ep, collective_s(
-            op, whole, group, hardware, scenario.table
+        # One pass gathers and the other scatters: dispatch forward, combine backward.
+        both = (
+            collective_s(op, whole, group, hardware, scenario.table) for op in _TO_ALL_COLLECTIVES
         )
+        return whole * (candidate.ep - 1) / candidate.ep, sum(both) / 2
     traffic = exchange_traffic(
         direction,
         tokens=scenario.tokens,
@@ -102,12 +106,25 @@ def exchange_cost(
     return traffic.num_bytes, seconds
 
 
-def dispatch_launches(dispatcher: str) -> int:
-    """Returns the operations that a dispatcher launches in a forward use of a bank, more than where
-    nothing travels.
+def is_measured(scenario: Scenario, ep: int, dispatcher: str) -> bool:
+    """Tells whether the scenario's table prices every collective of a dispatcher on `ep` ranks."""
+    pattern, table = entry_of(dispatcher).pattern, scenario.table
+    group = strided_group(ep, 1, scenario.hardware.ranks_per_node)
+    if table is None or (pattern.node_first and group.nodes > 1):
+        return False
+    ops = _TO_ALL_COLLECTIVES if pattern.to_all else ("all_to_all",)
+    return all(
+        table.seconds(op, world=ep, ranks_per_node=group.per_node, num_bytes=1.0) is not None
+        for op in ops
+    )
 
-    They were counted on four ranks with Gloo (tests/planning/test_launches.py); to them come the
-    kernels by which a GPU lists what it sends, which are calls of C++ there.
+
+def dispatch_launches(dispatcher: str) -> int:
+    """Returns the operations that a dispatcher adds to one forward use of a bank.
+
+    Counted on four ranks with Gloo (tests/planning/test_launches.py). On a GPU, kernels that list
+    what
+    to send come on top; on the CPU they are C++ calls.
     """
     pattern = entry_of(dispatcher).pattern
     if pattern.to_all:
@@ -118,7 +135,7 @@ def dispatch_launches(dispatcher: str) -> int:
 
 
 def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
-    """Returns the seconds of exchanging counts and reading them on the host: latency only."""
+    """Returns the seconds to exchange counts and read them on the host: latency only."""
     hardware = scenario.hardware
     fast = ranks_sharing_a_node(candidate.ep, hardware.ranks_per_node) - 1
     slow = candidate.ep - 1 - fast
@@ -128,13 +145,13 @@ def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """Weights that FSDP gathers and scatters together."""
+    """Groups weights that FSDP gathers and scatters together."""
 
     name: str
     dense: float
     experts: float  # of one rank, before sharding
-    times: int  # such units in the model
-    gathers: int  # per pass, forward and backward together
+    times: int  # units like this in the model
+    gathers: int  # per step, forward and backward together
 
 
 def weight_units(work: Workload, ep: int) -> list[WeightUnit]:
@@ -153,18 +170,19 @@ def weight_units(work: Workload, ep: int) -> list[WeightUnit]:
 
 
 def gathers_per_pass(work: Workload) -> int:
-    """Returns how often a layer is gathered in a step.
+    """Returns how often a step gathers a layer.
 
     Layers that repeat stay gathered until their last use in the backward pass; others are freed
-    after the forward.
+    after
+    the forward pass.
     """
     return 1 if work.repeats > 1 else 2
 
 
 def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
-    """Yields FSDP's collectives, as distributed/sharding.py makes them.
+    """Yields FSDP's collectives, as distributed/sharding.py issues them.
 
-    Every unit is gathered, its gradient scattered, and then summed over replicas.
+    Every unit is gathered, its gradient scattered, and the gradient summed over replicas.
     """
     if candidate.sharding != "fsdp":
         return
@@ -201,9 +219,9 @@ def weight_gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[C
 
 
 def gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
-    """Yields the sums of unsharded weights' gradients, one each per step.
+    """Yields the sums of unsharded gradients, once per step.
 
-    Dense ones are summed over the world, experts over the ranks that hold the same ones.
+    Dense gradients are summed over the world, experts' over the ranks that hold the same experts.
     """
     if candidate.sharding == "fsdp":
         return

@@ -1,8 +1,8 @@
-"""Bytes on the rank with the most rows: weights, gradients, moments, activations, routed rows.
+"""Counts bytes on the rank with the most rows: weights, gradients, moments, activations, routed rows.
 
-Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the
-products read and leave behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have
-a second copy in the buckets that are summed.
+A weight takes 4 bytes for its float32 master, 8 for Adam's moments and 4 for its gradient, plus
+2 + 2 for the products' copy and its gradient in bfloat16: 18 or 20 before sharding. Unsharded
+gradients have a second copy in the buckets that are summed.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MASTER_BYTES, MOMENTS_BYTES = 4, 8
 
 
 def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
-    """Returns the bytes on the rank with the most rows, at the 99th percentile of its factor."""
+    """Returns the bytes on the rank with the most rows, at the 99th percentile of its load."""
     work = scenario.workload
     held = weights_held(work, candidate)
     weights, gradients = _weights_in_use(work, candidate)
@@ -30,8 +30,7 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
         MOMENTS_BYTES * held,
         activations,
         routed,
-        # Of one chunk of tokens, with their log-softmax and gradient in float32
-        # (model/head_loss.py).
+        # One chunk with its log-softmax and gradient in float32 (model/head_loss.py).
         logits=min(scenario.tokens, rows_of_chunk(work.vocab_size, "cuda"))
         * work.vocab_size
         * (work.bytes_per_element + 8),
@@ -39,19 +38,21 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
 
 
 def weights_held(work: Workload, candidate: LayoutCandidate) -> float:
-    """Returns how many weights' master and moments a rank keeps."""
+    """Returns how many weights a rank keeps master and moments of."""
     if candidate.sharding == "fsdp":
         return (work.dense_parameters + work.expert_parameters) / candidate.dp_shard
     return work.dense_parameters + work.expert_parameters / candidate.ep
 
 
 def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, float]:
-    """Returns the bytes of weights as the products read them, and of gradients.
+    """Returns the bytes of weights in the products' precision, and of gradients.
 
-    Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the
-    bucket in which it is summed. FSDP: what is gathered at a time. Members that repeat stay until
-    the pass ends, and so do their gradients; of layers that do not there are two at a time, the one
-    at work and the next, and the embedding with the head.
+    Unsharded: a low-precision copy for a pass, its gradient, the float32 gradient, and the bucket
+    in
+    which it is summed. FSDP: what is gathered at a time. Layers that repeat stay gathered until the
+    pass ends, and so do their gradients. Of other layers two are gathered at a time, the current
+    and
+    the next one, plus the embedding with the head.
     """
     held = weights_held(work, candidate)
     low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
@@ -71,7 +72,7 @@ def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, 
 
 
 def _activations(scenario: Scenario, candidate: LayoutCandidate) -> tuple[float, float]:
-    """Returns the bytes that wait for the backward pass: outside of experts, and of routed rows."""
+    """Returns the bytes kept for the backward pass, outside of experts and of routed rows."""
     work, tokens = scenario.workload, scenario.tokens
     dense, routed = (
         work.saved_bytes,
@@ -80,9 +81,7 @@ def _activations(scenario: Scenario, candidate: LayoutCandidate) -> tuple[float,
     buffers = max((_buffer_bytes(scenario, candidate, bank) for bank, _ in work.uses), default=0.0)
     if candidate.recompute == "none":
         return tokens * dense, tokens * (routed + buffers)
-    kept = (
-        work.num_layers * 4 * work.d_model
-    )  # the residual stream, float32, in front of every depth step
+    kept = work.num_layers * 4 * work.d_model  # the float32 residual stream before every depth step
     kept_routed = sum(uses * _kept_bytes(scenario, candidate, bank) for bank, uses in work.uses)
     one = 1 / work.num_layers  # the depth step that is being recomputed
     return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
@@ -94,7 +93,7 @@ def _received(
     bank: Bank,
     way: Callable[[Bank, int], Direction],
 ) -> float:
-    """Returns the bytes per token of rows on the hottest rank's side of an exchange."""
+    """Returns the bytes per token of rows that the hottest rank receives."""
     direction = way(bank, scenario.workload.bytes_per_element)
     if entry_of(candidate.dispatcher).pattern.to_all:
         return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
@@ -109,10 +108,7 @@ def _received(
 
 
 def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token of hidden rows and indices that a rank serves.
-
-    If rows were received from other ranks they are kept too.
-    """
+    """Returns the bytes per token of hidden rows and indices that a rank serves, and of received rows."""
     hottest = scenario.skew.factor(bank, candidate.ep).p99
     kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
     return kept + (
@@ -123,7 +119,7 @@ def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) ->
 def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
     """Returns the bytes per token that recomputation keeps: decisions.
 
-    Selective recomputation keeps also received rows and the sums of outputs.
+    Selective recomputation also keeps received rows and the sums of outputs.
     """
     decisions = 8 * bank.routes  # the expert
     if candidate.recompute == "full" or candidate.ep == 1:
@@ -133,7 +129,7 @@ def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> f
 
 
 def _buffer_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token of rows and outputs that are being exchanged."""
+    """Returns the bytes per token of rows and outputs being exchanged."""
     if candidate.ep == 1:
         return 0.0
     return _received(scenario, candidate, bank, dispatch_direction) + 2 * _received(

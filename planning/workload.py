@@ -1,9 +1,9 @@
-"""Reduces a model to what it asks of a machine per token: weights, FLOPs, kept bytes, routes.
+"""Reduces a model to its demands per token: weights, FLOPs, kept bytes and routes.
 
-Weights and FLOPs are those of model/cost.py. Kept bytes are counted: a forward pass on the meta
-device at three lengths shows in its linear part what autograd keeps of every token (copies of
-weights are the constant part, attention scores, which a fused kernel does not keep, the quadratic
-one). About 0.02 s per depth step.
+Weights and FLOPs come from model/cost.py. Kept bytes are counted: forward passes on the meta device
+at three lengths show, in their linear part, what autograd keeps per token. (The constant part is
+copies of weights. The quadratic part is attention scores, which a fused kernel does not keep.) This
+takes about 0.02 s per depth step.
 
 Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
 """
@@ -32,40 +32,39 @@ from ..model.routers.soft import SlotMixingConfig
 from ..model.routers.transition import TransitionConfig
 from ..model.transformer import Layer, Transformer
 
-# Travelling with a row, per route: expert, row, target (int32) and gate weight (float32).
+# Sent with a row, per route: expert, row, target (int32) and gate weight (float32).
 ROUTE_BYTES = 16
 KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
 
 _MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)
 
-# What one travelling row stands for: a token (or sub-token) with all of its routes, one head of it,
-# or one route.
+# What one sent row stands for: a token (or sub-token) with all its routes, one head, or one route.
 Unit = Literal["row", "head", "route"]
 
 
 @dataclass(frozen=True)
 class Bank:
-    """One bank of experts and what one token asks of it, in one use."""
+    """Describes one bank of experts and what one token asks of it per use."""
 
     kind: str  # feed_forward, value, output, query
-    router: str  # whose decision it is: several banks may share one
+    router: str  # several banks may share one
     num_experts: int  # E, of one head
     top_k: float  # K, of one head
     d_in: int
     d_out: int
-    weights_per_expert: float  # that enter products: a route costs twice as many FLOPs
-    kept_columns: int  # of the hidden row that the backward pass needs
+    weights_per_expert: float  # that enter products; a route costs twice as many FLOPs
+    kept_columns: int  # of the hidden row, kept for the backward pass
     heads: int = 1  # H: each chooses among its own E
-    rows: float = 1.0  # per token that choose: sub-tokens, or a mixture's rows
-    source: Unit = "row"  # what travels to the experts
-    target: Unit = "row"  # and what comes home
+    rows: float = 1.0  # choosing rows per token: sub-tokens, or a mixture's rows
+    source: Unit = "row"  # sent to the experts
+    target: Unit = "row"  # sent back
     group_limit: tuple[int, int] | None = None  # (groups of experts, groups that may be chosen)
     balanced: bool = False  # by construction
     route_bytes: float = ROUTE_BYTES
 
     @property
     def total_experts(self) -> int:
-        """Returns the experts of all heads, which the ranks share."""
+        """Returns the experts of all heads."""
         return self.heads * self.num_experts
 
     @property
@@ -90,11 +89,11 @@ class Bank:
 
 @dataclass(frozen=True)
 class Member:
-    """A layer of the group that repeats, and how many are like it."""
+    """Describes a layer of the group that repeats."""
 
     dense_parameters: float
     banks: tuple[Bank, ...]
-    copies: int = 1  # how many layers of the group are like this one
+    copies: int = 1  # layers of the group that are like this one
 
     @property
     def expert_parameters(self) -> float:
@@ -104,19 +103,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, reduced to what costs time, memory and traffic. Quantities are per token unless they
-    are weights.
-    """
+    """Describes a model by its cost in time, memory and traffic, per token except for weights."""
 
     members: tuple[Member, ...]
     repeats: int  # R
     root_parameters: float  # embedding, read-out, and what belongs to no layer
     dense_flops: float  # forward, of everything but the routed experts
-    saved_bytes: float  # kept for the backward pass, what the banks keep left out
+    saved_bytes: float  # kept for the backward pass, without what the banks keep
     d_model: int
     vocab_size: int
     precision: str  # of the products
-    launches: float = 0.0  # operations of a forward pass, which the host must launch
+    launches: float = 0.0  # operations that the host launches in a forward pass
 
     @property
     def bytes_per_element(self) -> int:
@@ -130,7 +127,7 @@ class Workload:
 
     @cached_property
     def uses(self) -> tuple[tuple[Bank, int], ...]:
-        """Returns every bank and how often a pass goes through it."""
+        """Returns every bank and how often a pass uses it."""
         found: dict[Bank, int] = {}
         for member in self.members:
             for bank in member.banks:
@@ -216,9 +213,9 @@ def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
 
 
 def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
-    """Returns the bytes that the kernels keep of a token's routes for the backward pass.
+    """Returns the bytes of a token's routes that the kernels keep for the backward pass.
 
-    They are hidden rows and indices, on the rank that serves the routes.
+    These are hidden rows and indices on the rank that serves the routes.
     """
     return bank.routes * (bank.kept_columns * bytes_per_element + KEPT_PER_ROUTE)
 
@@ -226,9 +223,9 @@ def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
 def _count(
     model: Transformer, config: ModelConfig, seq_len: int, precision: str
 ) -> tuple[float, int]:
-    """Returns the bytes that autograd keeps for every further token, and the operations of a pass.
+    """Returns the bytes that autograd keeps per additional token, and the operations of a pass.
 
-    The bytes are found from sequences once, twice and three times as long.
+    The bytes are extrapolated from sequences once, twice and three times as long.
     """
     with _Launches() as launches:
         first = _saved(model, config, seq_len, precision)
@@ -238,7 +235,7 @@ def _count(
 
 
 class _Launches(TorchDispatchMode):
-    """Counts the operations that are launched: not those that return a view of their input."""
+    """Counts launched operations; those that return a view of their input launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,8 +250,8 @@ class _Launches(TorchDispatchMode):
 
 
 def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
-    """Returns the bytes of all storages that a forward pass keeps, parameters left out."""
-    # Holding the storages keeps their numbers from being given again.
+    """Returns the bytes of all storages that a forward pass keeps, without parameters."""
+    # Holding the storages keeps torch from reusing their numbers.
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +286,7 @@ def _feed_forward_bank(
     config: ExpertsConfig, layer: SparseFeedForward, d_row: int, seq_len: int
 ) -> Bank:
     router, active = config.router, config.experts_per_row(seq_len)
-    mixes = isinstance(router, _MIXING)  # mixtures travel, each to one expert, and not the rows
+    mixes = isinstance(router, _MIXING)  # sends mixtures, each to one expert, instead of rows
     groups = (getattr(router, "num_groups", 1), getattr(router, "kept_groups", 1))
     columns = columns_of(config.d_expert, config.activation)
     return Bank(
@@ -320,7 +317,7 @@ def _linear_bank(config: AttentionConfig, name: str, experts: ExpertLinears) -> 
     assert isinstance(config, SwitchHeadConfig | MoMHAConfig)
     _, d_in, d_out = experts.weight.shape
     momha = isinstance(config, MoMHAConfig)
-    narrow: Unit = "route" if momha else "head"  # what stands on the heads' side of the projection
+    narrow: Unit = "route" if momha else "head"  # on the heads' side of the projection
     return Bank(
         name,
         "attention" if momha else name,
@@ -343,10 +340,11 @@ def _numel(module: nn.Module) -> int:
 def rounded(
     workload: Workload, ep: int, *, limit: float = 1.25
 ) -> tuple[Workload, dict[str, int]] | None:
-    """Returns the model with as many experts as `ep` ranks can share equally, and what changed.
+    """Returns the model with experts rounded up so that `ep` ranks share them equally, and the
+    changes.
 
-    The changes are by kind the new number of experts of a head. None where a bank has fewer experts
-    than ranks, or would grow beyond `limit`.
+    Changes map the kind of a bank to its new number of experts per head. None if a bank has fewer
+    experts than ranks or would grow beyond `limit`.
     """
     new: dict[Bank, int] = {}
     for bank, _ in workload.uses:

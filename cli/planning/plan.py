@@ -103,9 +103,8 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detail", action="store_true", help="memory, time and collectives of the best layouts"
     )
-    parser.add_argument("--sources", action="store_true", help="show the source of every figure")
     parser.add_argument(
-        "--json", action="store_true", help="everything, collectives included, as JSON"
+        "--json", action="store_true", help="everything, with collectives and sources, as JSON"
     )
 
 
@@ -218,7 +217,7 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
     """Prints the ranked layouts, and what else was asked for."""
     from rich.console import Console
 
-    from ...planning.plan_report import render_detail, render_plans, render_sources
+    from ...planning.plan_report import render_detail, render_plans
 
     console = Console()
     console.print(render_plans(report, top=10 if len(report.sizes) == 1 else 2))
@@ -226,8 +225,6 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
         for with_ep in (False, True):
             if plan := report.sizes[-1].best(with_ep=with_ep):
                 console.print(render_detail(plan))
-    if options.sources:
-        console.print(render_sources(report.scenario))
 
 
 def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:

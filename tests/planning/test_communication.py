@@ -1,6 +1,4 @@
-"""Bytes and seconds of collectives, against the figures that the closed forms were published with,
-and against drawn routes.
-"""
+"""Bytes and seconds of collectives, against published figures and against drawn routes."""
 
 import json
 from dataclasses import replace
@@ -71,20 +69,6 @@ def test_distinct_destinations_of_8_of_256(groups: int, expected: float) -> None
     assert row_copies(DEEPSEEK_V3, "row", groups).rows == pytest.approx(exact, rel=1e-12)
 
 
-def test_ranks_that_a_moeut_token_touches() -> None:
-    """K = 16: 3.96 of 4, 7.06 of 8, 10.3 of 16, 14.3 of 64, as with replacement; without, slightly
-    more.
-    """
-    for ranks, roughly in ((4, 3.96), (8, 7.06), (16, 10.3), (64, 14.3)):
-        with_replacement = ranks * (1 - (1 - 1 / ranks) ** 16)
-        assert with_replacement == pytest.approx(roughly, rel=0.005)
-        assert (
-            with_replacement
-            < distinct_destinations(ranks, num_experts=384, top_k=16)
-            < with_replacement * 1.03
-        )
-
-
 @pytest.mark.parametrize(
     ("heads", "experts", "top_k", "ranks"),
     [(1, 16, 4, 4), (4, 10, 2, 8), (4, 4, 2, 2), (2, 6, 3, 4)],
@@ -149,8 +133,8 @@ def test_dispatch_of_qwen3_30b() -> None:
 
 
 def test_bytes_split_between_links() -> None:
-    """K = 2 rows of 8 bytes, 4 ranks on 2 nodes: one of 4 destinations is here, one a neighbour,
-    two far away.
+    """K = 2, 8-byte rows, 4 ranks on 2 nodes: of 4 destinations one is local, one on the node, two
+    remote.
     """
     bank = Bank("feed_forward", "feed_forward", 4, 2, 4, 4, 0, 0, route_bytes=0)
     traffic, dedup, two = (
@@ -165,7 +149,7 @@ def test_bytes_split_between_links() -> None:
 
 
 def test_answers_of_heads_travel_one_by_one() -> None:
-    """V of SwitchHead: one wide row out, per head a narrow one home; O the other way round."""
+    """V of SwitchHead sends one wide row out and a narrow one per head back; O does the reverse."""
     value = Bank("value", "value", 10, 2, 1024, 128, 0, 0, heads=4, target="head", route_bytes=0)
     there, back = (
         traffic_of(value, "dedup", ep=8, tokens=1, way=way).held_bytes
@@ -177,8 +161,8 @@ def test_answers_of_heads_travel_one_by_one() -> None:
 
 
 def test_a_rank_gets_no_row_twice() -> None:
-    """With 16 of 32 experts on 2 ranks nearly every row goes everywhere: skew can add nothing to
-    rows, only to routes.
+    """With 16 of 32 experts on 2 ranks, nearly every row goes everywhere, so skew adds routes but no
+    rows.
     """
     bank = Bank("feed_forward", "feed_forward", 32, 16, 64, 64, 0, 0, route_bytes=0)
     slower = {}
@@ -278,7 +262,7 @@ def test_fitting_finds_what_the_times_were_made_of(alpha: float, beta: float) ->
 
 
 def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
-    """α and β fitted on every second measured size of an operation; the others predicted."""
+    """Fits α and β to every second size of an operation and predicts the others."""
     rows = json.loads(GLOO_TABLE.read_text())["rows"]
     errors = {}
     for key in {(row["op"], row["world"]) for row in rows}:
@@ -312,13 +296,10 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str | None, me
         read_table(file)
 
 
-def test_one_size_is_not_enough_for_two_numbers() -> None:
+def test_a_fit_is_never_negative() -> None:
+    """If least squares want a negative part, the better of latency alone and bandwidth alone is taken."""
     with pytest.raises(ValueError, match="two message sizes"):
         fit_hockney([(1e3, 1e-3), (1e3, 2e-3)])
-
-
-def test_a_fit_is_never_negative() -> None:
-    """The better of latency alone and bandwidth alone where least squares want a negative part."""
     falling = fit_hockney([(1e3, 2e-3), (1e6, 1e-3)])
     assert falling.beta_s_per_byte == 0
     assert 1e-3 < falling.alpha_s < 2e-3

@@ -1,6 +1,4 @@
-"""A step's cost: published runs, hand-made arithmetic, and what must never get worse with better
-machines.
-"""
+"""The cost of a step, against published runs, hand arithmetic, and monotonicity in the hardware."""
 
 from dataclasses import replace
 
@@ -67,8 +65,8 @@ def published(
     scores: float,
     stages: int = 1,
 ) -> Workload:
-    """A sequence model with 8 experts chosen per token, gated, without repeats; 34·D kept bytes a
-    layer (arXiv 2205.05198).
+    """A sequence model with 8 gated experts per token, no repeats, and 34·D kept bytes per layer
+    (arXiv 2205.05198).
     """
     bank = Bank(
         "feed_forward",
@@ -112,9 +110,7 @@ DEEPSEEK_V3_STAGE = published(  # a quarter of the model: 58 expert layers over 
 
 
 def test_qwen3_30b_on_8_gpus() -> None:
-    """12,040 tokens/s per GPU (NeMo Automodel): 16,384 tokens in 1.36 s. The bare sum of exchanges
-    and products is 0.90 s.
-    """
+    """12,040 tokens/s per GPU (NeMo Automodel): 16,384 tokens in 1.36 s."""
     assert QWEN3_30B.dense_parameters + QWEN3_30B.expert_parameters == pytest.approx(
         30.5e9, rel=0.01
     )
@@ -130,12 +126,8 @@ def test_qwen3_30b_on_8_gpus() -> None:
         for call in flat.collectives
         if "counts" not in call.name and "feed" in call.name
     ) == pytest.approx(0.25, abs=0.005)
-    products = 6 * 3.3e9 * 16_384 / (0.45 * H100.peak_bf16)
-    assert products == pytest.approx(0.73, abs=0.005)
-    assert 0.90 <= round(exchanged + products, 2) <= 0.98
-    full = predict(
-        scenario, LayoutCandidate(1, 8, 8, "fsdp", "dedup", "full")
-    )  # the run recomputed
+    # The run recomputed.
+    full = predict(scenario, LayoutCandidate(1, 8, 8, "fsdp", "dedup", "full"))
     assert full.time.total == pytest.approx(1.36, rel=0.20)
 
 
@@ -144,15 +136,6 @@ def test_deepseek_v3_on_256_gpus() -> None:
     assert 4 * (
         DEEPSEEK_V3_STAGE.dense_parameters + DEEPSEEK_V3_STAGE.expert_parameters
     ) == pytest.approx(671e9, rel=0.05)
-    products = 6 * 37e9 / 4 * 4096 / (0.45 * H100.peak_bf16)
-    assert products == pytest.approx(0.51, abs=0.005)
-    for per_op_ms, exchanges in (
-        (6.1, 0.35),
-        (4.6, 0.27),
-        (9.2, 0.53),
-    ):  # de-duplicated, node-limited, flat
-        assert 4 * 14.5 * per_op_ms / 1e3 == pytest.approx(exchanges, abs=0.006)
-        assert 0.77 <= products + exchanges <= 1.05
     scenario = Scenario(DEEPSEEK_V3_STAGE, H100, 4096, RoutingSkew())
     for dispatcher in ("hierarchical", "dedup"):
         found = predict(scenario, LayoutCandidate(1, 64, 64, "fsdp", dispatcher, "selective"))
@@ -176,9 +159,9 @@ PUBLISHED_ON_B200 = {  # model, tokens per rank, layout, tokens/s of a rank that
 
 @pytest.mark.parametrize("name", PUBLISHED_ON_B200)
 def test_published_runs_on_b200(name: str) -> None:
-    """Tokens per rank and recomputation are not named in the reports. The first run is what the
-    products' efficiency was fitted to, with selective recomputation; without any, or with a full
-    one, all stay within a third.
+    """The reports give neither tokens per rank nor recomputation. The products' efficiency is fitted
+    to the
+    first run with selective recomputation; with none or full, all runs stay within a third.
     """
     workload, tokens, candidate, reached = PUBLISHED_ON_B200[name]
     for recompute, factor in (("none", 1.35), ("selective", 1.10), ("full", 1.35)):
@@ -225,8 +208,9 @@ def test_memory_of_whole_weights() -> None:
 
 
 def test_memory_of_sharded_weights() -> None:
-    """16 bytes a weight over the shards, and what is gathered: all members of a group that repeats;
-    else the root and two.
+    """16 bytes a weight over the shards, plus what is gathered: all layers of a repeated group,
+    otherwise
+    the root and two layers.
     """
     total = 2000 + 2 * 1000 + 2 * 8 * 500
     scenario = Scenario(TINY, H100, 10, RoutingSkew())
@@ -350,7 +334,7 @@ def test_the_host_launches_what_dispatchers_do_in_every_sparse_layer(moeut: Work
 
 
 def test_a_step_takes_no_less_than_its_launches_and_mfu_knows_it(moeut: Workload) -> None:
-    """Few tokens: the device waits, for the dispatchers' launches too, and layouts rank by that."""
+    """With few tokens the device waits for the host, whose launches then rank the layouts."""
     scenario = Scenario(moeut, H200, 256, RoutingSkew())
     without_a_host = replace(scenario, hardware=replace(H200, launch_s=1e-12))
     for name in ("dedup", "hierarchical"):
@@ -375,7 +359,7 @@ def test_a_step_takes_no_less_than_its_launches_and_mfu_knows_it(moeut: Workload
 def test_micro_batches_share_the_optimizer_and_unsharded_sums(
     moeut: Workload, sharding: str
 ) -> None:
-    """Four of them: all else of a step is four times as much, and memory does not grow."""
+    """Four micro-batches take four times the rest of a step, and no more memory."""
     candidate = LayoutCandidate(1, 8, 4, sharding, "dedup", "full")
     for tokens in (256, 65_536):  # the host is what all wait for, or the device
         once = Scenario(moeut, H200, tokens, RoutingSkew())
@@ -418,6 +402,15 @@ def test_a_measured_table_takes_the_formulas_place(moeut: Workload) -> None:
     assert predict(replace(scenario, table=slow), candidate).time.exchange >= 18 * 3 * 4 * 1.0
     elsewhere = make_table({("all_to_all", 2): {1e3: 1.0, 1e9: 1.0}})
     assert predict(replace(scenario, table=elsewhere), candidate) == predict(scenario, candidate)
+
+
+def test_allgather_scatters_as_often_as_it_gathers(moeut: Workload) -> None:
+    """On Gloo a reduce-scatter takes twice as long as a gather, so it must not be priced as one."""
+    times = {("all_gather", 4): {1e3: 1.0, 1e9: 1.0}, ("reduce_scatter", 4): {1e3: 3.0, 1e9: 3.0}}
+    scenario = Scenario(moeut, H200, 8192, RoutingSkew(), make_table(times))
+    found = predict(scenario, LayoutCandidate(1, 4, 4, "none", "allgather"))
+    calls = [call for call in found.collectives if call.op == "allgather"]
+    assert {call.seconds_per_call for call in calls} == {2.0}
 
 
 def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:

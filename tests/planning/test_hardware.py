@@ -1,4 +1,4 @@
-"""Every figure has a source, and a file may change any."""
+"""Every hardware figure has a source, and a file can change any figure."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -14,14 +14,6 @@ def test_every_figure_has_a_source(name: str) -> None:
     figures = {entry.name for entry in fields(Hardware)} - {"name", "sources"}
     assert set(found.sources) == figures
     assert all(len(source) > 10 for source in found.sources.values())
-
-
-def test_published_figures() -> None:
-    assert HARDWARE["h200"].memory_bytes == 141e9
-    assert HARDWARE["h100"].fast == 360e9
-    assert HARDWARE["h100"].slow == 45e9
-    assert HARDWARE["gb200_nvl72"].ranks_per_node == 72
-    assert HARDWARE["b200"].peak("bfloat16") == 2.25e15
 
 
 def test_a_file_changes_figures_and_their_sources(tmp_path: Path) -> None:
@@ -42,26 +34,16 @@ def test_a_file_changes_figures_and_their_sources(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('base = "h300"', "base = 'h300' is unknown; choose h100"),
-        ('base = "h100"\nspeed = 1', "speed is no figure of a machine; known: ranks_per_node"),
-        ('base = "h100"\nslow_bandwidth = 0', "slow_bandwidth = 0: a number above 0 is needed"),
-        (
-            'base = "h100"\nranks_per_node = 7.5',
-            "ranks_per_node = 7.5: a whole number above 0 is needed",
-        ),
+        ('base = "h100"\nspeed = 1', "unknown figure speed; known: ranks_per_node"),
+        ('base = "h100"\nslow_bandwidth = 0', "slow_bandwidth = 0 must be a number above 0"),
+        ('base = "h100"\nranks_per_node = 7.5', "= 7.5 must be a whole number above 0"),
         ("base = ", "is not valid TOML"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_explained(tmp_path: Path, content: str, message: str) -> None:
+def test_a_wrong_file_is_explained(tmp_path: Path, content: str | None, message: str) -> None:
     file = tmp_path / "wrong.toml"
-    file.write_text(content)
+    if content is not None:
+        file.write_text(content)
     with pytest.raises(ValueError, match=message):
         find_hardware(str(file))
-
-
-def test_unknown_names_are_answered_with_the_known() -> None:
-    with pytest.raises(
-        ValueError, match=r"there is no hardware 'h2000': choose h100, h200, b200, gb200_nvl72"
-    ):
-        find_hardware("h2000")
-    with pytest.raises(ValueError, match="cannot be read"):
-        find_hardware("missing.toml")

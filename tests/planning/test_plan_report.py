@@ -37,20 +37,7 @@ def best_of(capsys: Capture, *arguments: str) -> Any:
     return as_json(capsys, *arguments)["plans"][0]["layouts"][0]
 
 
-HEADER = [
-    "GPUs",
-    "layout",
-    "ep",
-    "shard",
-    "dispatcher",
-    "recompute",
-    "GB",
-    "ms",
-    "c+x+w",
-    "%",
-    "tok/s",
-    "MFU",
-]
+HEADER = "GPUs layout ep shard dispatcher recompute GB ms c+x+w % tok/s MFU"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +55,8 @@ def test_one_line_per_layout_best_first_and_nothing_cut(arguments: str, capsys: 
     assert "…" not in printed
     assert max(map(len, lines)) <= 80
     header, *rows = (line.split() for line in lines[: lines.index("")])
-    assert header == HEADER
-    assert {len(row) for row in rows} == {len(HEADER) - 1}  # "%" belongs to its column's name
+    assert " ".join(header) == HEADER
+    assert {len(row) for row in rows} == {len(header) - 1}  # "%" belongs to its column's name
     times = [float(row[7]) for row in rows[:10] if row[0] == rows[0][0]]
     assert times == sorted(times)
 
@@ -112,18 +99,19 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: Capture) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("moeut_244m", "anew for each of 9 repeats"),
+        ("moeut_244m", "gathering again for each of 9 repeats"),
         ("moeut_244m", "expert parallelism pays at none of the sizes planned (8 GPUs)"),
         ("moeut_244m", "feed_forward 388"),
         ("moeut_244m", "Dirichlet loads of concentration 5 per expert"),
         ("moeut_244m model.feed_forward.num_experts=24576", "expert parallelism pays at 8 GPUs"),
         ("dense", "the model has no experts"),
         ("smoke --ep 1", "tokens or weights: no layout spreads the experts over several ranks"),
-        ("smoke --ep 16 --nodes 1 2", "1 node: no layout: ep 16 needs 16 ranks, and there are 8"),
+        (
+            "smoke --ep 16 --nodes 1 2",
+            "1 node: no layout: ep 16 needs 16 ranks, and there are only 8",
+        ),
         ("own_text --ep 16 --nodes 3", "16/24"),
         ("own_text --ep 16 --nodes 3", "stay unused"),
-        ("smoke --sources", "NCCL's tuning table"),
-        ("smoke --sources", "measured in the second half of the recipe smoke"),
     ],
 )
 def test_words_below_the_table(arguments: str, expected: str, capsys: Capture) -> None:
@@ -134,7 +122,7 @@ def test_small_models_wait_for_the_host(capsys: Capture) -> None:
     waiting = best_of(capsys, "smoke")["seconds"]["host"]
     assert waiting > 0
     assert f"{1e3 * waiting:.1f} ms more than the device" in words_of(capsys, "smoke")
-    assert "the host:" not in run(capsys, "smoke", "--tokens-per-rank", "1000000")
+    assert "host-bound:" not in run(capsys, "smoke", "--tokens-per-rank", "1000000")
 
 
 def test_detail_lists_every_collective(capsys: Capture) -> None:
@@ -161,6 +149,7 @@ def test_a_slow_network_makes_expert_parallelism_pay(capsys: Capture, tmp_path: 
 def test_measured_tables_and_recorded_loads_are_taken(capsys: Capture, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     rows = [{"op": "all_to_all", "world": 4, "bytes": size, "seconds": 1.0} for size in (1e3, 1e9)]
+    # Only the all-to-all was measured, and slowly: no formula of another dispatcher may beat it.
     table.write_text(json.dumps({"rows": rows}))
     heads = [[0.0625] * 16] * 4
     loads = {
@@ -171,12 +160,17 @@ def test_measured_tables_and_recorded_loads_are_taken(capsys: Capture, tmp_path:
         "output_expert_load": heads,
     }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(loads) + "\n")
-    words = ["smoke", "--ep", "4", "--dispatcher", "alltoall"]
-    plain = best_of(capsys, *words)["seconds"]["exchange"]
+    words = ["smoke", "--ep", "4"]
+    assert best_of(capsys, *words)["seconds"]["exchange"] < 48
     words += ["--measured", str(table)]
-    assert best_of(capsys, *words)["seconds"]["exchange"] > 48 > plain
-    text = words_of(capsys, *words, "--sources", "--skew", str(tmp_path))
-    assert "where groups of that size were measured" in text
+    found = as_json(capsys, *words)
+    assert found["plans"][0]["layouts"][0]["seconds"]["exchange"] > 48
+    assert {layout["dispatcher"] for layout in found["plans"][0]["layouts"]} <= {
+        "alltoall",
+        "dedup",
+    }
+    assert found["sources"]["collectives"] == str(table)
+    text = words_of(capsys, *words, "--skew", str(tmp_path))
     assert "feed_forward 2.08 / 2.08 / 2.08" in text
     assert "value 1.00 / 1.00 / 1.00" in text
 

@@ -19,7 +19,6 @@ def test_drawn_factors_are_those_of_drawn_loads() -> None:
     hottest = loads.max(1) * 4
     for name, quantile in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         assert found.at(name) == pytest.approx(np.quantile(hottest, quantile), rel=0.04)
-    assert found.mean == pytest.approx(hottest.mean(), rel=0.02)
 
 
 def test_heads_are_drawn_apart() -> None:
@@ -63,7 +62,7 @@ def test_recorded_loads_of_a_run(tmp_path: Path) -> None:
     bank = Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1)
     skew.check([bank])
     hottest = [1.4, 1.0, 1.6, 1.0]
-    assert skew.factor(bank, 2).mean == pytest.approx(np.mean(hottest))
+    assert skew.factor(bank, 2).p50 == pytest.approx(np.quantile(hottest, 0.5))
     assert skew.factor(bank, 2).p90 == pytest.approx(np.quantile(hottest, 0.9))
     assert "4 loads recorded in" in skew.source
 
