@@ -1,1 +1,1 @@
-"""Where and how often a run is started: jobs, Ray, one torchrun agent per node, watching."""
+"""Starts and supervises jobs: Ray, one torchrun agent per node, recovery, watching."""

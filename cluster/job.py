@@ -1,13 +1,11 @@
-"""A job as its run folder tells it: what was asked for, what happened, how it stands.
+"""Describes a job by its run folder: what was asked for, what happened, and its current state.
 
-The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl`
-(fsync per line), touches `heartbeat` about twice a second and announces each attempt in `generation`
-before it starts. Anybody who can read the folder can therefore tell how a job stands, without Ray
-and after the cluster is gone; a job whose supervisor has stopped breathing is reported as LOST,
-never as RUNNING.
+The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl` (one fsync per line),
+touches `heartbeat` about twice a second, and announces each generation in `generation` before it starts. Whoever can
+read the folder knows the job's state without Ray, even after the cluster is gone. A job whose supervisor sends no
+heartbeat is LOST, never RUNNING.
 
-Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training
-step.
+Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training step.
 """
 
 import json
@@ -32,12 +30,12 @@ METRICS = "metrics.jsonl"
 GENERATION = "generation"
 RESULT = "result.json"
 STOP = "stop"
-PAUSE = "pause"  # set by the supervision, for a generation that is to make way for another
+PAUSE = "pause"  # set by the supervisor when a generation must make way for another
 SCALE = "scale.json"
 
 EXIT_PREEMPTED = 75
-_LOOK_S = 0.2  # between two looks for a sign of life
-_USUAL_SILENCE_S = 2.0  # between two signs of life on a busy machine
+_LOOK_S = 0.2  # between two looks for a heartbeat
+_USUAL_SILENCE_S = 2.0  # between two heartbeats on a busy machine
 THIS_MACHINE, SIMULATED = "this machine", "simulated"  # of Launch.where
 
 
@@ -46,20 +44,17 @@ class JobError(ValueError):
 
 
 class State(StrEnum):
-    """Names where a job stands.
+    """Names the state of a job; the last four are final, and LOST is never written to the journal."""
 
-    The last four are ends; LOST is only ever reported, never written.
-    """
-
-    SUBMITTED = "SUBMITTED"  # handed over; nobody has taken it up yet
+    SUBMITTED = "SUBMITTED"  # no supervisor has started yet
     PLACING = "PLACING"  # waiting for nodes
-    PREPARING = "PREPARING"  # waiting until so much data is sealed that the ranks may begin
-    STARTING = "STARTING"  # a generation's processes are on their way to their first step
+    PREPARING = "PREPARING"  # waiting until enough data is sealed for the ranks to begin
+    STARTING = "STARTING"  # a generation has not made its first step yet
     RUNNING = "RUNNING"  # steps are being made
     RECOVERING = "RECOVERING"  # a generation has failed; the next one follows
-    RESIZING = "RESIZING"  # the ranks end at a step boundary, to go on with other nodes
-    STOPPING = "STOPPING"  # a stop was asked for; the ranks end at a step boundary
-    LOST = "LOST"  # the supervisor gives no sign of life
+    RESIZING = "RESIZING"  # the ranks end at a step boundary, to continue on other nodes
+    STOPPING = "STOPPING"  # a stop was requested; the ranks end at a step boundary
+    LOST = "LOST"  # the supervisor sends no heartbeat
     SUCCEEDED = "SUCCEEDED"
     STOPPED = "STOPPED"
     PREEMPTED = "PREEMPTED"  # saved and ended because the machines are taken away
@@ -67,42 +62,44 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended."""
+        """Returns whether the job has ended."""
         return self in (State.SUCCEEDED, State.STOPPED, State.PREEMPTED, State.FAILED)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Says what is to be started, and where: all that the supervisor needs, as plain values."""
+    """Holds all that the supervisor needs to start a job, as plain values."""
 
     run_dir: str  # absolute, reachable from every node
     num_nodes: int = 1
     ranks_per_node: int = 1
     name: str = "run"
-    # Of one rank; empty: the training loop, with the Python of the node it runs on.
+    # of one rank; empty: the training loop, with the Python of its node
     command: tuple[str, ...] = ()
-    # of ranks, over the node's; keys of services are among it
+    # of ranks, over the node's; includes API keys
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
+    gpus_per_node: int | None = None  # None: ranks see all GPUs of the machine; 0: none
     max_restarts: int = 3
     start_timeout_s: float = 120.0  # from a generation's start to its first evaluation or step
-    place_timeout_s: float = 30.0  # for a cluster that has never held the job to get larger
+    place_timeout_s: float = 30.0  # for a cluster that has never been large enough to grow
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
-    placed_ahead: bool = False  # its nodes are being started already
-    prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
-    where: str = ""  # it was submitted to: THIS_MACHINE, SIMULATED, or a cluster's address
-    needs_gpus: int = 0  # of each node; looked for before ranks are started
-    min_nodes: int | None = None  # to go on with when nodes are lost; None: all of them
-    wait_for_node_s: float = 60.0  # for a replacement, before it goes on with fewer
+    placed_ahead: bool = False  # its nodes are starting already
+    prepares_data: bool = False  # beside the ranks, as the run's configuration says
+    where: str = ""  # THIS_MACHINE, SIMULATED, or a cluster's address
+    needs_gpus: int = 0  # of each node; checked before ranks start
+    min_nodes: int | None = None  # enough to continue when nodes are lost; None: all
+    wait_for_node_s: float = 60.0  # for a replacement, before continuing on fewer nodes
     give_up_after_s: float | None = None  # without enough nodes; None: never
     reset_restarts_after_steps: int | None = 1000
     max_node_losses: int = 100
-    # The numbers of nodes that fit, with the keys of the mesh that change; None: any number does.
+    # possible numbers of nodes, with the mesh keys that change; None: any number
     layouts: Mapping[int, Mapping[str, Any]] | None = None
-    mesh: Mapping[str, Any] = field(default_factory=dict)  # its keys that change, of a generation
-    supervisor_timeout_s: float = 120.0  # a node that hears nothing for so long ends its ranks
+    mesh: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # mesh keys that change in this generation
+    supervisor_timeout_s: float = 120.0  # of silence, after which a node ends its ranks
     log_max_bytes: int = MAX_BYTES
     log_pieces: int = PIECES
 
@@ -112,13 +109,13 @@ class Launch:
         return self.num_nodes * self.ranks_per_node
 
     def rank_command(self) -> list[str]:
-        """Returns the command line of one rank on the machine where this is called."""
+        """Returns the command line of one rank on this machine."""
         return list(self.command) or [sys.executable, "-m", "moebius.train", self.run_dir]
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """Says why a generation ended: the failure that is not a mere consequence of another."""
+    """Describes why a generation ended: the failure that is not a consequence of another."""
 
     summary: str  # one line
     rank: int | None = None
@@ -129,23 +126,23 @@ class RootCause:
     traceback: str | None = None
     log: str | None = None  # relative to the run folder
     on_purpose: bool = False
-    infrastructure: bool = False  # a node or an agent died, not what ran on it
+    infrastructure: bool = False  # a node or an agent failed, not a rank
 
     @property
     def signal(self) -> str | None:
-        """Returns the name of the signal that ended the rank, if one did."""
+        """Returns the name of the signal that ended the rank; None without one."""
         return signal_name(self.exit_code)
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> "RootCause":
-        """Reads a cause from the journal; fields that are not known are left out."""
+        """Reads a cause from the journal, ignoring unknown fields."""
         known = {entry.name for entry in fields(cls)}
         return cls(**{key: value for key, value in details.items() if key in known})
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Says how a job stands, from the files of its run folder alone."""
+    """Holds the state of a job, as the files of its run folder show it."""
 
     run_dir: Path
     state: State
@@ -155,18 +152,16 @@ class JobStatus:
     total_steps: int | None = None
     loss: float | None = None
     reason: str = ""
-    root_cause: RootCause | None = (
-        None  # of the last generation that failed, even if the job recovered
-    )
+    root_cause: RootCause | None = None  # of the last generation that failed
     heartbeat_age_s: float | None = None
     submitted_at: float | None = None
     ended_at: float | None = None
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of a command that watched the job.
+        """Returns the exit code of a command that watches the job.
 
-        1 if it failed or is lost; 75 (EX_TEMPFAIL: try again) if it was preempted.
+        1 if it failed or is lost; 75 (EX_TEMPFAIL) if it was preempted; otherwise 0.
         """
         if self.state is State.PREEMPTED:
             return EXIT_PREEMPTED
@@ -175,7 +170,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """Holds one line of the journal."""
+    """Holds one line of the journal, decoded."""
 
     time: float
     state: State
@@ -185,7 +180,7 @@ class JournalEntry:
 
 
 class Journal:
-    """Records a job's states, append-only; a line is on disk before the call returns."""
+    """Appends a job's states to a file; a line is on disk before the call returns."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / JOURNAL
@@ -198,34 +193,33 @@ class Journal:
         reason: str,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """Appends one state and makes sure that it is on disk."""
+        """Appends one state and syncs it to disk."""
         self.write(entry_of(state, generation=generation, reason=reason, details=details))
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Appends an entry that `entry_of` has made.
+        """Appends an entry of `entry_of`.
 
         Raises:
-            OSError: it is not certain to be on disk: none, part or all of it may be. It may be
-                written again.
+            OSError: the entry may be missing, torn or whole on disk. Writing it again is safe.
         """
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open(self.path, "ab+") as file:
             if file.tell() and not _ends_with_newline(file):
-                # a writer was killed mid-line: its fragment must not swallow this entry
+                # a writer was killed in mid-line: its fragment must not swallow this entry
                 line = "\n" + line
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
 
     def entries(self) -> list[JournalEntry]:
-        """Returns all whole entries; a line that was torn by a kill is skipped."""
+        """Returns all whole entries; torn lines are skipped."""
         return parse_entries(JsonLinesTail(self.path).read())
 
 
 def entry_of(
     state: State, *, generation: int, reason: str, details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a line of the journal as plain values, of this moment, without secrets."""
+    """Returns a journal line of this moment as plain values, without secrets."""
     return {
         "time": time.time(),
         "state": state.value,
@@ -236,10 +230,10 @@ def entry_of(
 
 
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
-    """Returns the journal entries of decoded lines; lines that are none are skipped.
+    """Returns the journal entries among decoded lines.
 
-    So is the second of two lines of one moment: it was written again, because the disk did not
-    confirm the first.
+    Of two lines with equal time and state, the second is skipped: it was written again because the disk had not
+    confirmed the first.
     """
     states = {state.value: state for state in State}
     found: list[JournalEntry] = []
@@ -256,10 +250,7 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
 
 
 def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """Returns the entries since the job was last submitted.
-
-    A run folder may be submitted again, to go on.
-    """
+    """Returns the entries since the job was last submitted."""
     start = max(
         (number for number, entry in enumerate(entries) if entry.state is State.SUBMITTED),
         default=0,
@@ -268,11 +259,10 @@ def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
 
 
 def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobStatus:
-    """Returns how the job of a run folder stands.
+    """Returns the state of the job in a run folder.
 
     Args:
-        liveness: of one who watches and has looked before; a single look must trust the times of
-            the folder's files.
+        liveness: of a watcher that has looked before; a single look must trust the files' times.
 
     Raises:
         JobError: there is no job in this folder.
@@ -297,7 +287,7 @@ def read_status(run_dir: Path, *, liveness: LivenessWatch | None = None) -> JobS
         restarts=sum(entry.state is State.RECOVERING for entry in current),
         step=newest["step"] if newest else None,
         total_steps=total_steps(run_dir),
-        loss=float(newest["loss"]) if newest else None,  # what is not finite is a string there
+        loss=float(newest["loss"]) if newest else None,  # text if it is not finite
         reason=reason,
         root_cause=RootCause.from_details(causes[-1]) if causes else None,
         heartbeat_age_s=silent_s,
@@ -317,9 +307,9 @@ def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]
 
 
 def last_train_line(run_dir: Path) -> dict[str, Any] | None:
-    """Returns the newest line about a step in the run's metrics; None before the first.
+    """Returns the newest metrics line about a step; None before the first.
 
-    Looks at the end of the file first: who follows a job asks this several times a second.
+    It reads the end of the file first, since followers call this several times a second.
     """
     for num_bytes in (32 << 10, 256 << 10, 4 << 20):
         for line in reversed(
@@ -331,7 +321,7 @@ def last_train_line(run_dir: Path) -> dict[str, Any] | None:
 
 
 def total_steps(run_dir: Path) -> int | None:
-    """Returns how many steps the run was asked to make, or None where its config does not say."""
+    """Returns the number of steps in the run's configuration; None if it is missing there."""
     try:
         steps = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
     except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError):
@@ -340,14 +330,13 @@ def total_steps(run_dir: Path) -> int | None:
 
 
 def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda words: None) -> None:
-    """Raises JobError when a live supervisor is at work in this folder.
+    """Raises JobError if a live supervisor is at work in this folder.
 
-    Two would train on top of each other. A supervisor that was killed a moment ago has left a fresh
-    sign of life, so the next one is waited for, at most until the job counts as LOST.
+    A supervisor that was killed a moment ago has left a fresh heartbeat. So this waits for the next one, at most until
+    the job counts as LOST.
 
     Args:
-        run_dir: of the job.
-        tell: is told how long the waiting may take, if it takes more than a moment.
+        tell: called if the wait takes more than a moment, with how long it may take.
     """
     try:
         status = read_status(run_dir)
@@ -375,13 +364,15 @@ def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda w
 
 
 def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
-    """Opens the job's journal, with a note beside its size; clears what an earlier one left.
+    """Opens the job's journal and removes flags of an earlier submission.
 
-    Whether a job is at work here is asked once more: since the command first asked, the data may
-    have been prepared for an hour, and another job begun.
+    It checks again that no job runs here: preparing the data may have taken an hour since the first check.
+
+    Args:
+        note: added to the number of nodes and ranks.
 
     Raises:
-        JobError: a job is at work here, or the folder cannot be written.
+        JobError: a job is running here, or the folder cannot be written.
     """
     run_dir = Path(launch.run_dir)
     refuse_if_running(run_dir)
@@ -403,7 +394,7 @@ def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
 
 
 def announced_generation(run_dir: Path) -> int | None:
-    """Returns the number in the file `generation`, 0 where there is none; None: it is damaged."""
+    """Returns the number in the file `generation`: 0 without a file, None if it is damaged."""
     try:
         return int((run_dir / GENERATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -413,10 +404,10 @@ def announced_generation(run_dir: Path) -> int | None:
 
 
 def read_generation(run_dir: Path) -> int:
-    """Returns the number of the last generation that was announced; 0 before the first.
+    """Returns the number of the last announced generation; 0 before the first.
 
-    Where the file is damaged, it is one more than the journal and the logs know of: the last one may
-    have been announced and never have begun, and its number must not be given out twice.
+    If the file is damaged, returns one more than the journal and the logs contain: the last generation may have been
+    announced without starting, and its number must not be used twice.
     """
     announced = announced_generation(run_dir)
     if announced is not None:
@@ -427,10 +418,7 @@ def read_generation(run_dir: Path) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that a reader sees either whole or not at all.
-
-    It survives a power cut once this returns.
-    """
+    """Writes a file that readers see whole or not at all, synced to disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -440,7 +428,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """Returns the name of the signal that an exit code means: SIGKILL for -9, None for 1."""
+    """Returns the signal that an exit code stands for: SIGKILL for -9, None for 1."""
     if exit_code is None or exit_code >= 0:
         return None
     try:
@@ -450,7 +438,7 @@ def signal_name(exit_code: int | None) -> str | None:
 
 
 def as_details(cause: RootCause) -> dict[str, Any]:
-    """Returns a root cause as the journal keeps it; empty values are left out."""
+    """Returns a root cause as the journal stores it, without empty values."""
     return {
         key: value
         for key, value in asdict(cause).items()

@@ -1,4 +1,4 @@
-"""From a configuration to a launch: what ranks need, what they inherit, and how a job is announced."""
+"""Turns a configuration into a launch: resources, inherited environment, and the journal's first line."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,22 @@ from .scale import ScaleRequest, write_request
 from .shipped_code import Shipment, record_environment
 from .supervise.background_data import prepares_beside
 
-# Settings of the submitter's shell that ranks get. FI_ is libfabric's, beneath NCCL.
+# Variables of the submitter's shell that ranks inherit. FI_ belongs to libfabric, which NCCL may use.
 FORWARDED = ("MOEBIUS_", "NCCL_", "FI_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "OMP_")
 FORWARDED_NAMES = ("CC", "CXX")  # the compilers of kernels
-_NEVER = "CUDA_VISIBLE_DEVICES"  # which GPUs a rank has is its own node's affair
-# and those of the services that the run's metrics go to, keys too, in memory and in no file of ours
+_NEVER = "CUDA_VISIBLE_DEVICES"  # each node assigns its own GPUs
+# Variables of metric services, including API keys: they stay in memory and reach none of our files.
 _OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
 
 
 def make_launch(
     config: Config, run_dir: Path, *, address: str | None, command: Sequence[str] = ()
 ) -> Launch:
-    """Returns the launch of a job on the cluster that this process is connected to.
+    """Returns the launch of a job on the connected cluster.
 
-    `address` is the cluster's; None: it is simulated for this job. `command` is one of a rank,
-    instead of the training loop.
+    Args:
+        address: the cluster's; None: it is simulated for this job.
+        command: of one rank, instead of the training loop.
     """
     job = config.job
     gpus = simulated_gpus(config) if address is None else _cluster_gpus(config)
@@ -51,7 +52,7 @@ def make_launch(
 
 
 def launch_here(config: Config, run_dir: Path) -> Launch:
-    """Returns the launch of a job whose ranks are all on this machine, without a cluster."""
+    """Returns the launch of a job on this machine alone, without a cluster."""
     return Launch(
         ranks_per_node=config.world_size,
         where=THIS_MACHINE,
@@ -61,9 +62,9 @@ def launch_here(config: Config, run_dir: Path) -> Launch:
 
 
 def open_folder(config: Config, run_dir: Path, console: Console) -> None:
-    """Makes the run folder, or checks that it holds this run and that no job is at work there.
+    """Makes the run folder, or checks that it holds this run and no job is running there.
 
-    Parts of the user's own that cannot be imported are refused here, before any rank starts.
+    User-defined parts that cannot be imported are refused here, before any rank starts.
     """
     refuse_if_running(run_dir, tell=lambda words: console.print(Text(words)))
     config.import_parts()
@@ -73,11 +74,11 @@ def open_folder(config: Config, run_dir: Path, console: Console) -> None:
 def begin_job(
     launch: Launch, scale: ScaleRequest | None = None, shipment: Shipment | None = None
 ) -> None:
-    """Opens the job's journal, with the code that it runs.
+    """Opens the job's journal and records the code that runs.
 
     Args:
-        scale: an earlier `moebius scale` to go on with; the journal says so.
-        shipment: the code that the nodes are given.
+        scale: an earlier `moebius scale` that still applies.
+        shipment: code that is sent to the nodes.
     """
     code = record_environment(Path(launch.run_dir), shipment)
     if scale is None:
@@ -88,9 +89,9 @@ def begin_job(
 
 
 def simulated_gpus(config: Config) -> int:
-    """Returns the GPUs of each pretended node: one per rank if this machine has enough, else none.
+    """Returns the GPUs per simulated node: one per rank if this machine has enough, else none.
 
-    Ranks cannot share one under NCCL.
+    Ranks cannot share a GPU under NCCL.
     """
     if config.train.device == "cpu":
         return 0
@@ -109,8 +110,9 @@ def simulated_gpus(config: Config) -> int:
 
 
 def _cluster_gpus(config: Config) -> int:
-    """Returns the GPUs of each node of a real cluster: one per rank; with device "auto" none if too
-    few nodes have them.
+    """Returns the GPUs per node of a real cluster: one per rank.
+
+    With device "auto", none if too few nodes have them.
     """
     import ray
 
@@ -139,7 +141,7 @@ def _of_any_job(config: Config, run_dir: Path, *, environment: Mapping[str, str]
 
 
 def _forwarded(config: Config) -> dict[str, str]:
-    """Returns what ranks get of this shell's environment."""
+    """Returns the variables of this shell that ranks inherit."""
     sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.sinks)
     prefixes = (*FORWARDED, *sinks)
     return {

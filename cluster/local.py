@@ -1,6 +1,4 @@
-"""A run on this machine without Ray: the same agent, supervisor and journal as on a cluster, with
-one node.
-"""
+"""Runs a job on this machine without Ray: the same agent, supervisor and journal, with one node."""
 
 import threading
 from pathlib import Path
@@ -24,12 +22,12 @@ from .supervise.job_supervisor import supervise
 def train_here(
     config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None
 ) -> JobStatus:
-    """Trains with all ranks of the job on this machine, data preparation included; shows it all.
+    """Prepares the data, trains with all ranks on this machine, and shows the run.
 
     Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
 
     Raises:
-        JobError: a job is at work in this folder.
+        JobError: a job is running in this folder.
         ConfigError: the run folder cannot be written, or holds another run.
         DataError: the data cannot be prepared.
     """
@@ -39,7 +37,7 @@ def train_here(
     if difference := difference_from_linux():
         console.print(Text(difference, style="yellow"))
     launch = launch_here(config, run_dir)
-    this_machine = ThisMachine(launch)  # its imports run beside the preparation
+    this_machine = ThisMachine(launch)  # imports while the data is prepared
     try:
         if not launch.prepares_data:
             with show_preparation(console, live=live) as on_progress:
@@ -54,7 +52,7 @@ def train_here(
 def _run_and_show(
     launch: Launch, this_machine: ThisMachine, console: Console, live: bool | None
 ) -> JobStatus:
-    """Runs the job in this thread, which receives Ctrl-C, and shows it from another."""
+    """Runs the job in this thread, which receives Ctrl-C, and shows it from another one."""
     run_dir = Path(launch.run_dir)
     begin_job(launch)
     ended = threading.Event()

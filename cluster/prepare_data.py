@@ -1,11 +1,10 @@
-"""Preparing data on a cluster, and beside a job's ranks: a process of its own, bound to the supervisor.
+"""Prepares data on a cluster, or beside a job's ranks in a process bound to the supervisor.
 
     python -m moebius.cluster.prepare_data RUN_DIR --workers N
     python -m moebius.cluster.prepare_data RUN_DIR --address HOST:PORT --capacity N
 
-It reads what is to be prepared in the run folder's config.json, and writes how far it is to
-`preparation.jsonl` there. When it is killed, another one goes on where it was. With `--workers` it
-and its processes have the lowest priority: ranks go first where there are too few CPUs for all.
+It reads the run folder's config.json and reports progress to `preparation.jsonl` there. If it is killed, the next one
+continues where it stopped. With `--workers`, it runs at the lowest priority, so that ranks come first.
 """
 
 import argparse
@@ -28,7 +27,7 @@ _LOWEST_PRIORITY = 19
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepares to the end; returns the exit code."""
+    """Prepares all data; returns the exit code."""
     processes.bind_to_parent()
     options = _parse(arguments)
     values = json.loads((options.run_dir / "config.json").read_bytes())
@@ -56,7 +55,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _pool(options: argparse.Namespace) -> Iterator[TaskPool]:
-    """Yields where the tasks run."""
+    """Yields the pool that runs the tasks."""
     if options.address is None:
         os.nice(_LOWEST_PRIORITY)
         if options.workers == 1:
@@ -80,9 +79,10 @@ def prepare_on_cluster(
     workers: int | None = None,
     on_poison: OnPoison = "auto",
 ) -> DatasetManifest:
-    """Prepares a folder with Ray tasks, for `moebius prepare`, and shows it.
+    """Prepares a folder with Ray tasks and shows the progress, for `moebius prepare`.
 
-    The tasks run on the cluster at `address`, or in `workers` processes here.
+    Args:
+        address: of the cluster; None simulates one here with `workers` CPUs.
     """
     from rich.console import Console
 

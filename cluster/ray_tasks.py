@@ -1,15 +1,13 @@
-"""Data preparation on a Ray cluster: the work of data_pipeline/, one plain Ray task per item.
+"""Prepares data on a Ray cluster: one plain Ray task per item of data_pipeline/.
 
-Plain tasks, not Ray Data: measured within noise of a bare process per CPU second, where Ray Data
-took 1.5-3 times the wall time and could wait for itself for ever (ray#44687). Results come in the
-order in which they are done; who needs another order (the committer of the shards) restores it.
-What to do about a task that failed is decided by the preparation, for Ray as for any other pool.
+Plain tasks were within noise of a bare process per CPU second, whereas Ray Data took 1.5-3 times the wall time and could
+deadlock (ray#44687). Results arrive in order of completion; the committer of the shards restores the order of the data.
+The preparation decides how to handle failed tasks, as for any other pool.
 
-A split is read to be scanned, and kept by the process that has scanned it (making/kept.py). Ray does
-not let a plain task choose its worker; but where no task waits for a worker, the one that is free is
-the one that has just scanned, and what comes next, tokenising that split, is run there. With a second
-task for every CPU in line more than half of the splits were read twice: a tenth of the processor
-time. A CPU that waits for the next task waits 10 ms, of seconds that a task takes.
+The process that scans a split keeps it (make/kept.py), and tokenizing it there saves reading it twice. Ray does not let
+a plain task choose its worker. But if no task waits for a worker, the free one is the one that has just scanned. With a
+second task queued for every CPU, more than half of the splits were read twice, a tenth of the processor time. Without a
+queue, a CPU waits 10 ms for the next task; tasks take seconds.
 """
 
 import contextlib
@@ -24,26 +22,22 @@ from .places.ray_session import require_ray
 T = TypeVar("T")
 
 _CANCELS = 5
-_CPUS_PER_WAITING = 16  # of a large cluster one task waits, so that the driver keeps all busy
+_CPUS_PER_WAITING = 16  # one queued task per so many CPUs keeps a large cluster busy
 
 
 def tasks_for(num_cpus: int) -> int:
-    """Returns how many tasks are out at a time on so many CPUs."""
+    """Returns how many tasks to submit at a time to so many CPUs."""
     return max(1, num_cpus + num_cpus // _CPUS_PER_WAITING)
 
 
 class RayPool:
-    """Runs tasks on the cluster that this process is connected to. Use it as a context manager.
+    """Runs tasks on the connected cluster. Use it as a context manager.
 
-    About as many tasks are out at a time as there are CPUs, and the cluster's memory never holds
-    more than a few results.
+    It submits about as many tasks at a time as there are CPUs, so the cluster's memory holds few results.
     """
 
     def __init__(self, *, capacity: int | None = None):
-        """Takes the tasks that may be out at a time; None: as many as suit the cluster's CPUs.
-
-        Nodes may come and go: a capacity that was not given is asked of the cluster each time.
-        """
+        """Takes the number of tasks to submit at a time; None: as the cluster's CPUs allow, which may change."""
         require_ray()
         import ray
 
@@ -58,7 +52,7 @@ class RayPool:
 
     @property
     def capacity(self) -> int:
-        """Returns how many tasks may be out at a time, by default as many as suit the CPUs."""
+        """Returns how many tasks to submit at a time."""
         if self._capacity is not None:
             return self._capacity
         import ray
@@ -66,18 +60,18 @@ class RayPool:
         return tasks_for(int(ray.cluster_resources().get("CPU", 1)))
 
     def expect(self, num_tasks: int) -> None:
-        """Implements `TaskPool.expect`: workers import what tasks need while nobody waits."""
+        """Implements `TaskPool.expect`: workers import what tasks need in advance."""
         for _ in range(min(num_tasks, self.capacity)):
             self._task.remote(import_tasks, None, folder_of_job())
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Submits a task to the Ray cluster and returns its number."""
+        """Submits a task and returns its number."""
         self._submitted += 1
         self._out[self._task.remote(function, item, folder_of_job())] = self._submitted
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
-        """Waits until some task has ended; returns its number and its result or exception."""
+        """Waits until a task has ended; returns its number and its result or exception."""
         import ray
 
         done, _ = ray.wait(list(self._out), num_returns=1)
@@ -87,12 +81,12 @@ class RayPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends what is still out when nobody listens any more (an error, Ctrl-C)."""
+        """Cancels tasks that are still running (after an error or Ctrl-C)."""
         import ray
         from ray.exceptions import RayError
 
         out = list(self._out)
-        for _ in range(_CANCELS):  # Ray can lose a cancellation of a task that is about to start
+        for _ in range(_CANCELS):  # Ray can lose the cancellation of a task that is about to start
             for reference in out:
                 with contextlib.suppress(RayError):
                     ray.cancel(reference, force=True)
@@ -101,8 +95,8 @@ class RayPool:
 
 
 def _call(function: Callable[[T], object], item: T, folder: str) -> object:
-    """The task: any callable will do, where Ray itself takes plain functions only."""
-    os.environ[FOLDER] = folder  # which functions of the user's own are imported from
+    """Runs one item; unlike a Ray task, `function` may be any callable."""
+    os.environ[FOLDER] = folder  # from which the user's own functions are imported
     return run_task(function, item)
 
 
@@ -123,12 +117,12 @@ def _result(reference: Any) -> Any:
         return _cause(error)
     except (NodeDiedError, OutOfMemoryError, TaskCancelledError) as error:
         return WorkerKilledError(f"Ray ended its process ({type(error).__name__})")
-    except RayError as error:  # Ray does not say what a worker died of
+    except RayError as error:  # Ray does not say why the worker died
         return WorkerDiedError(f"its process died ({type(error).__name__})")
 
 
 def _cause(error: Any) -> Exception:
-    """Returns the exception of a task, with Ray's account of where it was raised."""
+    """Returns a task's exception, chained to Ray's report of where it was raised."""
     if not isinstance(error.cause, Exception):
         return error
     error.cause.__cause__ = error

@@ -1,9 +1,8 @@
-"""Another number of nodes for a job that runs: `moebius scale RUN N`.
+"""Changes the number of nodes of a running job: `moebius scale RUN N`.
 
-The wish is a file in the run folder, which the supervision reads: the job pauses at the next step
-boundary and goes on with so many nodes, as soon as the cluster has them. Being a file it outlives
-the supervisor, and `moebius resume` takes it along unless it is given another job.num_nodes; a new
-`moebius submit` goes by job.num_nodes again.
+The request is a file in the run folder. The supervisor pauses the job at the next step boundary once the cluster has
+enough nodes, and continues on N nodes. The file outlives the supervisor. `moebius resume` keeps the request unless it is
+given another job.num_nodes; a new `moebius submit` uses job.num_nodes.
 """
 
 import json
@@ -28,22 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """Says how many nodes a job is to have."""
+    """Holds a requested number of nodes."""
 
     num_nodes: int
-    # The numbers of nodes that fit, with the keys of the mesh that change; None: any number does.
+    # possible numbers of nodes, with the mesh keys that change; None: any number
     layouts: Mapping[int, Mapping[str, Any]] | None
 
 
 def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
-    """Asks the job to go on with `num_nodes` nodes from the next step boundary on.
+    """Asks the job to continue on `num_nodes` nodes from the next step boundary.
 
-    For the command line: `moebius scale RUN N` calls this and returns; `status --watch` shows the
-    rest. If the cluster has fewer nodes the job goes on as it is until it has more.
+    With fewer nodes in the cluster, the job continues unchanged until there are more.
 
     Raises:
-        JobError: there is no job, it has ended, or the run cannot be divided so; the message names
-            numbers that fit.
+        JobError: there is no job, it has ended, or it does not fit this number of nodes; the message lists numbers that
+            do.
     """
     status = read_status(run_dir)
     if status.state.is_final:
@@ -65,21 +63,21 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
 
 
 def write_request(run_dir: Path, request: ScaleRequest) -> None:
-    """Leaves a request where the supervision looks for it."""
+    """Writes a request to where the supervisor looks for it."""
     write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
 
 
 def request_to_keep(
     run_dir: Path, config: "Config", overrides: Sequence[str]
 ) -> ScaleRequest | None:
-    """Returns what a resumed job is to take along of an earlier `moebius scale`.
+    """Returns the earlier `moebius scale` that still applies to a resumed job; None without one.
 
     Args:
-        config: with which the job is resumed: other numbers of nodes may fit it.
-        overrides: those of the command line; a job.num_nodes among them goes before.
+        config: the job's, which may have changed.
+        overrides: of the command line; job.num_nodes among them takes precedence.
 
     Raises:
-        JobError: the configuration does not fit that number of nodes any more.
+        JobError: the configuration no longer fits the requested number of nodes.
     """
     if any(each.startswith("job.num_nodes=") for each in overrides):
         return None
@@ -89,7 +87,7 @@ def request_to_keep(
 
 
 def scale_requested(run_dir: Path) -> ScaleRequest | None:
-    """Returns what was asked for, or None.
+    """Returns the request in the run folder; None without one.
 
     Raises:
         JobError: the file is damaged.
@@ -116,7 +114,7 @@ def _where(run_dir: Path) -> str:
 
 
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
-    """Returns the numbers of nodes up to `num_nodes` that fit; None where no configuration says."""
+    """Returns the possible numbers of nodes up to `num_nodes`; None without a configuration."""
     from ..train.config.run_config import Config
 
     if not (run_dir / "config.json").exists():

@@ -1,4 +1,4 @@
-"""Ending a job early: the flag in its run folder, who sets it, and the signals that do."""
+"""Ends a job early: the stop flag in its run folder, and the signals that set it."""
 
 import signal
 import time
@@ -9,16 +9,17 @@ from pathlib import Path
 from .job import STOP, JobError, JobStatus, read_status, write_atomically
 from .liveness import LivenessWatch
 
-# Contents of the stop flag. An empty flag asks for an end at a step boundary with a checkpoint.
+# Contents of the stop flag. An empty flag asks for a checkpoint at a step boundary.
 STOP_NOW = "now"  # without a checkpoint
-STOP_PREEMPT = "preempt"  # the same end, because the machines are taken away
+STOP_PREEMPT = "preempt"  # with a checkpoint; the machines will be taken away
 
 
 def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> None:
-    """Asks the job to end: at the next step boundary with a checkpoint, or `now` without one.
+    """Asks the job to end at the next step boundary with a checkpoint.
 
     Args:
-        preempt: end at the step boundary as PREEMPTED, because the machines are taken away.
+        now: end at once, without a checkpoint.
+        preempt: end as PREEMPTED, because the machines will be taken away.
     """
     write_atomically(run_dir / STOP, STOP_NOW if now else STOP_PREEMPT if preempt else "")
 
@@ -35,7 +36,7 @@ def stop_requested(run_dir: Path) -> str | None:
 def stop(
     run_dir: Path, *, now: bool = False, preempt: bool = False, timeout_s: float = 600.0
 ) -> JobStatus:
-    """Asks a job to end (`request_stop`) and waits until it has.
+    """Asks a job to end (`request_stop`) and waits for it.
 
     Raises:
         JobError: there is no job in this folder, or it did not end within `timeout_s`.
@@ -60,10 +61,9 @@ def stop(
 
 @contextmanager
 def interrupts_stop_the_job(run_dir: Path) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM set the stop flag while inside. Main thread only.
+    """Makes SIGINT and SIGTERM set the stop flag inside the context. Main thread only.
 
-    Machines announce with SIGTERM that they will be taken away: the job ends as PREEMPTED. A second
-    signal asks for an end at once.
+    SIGTERM announces that the machine will be taken away, so the job ends as PREEMPTED. A second signal ends it at once.
     """
     asked = 0
 

@@ -1,15 +1,14 @@
-"""Submitting a job to a cluster: what `moebius submit` calls.
+"""Submits a job to a cluster, for `moebius submit`.
 
-    1. open       the run folder is made, or found to hold this run
-    2. connect    to the cluster at an address, or to one that is simulated here for this job
+    1. open       the run folder, new or holding this run
+    2. connect    to the cluster at an address, or to one simulated for this job
     3. prepare    the data, as Ray tasks
     4. start      the job's supervisor, a detached actor (supervise/actor.py)
     5. follow     the run folder, until the job has ended
 
-On a real cluster the job does not need this process from step 4 on: it outlives the command line,
-and `stop`, `read_status` and `follow` find it through its run folder. A simulated cluster ends with
-its user, so there the nodes and the supervisor come up while data is prepared, and the embedded
-corpus, which needs no cluster, is prepared while the cluster comes up.
+From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its run folder.
+A simulated cluster ends with this process, so its nodes and supervisor start while the data is prepared. The embedded
+corpus needs no cluster and is prepared while the cluster starts.
 """
 
 import contextlib
@@ -60,25 +59,22 @@ def submit(
     console: Console | None = None,
     live: bool | None = None,
 ) -> JobStatus:
-    """Runs a job on a cluster, data preparation included, and shows it; returns how it ended.
+    """Runs a job on a cluster, including data preparation, and shows it; returns how it ended.
 
-    Ctrl-C (or SIGTERM) stops the job at a step boundary with a checkpoint; a second one ends it at
-    once.
+    Ctrl-C or SIGTERM stops the job at a step boundary with a checkpoint; a second one ends it at once.
 
     Args:
-        config: `config.data.directory` must be absolute and, like `run_dir`, reachable from every
-            node.
-        address: host:port of a Ray cluster's head, "auto", or "simulated" and "simulated:NAME" for
-            one of `moebius cluster up`; None simulates `config.job.num_nodes` nodes here.
-        detach: return as soon as the supervisor is up; only for a cluster that outlives this
-            process.
+        config: `config.data.directory` must be absolute and, like `run_dir`, visible on every node.
+        address: host:port of a Ray cluster's head, "auto", or "simulated[:NAME]" of `moebius cluster up`; None
+            simulates `config.job.num_nodes` nodes here.
+        detach: return as soon as the supervisor is up; needs a cluster that outlives this process.
         command: of one rank, instead of the training loop.
-        scale: another number of nodes than the configuration's, from an earlier `moebius scale`.
-        shipment: the code that the nodes are given, while `shipping` (shipped_code.py).
-        live: redraw in place or write lines; by default as the console can.
+        scale: an earlier `moebius scale`, which replaces the configured number of nodes.
+        shipment: code for the nodes, inside `shipping` (shipped_code.py).
+        live: redraw in place or write lines; default: as the console can.
 
     Raises:
-        JobError: Ray is missing, the cluster cannot be used, or a job is at work in this folder.
+        JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
         ConfigError: the run folder cannot be written, or holds another run.
         DataError: the data cannot be prepared.
     """
@@ -102,7 +98,7 @@ def submit(
             start_supervisor(launch, held)
             if detach:
                 return read_status(run_dir)
-            ray.shutdown()  # it ends its clients when its control store is gone; files stay
+            ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
             status = follow(run_dir, console=console, live=live)
             _await_release(run_dir)
     show_end(status, console)
@@ -118,7 +114,7 @@ def _connected(
     num_nodes: int,
     meanwhile: Callable[[], None],
 ) -> Iterator[None]:
-    """Connects to a cluster while inside; `meanwhile` is called while one that is ours comes up."""
+    """Connects to a cluster; calls `meanwhile` while a simulated one starts."""
     if address is not None:
         with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
@@ -128,7 +124,7 @@ def _connected(
     if per_node := simulated_gpus(config):
         gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
     started = time.monotonic()
-    # what a node claims for preparing is beyond what its ranks reserve
+    # data preparation needs CPUs beyond those that the ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
     cpus = config.job.ranks_per_node + for_data
     place = simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus, meanwhile=meanwhile)
@@ -140,25 +136,25 @@ def _connected(
 
 
 def needs_no_cluster(config: PrepareConfig) -> bool:
-    """Returns whether the embedded corpus is all there is, which is read in this process."""
+    """Returns whether the only input is the embedded corpus, which this process reads."""
     return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
 class _Data:
-    """Prepares the data of a run, once, and shows it."""
+    """Prepares a run's data once, and shows it."""
 
     def __init__(self, config: Config, console: Console, live: bool | None) -> None:
         self._config = config
         self._show = partial(show_preparation, console, live=live)
-        self._is_done = prepares_beside(config)  # by a process of the supervisor's
+        self._is_done = prepares_beside(config)  # the supervisor's process does it
 
     def prepare_early(self) -> None:
-        """Prepares the data in this process if that needs no cluster."""
+        """Prepares the data in this process if it needs no cluster."""
         if needs_no_cluster(self._config.prepare):
             self.prepare(None)
 
     def prepare(self, pool: TaskPool | None) -> None:
-        """Prepares the data, unless that was done or is left to a process beside the ranks."""
+        """Prepares the data, unless it is done or left to a process beside the ranks."""
         if self._is_done:
             return
         directory = self._config.data.directory
@@ -170,7 +166,7 @@ class _Data:
 def _make_ready_here(
     launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
 ) -> "tuple[Launch, HeldSupervisor | None]":
-    """Prepares the data while the nodes and the supervisor come up on a cluster of our own."""
+    """Prepares the data while nodes and supervisor start on a simulated cluster."""
     from .supervise.actor import hold_supervisor, place_ahead
 
     if scale is None:
@@ -185,7 +181,7 @@ def _make_ready_here(
 def _make_ready_at(
     launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
 ) -> "tuple[Launch, HeldSupervisor | None]":
-    """Prepares the data on a cluster that others use, too; its nodes are taken afterwards."""
+    """Prepares the data on a shared cluster; reserves the job's nodes afterwards."""
     from .supervise.actor import place_ahead
 
     with RayPool() as pool:
@@ -195,12 +191,9 @@ def _make_ready_at(
 
 
 def _await_release(run_dir: Path) -> None:
-    """Waits until the supervisor has given its nodes back, so that nothing is left when we return.
-
-    Its heartbeat is the last thing that it takes away.
-    """
+    """Waits until the supervisor has released its nodes: it removes its heartbeat last."""
     if not read_status(run_dir).state.is_final:
-        return  # it is lost, and gives nothing back
+        return  # a lost supervisor releases nothing
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while (run_dir / HEARTBEAT).exists() and time.monotonic() < deadline:
         time.sleep(0.1)

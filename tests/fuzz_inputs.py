@@ -339,7 +339,7 @@ class Bench:
 COMMANDS = (
     ["status"], ["status", "runs/mine"], ["status", "runs/mine", "--json"], ["watch", "runs/mine"],
     ["status", "runs", "--all", "--json"], ["watch", "runs/mine", "--json"],
-    ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2", "--since", "10m"],
+    ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2"],
     ["logs", "runs/mine", "--json", "--generation", "1"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
     ["plan", "smoke", "--layout"], ["plan", "smoke", "--layout", "--nodes", "2", "--ep", "4"],
@@ -348,7 +348,7 @@ COMMANDS = (
     ["--print-completion", "bash"], ["--version"], ["--help"],
 )  # fmt: skip
 OPTIONS = (
-    "--json", "--all", "--rank", "--tail", "--since", "--generation", "--step",
+    "--json", "--all", "--rank", "--tail", "--generation", "--step",
     "--world-size", "--ep", "--dp-shard", "--dp-replicate", "--out", "--run-dir", "--help", "--x", "-1",
     "--", "-", "--max-shard-size", "--dtype", "--sharding", "runs/mine", "runs", "mine.toml", "circle/x",
     "file/below", "x" * 300, "n/" * 3000, "99999999999999999999", "2147483648", "1e9", "nan", "-5", "0",

@@ -88,11 +88,10 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ship",
-        nargs="?",
-        const="",
+        type=Path,
         metavar="WHEEL",
-        help="run this wheel's code on the nodes, whatever they have installed; default: a wheel "
-        "of this checkout",
+        help="run this wheel's code on the nodes, whatever they have installed (`pip wheel "
+        "--no-deps -w dist .` builds one)",
     )
     add_unauthenticated(parser)
 
@@ -137,12 +136,11 @@ def _submit_to(
     run_dir: Path,
     scale: "ScaleRequest | None" = None,
 ) -> int:
-    """Submits to the place that the options name, with the code that they name."""
+    """Submits to the cluster of the options, with the code of their wheel."""
     from ...cluster.shipped_code import shipping
     from ...cluster.submit import submit
 
-    ship, wheel = options.ship is not None, Path(options.ship) if options.ship else None
-    with shipping(wheel) if ship else contextlib.nullcontext() as shipment:
+    with shipping(options.ship) if options.ship else contextlib.nullcontext() as shipment:
         return submit(
             config,
             run_dir,

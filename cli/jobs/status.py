@@ -172,16 +172,13 @@ def _add_logs(commands: Commands) -> None:
         examples=[
             "logs runs/mine --rank 0 --follow",
             "logs runs/mine --tail 20",
-            "logs runs/mine --generation 2 --since 10m",
+            "logs runs/mine --generation 2",
         ],
         notes="exit code: 0, or 2 if there are no such logs",
     )
     add_run_argument(parser)
     parser.add_argument("--rank", type=int, metavar="N", help="only logs of this rank")
     parser.add_argument("--generation", type=int, metavar="N", help="only logs of this generation")
-    parser.add_argument(
-        "--since", metavar="TIME", help='how long ago ("10m", "2h") or when ("2026-11-22 03:00")'
-    )
     parser.add_argument(
         "--tail",
         type=int,
@@ -194,7 +191,7 @@ def _add_logs(commands: Commands) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     """Carries out `moebius logs`."""
-    from ...cluster.report.logs import LogLine, follow_logs, parse_since
+    from ...cluster.report.logs import LogLine, follow_logs
 
     if options.tail is not None and options.tail < 0:
         raise ValueError(f"--tail {options.tail}: must be at least 0")
@@ -207,7 +204,6 @@ def _logs(options: argparse.Namespace) -> int:
         options.run_dir,
         rank=options.rank,
         generation=options.generation,
-        since=None if options.since is None else parse_since(options.since),
         tail=options.tail,
         follow=options.follow,
     )

@@ -1,16 +1,15 @@
-"""Checks machines before money is spent there: asks all nodes the same, and judges their answers.
+"""Checks machines before a job starts: asks every node the same questions and judges the answers.
 
     nodes answer → facts of each → clocks → ports between all → the shared folder → the self-test
 
-Nodes are those of a Ray cluster (ray_probes.py), or this machine alone, as the one node. A node that
-is silent, or cannot do what it is asked for, becomes a finding and is left out of what follows;
-nothing waits for it longer than its limit. The self-test runs ranks under the job's own agents.
+Nodes are those of a Ray cluster (ray_probes.py), or this machine as the only node. A node that is silent or cannot do
+what it is asked becomes a finding and takes no further part. The self-test runs ranks under the job's own agents.
 """
 
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -21,7 +20,6 @@ from .facts import NodeFacts
 from .findings import (
     Finding,
     FolderTrial,
-    Link,
     Offset,
     Reached,
     Written,
@@ -30,7 +28,6 @@ from .findings import (
     judge_gpus,
     judge_interfaces,
     judge_limits,
-    judge_links,
     judge_memory,
     judge_ports,
     judge_silent,
@@ -43,7 +40,7 @@ T = TypeVar("T")
 CONNECT_LIMIT_S = 5.0
 RANKS_PER_NODE = 2  # of the self-test
 _AT_ONCE = 64  # nodes that are asked at the same time
-_CLOCK_ASKED = 8  # times; the quickest answer tells most
+_CLOCK_ASKED = 8  # times; the quickest answer is the most exact
 _EXCHANGE_LIMIT_S = 180.0
 _POLL_S = 0.2
 _SEEN_LIMIT_S = 5.0  # how late a network file system may show a new file
@@ -51,7 +48,7 @@ _FAULTS = (NodeSilent, NodeFault, OSError)
 
 
 class Fitted(Protocol):
-    """Declares what is fitted to times: t = α + β · bytes."""
+    """Declares the parameters fitted to measured times: t = α + β · bytes."""
 
     @property
     def alpha_s(self) -> float: ...
@@ -59,16 +56,16 @@ class Fitted(Protocol):
     def beta_s_per_byte(self) -> float: ...
 
 
-# Of (bytes, seconds): planning/measured.py has it, which stands on another floor.
+# Takes pairs of (bytes, seconds). Implemented by planning/measured.py, which this room may not import.
 Fit = Callable[[Sequence[tuple[float, float]]], Fitted]
 
 
 @dataclass
 class Examination:
-    """Collects what is found out."""
+    """Collects the findings and measurements of a check."""
 
     findings: list[Finding] = field(default_factory=list)
-    links: dict[str, Any] | None = None  # what the planner reads, and more
+    links: dict[str, Any] | None = None  # the file for `moebius plan --measured`
 
 
 class _Nodes:
@@ -85,7 +82,7 @@ class _Nodes:
     def ask(
         self, what: Callable[[str, Any], T], *, of: Sequence[str] | None = None
     ) -> dict[str, T]:
-        """Asks nodes (all, where none are named) at the same time; who is silent is left out."""
+        """Asks nodes (default: all) concurrently; a silent node takes no further part."""
         asked = [name for name in (self.names if of is None else of) if name in self.alive]
         given: dict[str, T] = {}
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -108,15 +105,15 @@ def examine(
     silent: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Examination:
-    """Checks nodes.
+    """Checks nodes and returns the findings.
 
     Args:
-        nodes: a `Probe` or `RemoteProbe` each, by the address at which the others reach it.
-        run_dir: where runs go.
-        fit: finds α and β of measured times.
+        nodes: a `Probe` or `RemoteProbe` per node, by the address at which the others reach it.
+        run_dir: the folder of runs.
+        fit: fits α and β to measured times.
         limit_s: for a node to answer.
-        silent: nodes that did not even begin to answer, and why.
-        tell: called with what is being done.
+        silent: nodes that never began to answer, and why.
+        tell: called with the name of each check.
     """
     group, done = _Nodes(nodes, silent or {}), Examination()
     tell("facts of each node")
@@ -142,7 +139,7 @@ def _judge_facts(facts: list[NodeFacts]) -> list[Finding]:
 
 
 def _offset(node: Any) -> Offset:
-    """Reads a clock as Cristian did: half of the quickest round trip is the error's bound."""
+    """Reads a node's clock by Cristian's method: half the shortest round trip bounds the error."""
     best = Offset(0.0, float("inf"))
     for _ in range(_CLOCK_ASKED):
         asked = time.time(), time.monotonic()
@@ -154,7 +151,7 @@ def _offset(node: Any) -> Offset:
 
 
 def _try_ports(group: _Nodes) -> dict[tuple[str, str], Reached]:
-    """Makes every node connect to every other, one listener after the other."""
+    """Connects every node to every other, one listener after the other."""
     reached = {}
     for there, port in group.ask(lambda _, node: node.listen()).items():
         others = [name for name in group.names if name != there]
@@ -188,7 +185,7 @@ def _try_folder(group: _Nodes, where: str) -> FolderTrial:
 
 
 def _write(group: _Nodes, path: str) -> tuple[dict[str, Written], dict[str, str]]:
-    """Makes every node write a file with its own name into the folder."""
+    """Writes a file named after each node into the folder."""
     faults: dict[str, str] = {}
 
     def write(name: str, node: Any) -> Written | None:
@@ -209,18 +206,18 @@ def _await(
 
 
 def _try_rename(group: _Nodes, path: str, first: str) -> dict[str, str]:
-    """Replaces the first node's file while all others look at it; returns what they saw between."""
+    """Replaces the first node's file while the others read it; returns what they saw in between."""
     others, text = [name for name in group.names if name != first], secrets.token_hex(2048)
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(_await, group, others, path, text, first)
-        time.sleep(_POLL_S)  # who begins to look later sees less, and nothing wrong
+        time.sleep(_POLL_S)  # a reader that starts late only sees less
         _quietly(lambda: group.alive[first].publish(path, text))
         seen = looking.result()
     return {node: each.gap for node, each in seen.items() if each.gap}
 
 
 def _quietly(act: Callable[[], object]) -> None:
-    """Does something whose failure was found out before, or leaves an empty file behind."""
+    """Ignores a failure that was reported before, or that leaves only an empty file."""
     try:
         act()
     except (NodeFault, OSError):
@@ -231,7 +228,7 @@ def _quietly(act: Callable[[], object]) -> None:
 
 
 def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
-    """Runs ranks on all nodes, and judges the links by what they measure."""
+    """Runs ranks on all nodes and reports what they measure."""
     names = group.names
     try:
         measured = run_exchange(group.alive, RANKS_PER_NODE)
@@ -245,29 +242,23 @@ def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
         found = f"{world} ranks on {len(names)} node(s) received wrong numbers"
         done.findings.append(Finding("self-test", "fail", found, advice))
         return
-    links = list(_links_of(measured, names))
-    done.links = _links_record(measured, links, names, fit)
+    done.links = _links_record(measured, names, fit)
     rate = 1 / (done.links["beta_s_per_byte"] or float("inf")) / 1e9
     found = (
         f"{world} ranks on {len(names)} node(s): α {done.links['alpha_s'] * 1e6:,.0f} µs, 1/β "
         f"{rate:,.2f} GB/s, all numbers correct"
     )
     done.findings.append(Finding("all-to-all", "ok", found))
-    on_nodes = [link for link in links if link.first == link.second]
-    between = [link for link in links if link.first != link.second]
-    for kind, some in (("links on a node", on_nodes), ("links between nodes", between)):
-        if some:
-            done.findings.append(judge_links(kind, some))
 
 
 def run_exchange(
     nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
 ) -> dict[str, Any]:
-    """Returns what rank 0 has measured (exchange.py).
+    """Runs the self-test's ranks on all nodes; returns what rank 0 measured (exchange.py).
 
     Raises:
-        NodeFault: ranks have failed, or were not done in time; with the first cause.
-        NodeSilent: a node does not answer any more.
+        NodeFault: ranks failed or were too slow; with the first cause.
+        NodeSilent: a node no longer answers.
     """
     names, probes = list(nodes), list(nodes.values())
     launch = Launch(
@@ -310,29 +301,17 @@ def _why(report: AgentReport) -> str:
     return f"rank {failure.rank}: {failure.error or f'exit code {failure.exit_code}'}"
 
 
-def _links_of(measured: Mapping[str, Any], names: Sequence[str]) -> Iterator[Link]:
-    """Yields the links that were measured: each pair in one direction."""
-    for first, row in zip(names, measured["pairs"], strict=True):
-        for second, seconds in zip(names, row, strict=True):
-            if any(seconds):
-                yield Link(first, second, dict(zip(measured["sizes"], seconds, strict=True)))
-
-
-def _links_record(
-    measured: Mapping[str, Any], links: Sequence[Link], names: Sequence[str], fit: Fit
-) -> dict[str, Any]:
-    """Returns the file that `moebius plan --measured` reads, with more for people and scripts."""
+def _links_record(measured: Mapping[str, Any], names: Sequence[str], fit: Fit) -> dict[str, Any]:
+    """Returns the file that `moebius plan --measured` reads, with the nodes that took part."""
     rows = measured["rows"]
     widest = max(row["world"] for row in rows)
     fitted = fit([(row["bytes"], row["seconds"]) for row in rows if row["world"] == widest])
-    pairs = [{"nodes": [link.first, link.second], "seconds": dict(link.seconds)} for link in links]
     return {
         "rows": rows,
         "ranks_per_node": RANKS_PER_NODE,
         "alpha_s": fitted.alpha_s,
         "beta_s_per_byte": fitted.beta_s_per_byte,
         "nodes": list(names),
-        "pairs": pairs,
     }
 
 
@@ -340,7 +319,7 @@ def _links_record(
 
 
 def look_at_gpus() -> list[Finding]:
-    """Returns what is found of the GPUs that this process sees.
+    """Checks the kernels and NCCL on the GPUs that this process sees.
 
     Raises:
         ValueError: it sees none.
@@ -365,7 +344,7 @@ def look_at_gpus() -> list[Finding]:
 
 
 def _look_at_nccl(world: int) -> Finding:
-    """Sends numbers between all GPUs of this machine over NCCL."""
+    """Exchanges numbers between all GPUs of this machine over NCCL."""
     here = "127.0.0.1"
     try:
         measured = run_exchange({here: Probe(here)}, world, backend="nccl")

@@ -1,7 +1,7 @@
-"""What a node reports of itself: its software, limits, memory, devices and network interface.
+"""Gathers a node's facts: its software, limits, memory, devices and network interface.
 
-Nothing here imports torch or wakes a device: versions are those of the installed packages, GPUs are
-asked of NVIDIA's management library. Cost: some milliseconds.
+Nothing here imports torch or initialises a device: versions come from the installed packages' metadata, GPUs from
+NVIDIA's management library. Cost: some milliseconds.
 """
 
 import importlib.metadata
@@ -21,30 +21,32 @@ from ..watch.resources import Gpu, Gpus
 
 UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
-_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by the user, of the interface
+_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the user
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Holds what a node reports of itself; plain values, as they come from another machine."""
+    """Holds the facts of one node as plain values, since they travel between machines."""
 
     address: str
     versions: Mapping[str, str]
     memory_free_bytes: int
     memory_total_bytes: int
-    open_files: int  # that a process may have; UNLIMITED
-    processes: int  # that a user may have; UNLIMITED
+    open_files: int  # limit per process, or UNLIMITED
+    processes: int  # limit per user, or UNLIMITED
     shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
-    interface: str | None = None  # that has the node's address
+    interface: str | None = None  # the one with the node's address
     mtu: int | None = None
-    chosen: Mapping[str, str] = field(default_factory=dict)  # interfaces, by environment variable
+    chosen: Mapping[str, str] = field(
+        default_factory=dict
+    )  # interfaces, by the variable that names them
     interfaces: Sequence[str] = ()
     driver: str = ""  # NVIDIA's
     gpus: Sequence[Gpu] = ()
 
 
 def gather_facts(address: str) -> NodeFacts:
-    """Returns what this machine is, as the node that is reached at `address`."""
+    """Returns the facts of this machine, which other nodes reach at `address`."""
     memory = psutil.virtual_memory()
     interface = interface_of(address)
     stats = psutil.net_if_stats()
@@ -68,10 +70,10 @@ def gather_facts(address: str) -> NodeFacts:
 
 
 def software() -> dict[str, str]:
-    """Returns the versions that must be equal on all nodes; "none" of what is not installed."""
+    """Returns the versions that must match on all nodes; "none" for packages that are missing."""
     found = {"moebius": __version__, "python": platform.python_version()}
     found |= {name: _version_of(name) for name in ("torch", "ray")}
-    # torch's wheels bring NCCL as a package named after the CUDA that it is for
+    # torch's wheels bring NCCL as a package named after its CUDA version
     nccl = [_version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11)]
     found["nccl"] = next((version for version in nccl if version != "none"), "none")
     return found

@@ -1,31 +1,28 @@
-"""What a check finds, and whether that is good enough: judgements as pure functions."""
+"""Judges what a check found, in pure functions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any, Literal
 
 from .facts import UNLIMITED, NodeFacts
 
 Verdict = Literal["ok", "warn", "fail"]
 
-LATE_S, BAD_LATE_S = 0.1, 1.0  # a clock, beyond the error of its measurement
+LATE_S, BAD_LATE_S = 0.1, 1.0  # clock offset beyond the error of its measurement
 GOOD_OPEN_FILES, LEAST_OPEN_FILES = 65_536, 4_096
 GOOD_PROCESSES = 16_384
-SLOW_TO_SEE_S = 2.0  # a file that another node has written
-LEAST_FREE_BYTES = 1 << 30  # of the run folder's disk: less will not hold a checkpoint of much
+SLOW_TO_SEE_S = 2.0  # until a file is visible on another node
+LEAST_FREE_BYTES = 1 << 30  # of the run folder's disk
 GOOD_FREE_BYTES = 20 << 30
 SLOW_FSYNC_S, BAD_FSYNC_S = 0.05, 1.0  # the journal waits for one at every state
 GOOD_SHARED_MEMORY_BYTES = 1 << 30
-SLOW_LINK = 2.0  # so many times the median of its kind is worth a name
-NOISE_S = 20e-6  # below this a difference is the operating system's, not the link's
-_NAMED = 8  # nodes or pairs that a finding names; the others are counted
+_NAMED = 8  # nodes that a finding names; the others are counted
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Holds the result of one check."""
 
     check: str
     verdict: Verdict
@@ -39,15 +36,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Offset:
-    """Says by how much a node's clock is ahead of ours."""
+    """Holds a node's clock offset; positive means ahead of ours."""
 
     seconds: float
-    error_s: float  # the true offset is at most so far away
+    error_s: float  # bound of the measurement error
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Says whether one node's port was reached from another."""
+    """Holds whether one node reached another's port."""
 
     seconds: float | None  # None: it was not
     why: str = ""
@@ -55,7 +52,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Written:
-    """Says how long a file took to the disk, and what is free there."""
+    """Holds how long one file took to reach the disk, and the free space there."""
 
     seconds: float
     free_bytes: int
@@ -63,23 +60,14 @@ class Written:
 
 @dataclass(frozen=True)
 class FolderTrial:
-    """Holds what became of the files that nodes wrote into the shared folder."""
+    """Holds what nodes observed with test files in the shared folder."""
 
     written: Mapping[str, Written]
-    faults: Mapping[str, str]  # of nodes that cannot write
-    unseen: Mapping[str, str]  # why, of nodes that do not see what the first has written
-    seconds_to_see: float  # at most; of those that do
-    gaps: Mapping[str, str]  # of nodes that saw a rename as something else than a replacement
-    winners: int  # of nodes that created the same file
-
-
-@dataclass(frozen=True)
-class Link:
-    """Holds the median one-way seconds between two nodes, or two processes of one, by bytes."""
-
-    first: str
-    second: str
-    seconds: Mapping[int, float]
+    faults: Mapping[str, str]  # why nodes cannot write
+    unseen: Mapping[str, str]  # why nodes do not see the first node's file
+    seconds_to_see: float  # the longest time until a node saw it
+    gaps: Mapping[str, str]  # what nodes saw in the middle of a rename
+    winners: int  # nodes that created the same file exclusively
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -88,7 +76,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Returns the first words in a line, and how many more there are."""
+    """Joins the first words, and counts the others."""
     more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
     return ", ".join(words[:_NAMED]) + more
 
@@ -101,7 +89,7 @@ def _named(reasons: Mapping[str, str]) -> str:
 
 
 def judge_silent(silent: Mapping[str, str], num_nodes: int, limit_s: float) -> Finding:
-    """Judges which nodes answered at all; `silent`: why the others did not."""
+    """Judges which nodes answered; `silent` says why others did not."""
     if not silent:
         return Finding("nodes", "ok", f"{num_nodes} of {num_nodes} answer")
     return Finding(
@@ -128,7 +116,7 @@ def judge_versions(facts: Sequence[NodeFacts]) -> Finding:
     if differing:
         advice = (
             "install the same versions on every node; if only moebius differs, `moebius submit "
-            "--ship` sends this one"
+            "--ship WHEEL` sends it"
         )
         return Finding("versions", "fail", "; ".join(differing), advice)
     found = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
@@ -139,7 +127,7 @@ def judge_versions(facts: Sequence[NodeFacts]) -> Finding:
 
 
 def judge_limits(facts: Sequence[NodeFacts]) -> Finding:
-    """Judges how many files and processes may be open."""
+    """Judges the limits of open files and processes."""
 
     def is_few(value: int, least: int) -> bool:
         return value != UNLIMITED and value < least
@@ -164,7 +152,7 @@ def _count(limit: int) -> str:
 
 
 def judge_memory(facts: Sequence[NodeFacts]) -> Finding:
-    """Judges the memory that is free, and /dev/shm."""
+    """Judges the free memory and /dev/shm."""
     least = min(facts, key=lambda each: each.memory_free_bytes / each.memory_total_bytes)
     share = least.memory_free_bytes / least.memory_total_bytes
     found = f"at least {share:.0%} free ({least.memory_free_bytes / 2**30:,.1f} GiB)"
@@ -181,7 +169,7 @@ def judge_memory(facts: Sequence[NodeFacts]) -> Finding:
 
 
 def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
-    """Judges whether nodes have the same GPUs and driver, and whether somebody uses them."""
+    """Judges whether all nodes have the same idle GPUs and driver."""
     kinds = Counter((len(each.gpus), *sorted({gpu.name for gpu in each.gpus})) for each in facts)
     if set(kinds) == {(0,)}:
         return Finding("GPUs", "ok", "none; ranks run on the CPU")
@@ -204,7 +192,7 @@ def judge_gpus(facts: Sequence[NodeFacts]) -> Finding:
 
 
 def judge_interfaces(facts: Sequence[NodeFacts]) -> Finding:
-    """Judges through which interface the ranks of each node would talk, and its MTU."""
+    """Judges the interface that each node's ranks would use, and its MTU."""
 
     def failed(found: str, advice: str) -> Finding:
         return Finding("interfaces", "fail", found, advice)
@@ -234,7 +222,7 @@ def judge_interfaces(facts: Sequence[NodeFacts]) -> Finding:
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:
-    """Whether NCCL's and Gloo's lists ("eth0,eth1", "=eth0", "^docker", a prefix) name one there."""
+    """Returns whether a value of NCCL or Gloo ("eth0,eth1", "=eth0", "^docker") matches an interface."""
     if value.startswith("^"):
         return True
     prefixes = value.removeprefix("=").split(",")
@@ -245,7 +233,7 @@ def _names_one(value: str, interfaces: Sequence[str]) -> bool:
 
 
 def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
-    """Judges how far the nodes' clocks are apart: each against their median."""
+    """Judges each node's clock against the median of all."""
     ordered = sorted(offset.seconds for offset in offsets.values())
     usual = ordered[len(ordered) // 2]
     error_s = max(offset.error_s for offset in offsets.values())
@@ -270,7 +258,7 @@ def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
 
 
 def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Finding:
-    """Judges whether every node reaches every other; keys: from, to."""
+    """Judges whether every node reaches every other; keys: (from, to)."""
     if not reached:
         return Finding("ports", "ok", "only one node")
     closed = {f"{a} → {b}": way.why for (a, b), way in reached.items() if way.seconds is None}
@@ -288,7 +276,7 @@ def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Finding:
 
 
 def judge_folder(trial: FolderTrial, where: str) -> list[Finding]:
-    """Judges whether a folder is shared and keeps its promises, its space and its speed."""
+    """Judges a folder's visibility, atomicity, space and speed."""
     found = [_judge_shared(trial, where)]
     if trial.written:
         free = min(written.free_bytes for written in trial.written.values())
@@ -302,7 +290,7 @@ def judge_folder(trial: FolderTrial, where: str) -> list[Finding]:
 
 
 def judge_fsync(seconds: float, where: str) -> Finding:
-    """Judges how long the disk takes to keep a small file."""
+    """Judges how long the disk takes to sync a small file."""
     found = f"{seconds * 1000:.1f} ms at {where}"
     if seconds <= SLOW_FSYNC_S:
         return Finding("fsync", "ok", found)
@@ -340,25 +328,3 @@ def _judge_shared(trial: FolderTrial, where: str) -> Finding:
         advice = "its attribute cache is long (mount option actimeo): stops and status are late"
         return Finding("shared folder", "warn", found, advice)
     return Finding("shared folder", "ok", found)
-
-
-def judge_links(kind: str, links: Sequence[Link]) -> Finding:
-    """Judges links of one kind: one that is much slower than the median is named."""
-    usual = {size: median(link.seconds[size] for link in links) for size in links[0].seconds}
-    largest = max(usual)
-    found = f"median {usual[largest] * 1e3:.3g} ms for {largest:,} bytes"
-    slow = [spelt for link in links if (spelt := _spell_slow(link, usual))]
-    if not slow:
-        return Finding(kind, "ok", found)
-    advice = "check its cable, switch port and load, or leave the node out"
-    return Finding(kind, "warn", f"{found}; slow: {listed(slow)}", advice)
-
-
-def _spell_slow(link: Link, usual: Mapping[int, float]) -> str:
-    """Returns a link and by how much it is worse than its like, where that is most; "" if not."""
-    size = max(usual, key=lambda size: (round(link.seconds[size] / usual[size], 1), size))
-    seconds, factor = link.seconds[size], link.seconds[size] / usual[size]
-    if factor <= SLOW_LINK or seconds - usual[size] < NOISE_S:
-        return ""
-    name = link.first if link.first == link.second else f"{link.first} – {link.second}"
-    return f"{name}: {seconds * 1e3:.3g} ms for {size:,} bytes, {factor:.1f} × the median"

@@ -1,4 +1,4 @@
-"""What a node does when it is checked; on another machine as a Ray actor (ray_probes.py)."""
+"""Does on one node what a check asks; on another machine as a Ray actor (ray_probes.py)."""
 
 import contextlib
 import os
@@ -23,50 +23,47 @@ _NONCE_BYTES = 16
 
 
 class NodeSilent(Exception):
-    """Says that a node gives no answer: it hangs, has gone, or cannot be reached."""
+    """Says that a node does not answer: it hangs, is gone, or cannot be reached."""
 
 
 class NodeFault(Exception):
-    """Says that a node answers, and cannot do what it is asked for; with its own words."""
+    """Says that a node answers but cannot do what it is asked; with its own message."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Says what became of a wait for a file's new content."""
+    """Holds the result of waiting for a file's new content."""
 
-    seconds: float | None  # None: it did not come
+    seconds: float | None  # None: it did not appear
     why: str = ""
-    gap: str = ""  # what was there between the old content and the new, if anything
+    gap: str = ""  # what was read between the old and the new content, if anything
 
 
 class Probe:
-    """Looks at the machine it runs on, and runs ranks there."""
+    """Examines the machine it runs on, and runs ranks there."""
 
     def __init__(self, address: str) -> None:
-        """Takes the node's address, as the others reach it."""
+        """Takes the address at which other nodes reach this one."""
         self._address = address
         self._node = Node(address)
         self._scratch: Path | None = None
 
     def facts(self) -> NodeFacts:
-        """Returns what this node is."""
+        """Returns the facts of this node."""
         return gather_facts(self._address)
 
     def clock(self) -> float:
-        """Returns the seconds since the epoch, as this node has them."""
+        """Returns this node's clock in seconds since the epoch."""
         return time.time()
 
     def listen(self) -> int:
-        """Listens on a free port of the node's address, and sends back what it receives.
-
-        The listener ends with this process; it answers with 16 bytes at most.
-        """
+        """Starts a server on a free port that echoes 16 bytes; it ends with this process."""
         server = socket.create_server((self._address, 0), backlog=256)
         threading.Thread(target=_echo, args=(server,), daemon=True).start()
         return server.getsockname()[1]
 
     def connect(self, address: str, port: int, limit_s: float) -> Reached:
-        """Sends a random number to another node's port, and waits for it to come back."""
+        """Sends a random number to another node's port and checks the echo."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         started = time.perf_counter()
         try:
@@ -79,13 +76,13 @@ class Probe:
             return Reached(None, "another program answered on this port")
         return Reached(time.perf_counter() - started)
 
-    # Runs rely on three things of a shared folder: what one node has written and renamed is whole
-    # where others see it, a rename replaces without a gap, and of several that create the same file
-    # one alone succeeds (so a checkpoint is committed once).
+    # Runs rely on three properties of the shared folder: a file that one node wrote and renamed is whole on the others,
+    # a rename replaces a file without a gap, and exclusive creation succeeds once (so that a checkpoint is committed
+    # once).
 
     @staticmethod
     def publish(path: str, text: str) -> Written:
-        """Writes a file beside its place, fsyncs it and renames it into place."""
+        """Writes a file under another name, syncs it and renames it into place."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f"{target.name}.{os.getpid()}")
@@ -99,7 +96,7 @@ class Probe:
 
     @staticmethod
     def await_text(path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
-        """Waits until a file holds a text; what it held `before` until now is no gap."""
+        """Waits until a file holds `text`; the content `before` is not a gap."""
         started, gap, why = time.perf_counter(), "", ""
         while (elapsed := time.perf_counter() - started) < limit_s:
             try:
@@ -117,7 +114,7 @@ class Probe:
 
     @staticmethod
     def claim(path: str) -> bool:
-        """Creates a file that must not be there; returns False where it was."""
+        """Creates a file exclusively; returns False if it exists."""
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
@@ -126,7 +123,7 @@ class Probe:
 
     @staticmethod
     def clean(folder: str, token: str) -> None:
-        """Removes from a folder the files that the check with this token left behind."""
+        """Removes the files of the check with this token."""
         for path in Path(folder).glob(f"{PREFIX}{token}*"):
             path.unlink(missing_ok=True)
 
@@ -135,10 +132,10 @@ class Probe:
         return self._node.free_port()
 
     def start_exchange(self, assignment: Assignment, backend: str) -> None:
-        """Starts this node's ranks of the self-test, in a private folder of this machine's own."""
+        """Starts this node's ranks of the self-test in a private local folder."""
         launch = assignment.launch
         scratch = Path(f"{launch.run_dir}-{assignment.node_rank}")
-        scratch.mkdir(mode=0o700)  # its name is random: what is there is somebody else's
+        scratch.mkdir(mode=0o700)  # its name is random: an existing folder is somebody else's
         self._scratch = scratch
         words = (str(scratch), str(launch.ranks_per_node), backend)
         command = (sys.executable, "-m", f"{__package__}.exchange", *words)
@@ -146,11 +143,11 @@ class Probe:
         self._node.start(replace(assignment, launch=launch))
 
     def exchange_report(self) -> AgentReport | None:
-        """Returns how the ranks have ended; None while they run."""
+        """Returns how the ranks ended; None while they run."""
         return self._node.poll()
 
     def exchange_result(self) -> str:
-        """Returns what rank 0 has measured, as JSON."""
+        """Returns rank 0's measurements as JSON."""
         assert self._scratch is not None, "start_exchange comes first"
         return (self._scratch / RESULT).read_text(encoding="utf-8")
 

@@ -1,8 +1,6 @@
-"""The nodes of a Ray cluster, each with an actor that looks at it (probe.py).
+"""Runs a probe (probe.py) as an actor on every node of a Ray cluster.
 
-The actors take no processor of what others use, and are tied to their nodes; they end with the
-connection. A call has its limit: a node that hangs becomes `NodeSilent`, a node that cannot do what
-it is asked for `NodeFault`.
+The actors reserve no CPU, are pinned to their nodes, and end with the connection. Every call has a time limit.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .probe import NodeFault, NodeSilent, Probe
 
-_MARGIN_S = 10.0  # for a call beyond what it may wait itself
+_MARGIN_S = 10.0  # added to the limit of a call
 
 
 class RemoteProbe:
@@ -28,15 +26,15 @@ class RemoteProbe:
         self._limit_s = limit_s
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Returns what calls this method of `Probe` on the other node."""
+        """Returns a function that calls this method of `Probe` on the other node."""
         return partial(self._call, method)
 
     def await_start(self, deadline: float) -> None:
-        """Waits until the actor answers; `deadline` is of the monotonic clock."""
+        """Waits until the actor answers, at most until `deadline` (monotonic clock)."""
         self._get(self._actor.clock.remote(), max(0.1, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """Ends the actor, and with it all that it has started."""
+        """Ends the actor and everything that it started."""
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -54,7 +52,7 @@ class RemoteProbe:
 
 
 def _words(error: BaseException) -> str:
-    """Returns what went wrong in a line: Ray's own texts are pages, whose last line says most."""
+    """Describes an error in one line; the last line of Ray's own pages says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = lines[-1] if isinstance(error, RayError) and lines else " ".join(lines)
     return f"{type(error).__name__}: {told}" if told else type(error).__name__
@@ -62,9 +60,7 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def probes(limit_s: float) -> Iterator[tuple[Mapping[str, RemoteProbe], Mapping[str, str]]]:
-    """Yields a probe on every node of the cluster that this process is connected to, by address;
-    and why nodes do not begin to answer within `limit_s`.
-    """
+    """Yields a probe per node of the connected cluster, by address, and why others stay silent."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     started = {
         address: RemoteProbe(_start(nodes[address], address), limit_s)

@@ -1,12 +1,11 @@
-"""The process that holds a simulated cluster: its raylets are its children, and end with it.
+"""Holds a simulated cluster in one process: the raylets are its children and end with it.
 
     python -m moebius.cluster.places.host PLAN
 
-It starts the pretended nodes, says the cluster's address in one line, adopts every orphan below it,
-and ends everything when its user is gone. For a cluster of one command the user is whoever holds
-its standard input. For one that stays (`moebius cluster up`) the user speaks through a Unix socket
-in the cluster's private folder: one line of JSON asks, one line answers. If the host itself is
-killed, the kernel takes the raylets with it (Ray binds them to it).
+It starts the simulated nodes, prints the cluster's address in one line, adopts every orphan below it, and ends everything
+when its user is gone. For a cluster of one command, the user holds its standard input. For one that stays (`moebius
+cluster up`), the user connects to a Unix socket in the cluster's private folder: one line of JSON asks, one line answers.
+If the host itself is killed, the kernel kills the raylets (Ray binds them to it).
 """
 
 import contextlib
@@ -33,13 +32,12 @@ DIRECTORIES, PREFIX = Path("/tmp"), "moebius-"
 MAX_REQUEST = 4096
 REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 15.0
-JOIN_TIMEOUT_S = 60.0  # of a new node, which needs 2 s, on a busy machine 20
+JOIN_TIMEOUT_S = 60.0  # of a new node, which needs 2 s, or 20 s on a busy machine
 REAP_EVERY_S = 1.0
 
-# A node whose processes are gone refuses connections, and is dead after 2 s instead of Ray's 15. One
-# that does not answer, on a busy machine, has 14 s. No worker processes are started in advance
-# (60 MB each); they, and so the ranks, have the priority of everything else on this machine (Ray's
-# default of nice 15 leaves them a thirtieth of what a busy neighbour gets).
+# A node whose processes are gone refuses connections and is dead after 2 s instead of Ray's 15; one that does not answer
+# on a busy machine has 14 s. No workers are started in advance (60 MB each). Workers, and so ranks, have normal priority:
+# Ray's default of nice 15 leaves them a thirtieth of what a busy neighbour gets.
 _SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -53,15 +51,13 @@ _SYSTEM_CONFIG = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Says what the host process is to start."""
+    """Holds what the host process is to start, as plain values."""
 
     directory: str  # session files, sockets, token; removed at the end
     cpus_per_node: int
-    gpus: tuple[
-        tuple[int, ...], ...
-    ]  # device numbers of each node: pretended nodes must not share a device
+    gpus: tuple[tuple[int, ...], ...]  # device numbers of each node, which nodes must not share
     object_store_bytes: int
-    stays: bool = False  # until it is told to end, instead of until its standard input closes
+    stays: bool = False  # until told to end, instead of until its standard input closes
 
     def to_json(self) -> str:
         """Returns the plan for a command line."""
@@ -75,12 +71,12 @@ class Plan:
 
 
 def node_address(number: int) -> str:
-    """Returns the address of a pretended node: each has one of its own on the loopback."""
+    """Returns the address of a simulated node: each has its own on the loopback."""
     return f"127.0.0.{number + 2}"
 
 
 class PretendedNodes:
-    """Holds the nodes of a simulated cluster, by number; node 0 is the head."""
+    """Holds the nodes of a simulated cluster by number; node 0 is the head."""
 
     def __init__(self, plan: Plan):
         from ray.cluster_utils import Cluster
@@ -100,18 +96,18 @@ class PretendedNodes:
         return self._cluster.address
 
     def add(self) -> int:
-        """Starts one more node, without GPUs, and returns its number."""
+        """Starts one more node without GPUs, and returns its number."""
         number = self._start(())
         self._await_alive(number)
         return number
 
     def kill(self, number: int) -> int:
-        """Ends a node as a power cut does: its raylet and all below it, at once.
+        """Kills a node like a power cut: its raylet and all processes below it, at once.
 
-        Returns how many processes there were.
+        Returns the number of processes.
 
         Raises:
-            ValueError: there is no such node, or it holds the cluster together.
+            ValueError: there is no such node, or it is the head.
         """
         if number == 0:
             raise ValueError("node 0 is the head and cannot be killed alone: end the cluster")
@@ -126,7 +122,7 @@ class PretendedNodes:
         return len({*own, *below})
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns number, address, size and life of every node that was ever started."""
+        """Returns number, address, size and state of every node that was ever started."""
         return [
             {
                 "node": number,
@@ -187,7 +183,7 @@ class PretendedNodes:
 
 
 def serve(plan: Plan) -> None:
-    """Starts the cluster, says its address, waits until its user is gone, and ends it all."""
+    """Starts the cluster, prints its address, waits for its user to go, and ends it."""
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -208,7 +204,7 @@ def serve(plan: Plan) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """The folder is its owner's alone (mode 0700), and so is the socket in it."""
+    """Opens the control socket; like its folder, only its owner can use it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
@@ -218,13 +214,13 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _detach_output() -> None:
-    """Whoever read the address is gone soon; what is said from now on goes where errors go."""
+    """Redirects standard output to standard error: the reader of the address will soon be gone."""
     sys.stdout.flush()
     os.dup2(2, 1)
 
 
 def _answer_requests(nodes: PretendedNodes, listener: socket.socket) -> None:
-    """Answers one request after the other until one asks for the end."""
+    """Answers requests one after the other, until one asks for the end."""
     while True:
         _reap()
         try:
@@ -261,20 +257,21 @@ def _answer(nodes: PretendedNodes, request: Mapping[str, Any]) -> dict[str, Any]
             case "down":
                 return {}
         return {"error": f"unknown request {request.get('do')!r}"}
-    except Exception as error:  # noqa: BLE001 - it is told to who asked, and the cluster goes on
+    except Exception as error:  # noqa: BLE001 - the client gets the message, and the cluster stays up
         return {"error": str(error) or type(error).__name__}
 
 
 def sweep_directories() -> None:
-    """Removes the folders of clusters that were killed with everything that would have done so."""
+    """Removes the folders of clusters that were killed together with their hosts."""
     for directory in DIRECTORIES.glob(f"{PREFIX}*"):
         if processes.was_left(directory) and not processes_of(str(directory)):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def processes_of(directory: str) -> list[int]:
-    """Finds Ray's processes of a cluster by its folder: in their environment, or, where they have
-    written their title over that, in the logs that they hold open.
+    """Returns the processes of a cluster by its folder, which is in Ray's environment.
+
+    Processes that overwrote their environment with a title are found by their open log files.
     """
     found = []
     for pid in psutil.pids():
@@ -288,7 +285,7 @@ def processes_of(directory: str) -> list[int]:
 
 
 def runs_at_work() -> list[str]:
-    """Returns the run folders whose agents or ranks live below this process."""
+    """Returns the run folders of agents and ranks below this process."""
     found = set()
     for pid in processes.descendants(os.getpid()):
         with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile
@@ -297,9 +294,7 @@ def runs_at_work() -> list[str]:
 
 
 def _end_all_below() -> None:
-    """Ends every process below this one, orphans included: what is killed leaves its children to
-    us.
-    """
+    """Ends every process below this one, including orphans that it has adopted meanwhile."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (below := processes.descendants(os.getpid())) and time.monotonic() < deadline:
         processes.end(below, timeout_s=1.0)
@@ -307,7 +302,7 @@ def _end_all_below() -> None:
 
 
 def _reap() -> None:
-    """Takes note of children that have ended, orphans among them."""
+    """Reaps children that have ended, including adopted orphans."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,15 +1,12 @@
-"""A job as a manifest for KubeRay: a ConfigMap with its configuration, and a RayJob that runs it.
+"""Writes a job as a manifest for KubeRay: a ConfigMap with its configuration, and a RayJob that runs it.
 
-The RayJob starts a Ray cluster of its own, whose head runs `moebius submit … --address auto`, and
-ends it with the job. Our supervisor restarts what fails, so the RayJob itself is not retried. The
-configuration travels as a file and not on the command line: that passes through YAML, a pod's
-shell, Ray's job API and another shell, and nobody can quote a text for all of them. So names, paths
-and values that become part of a command line are held to letters, digits and a few signs that no
-shell, YAML or sbatch takes for anything else.
+The RayJob starts a Ray cluster whose head runs `moebius submit … --address auto`, and ends it with the job. The RayJob is
+not retried, because our supervisor restarts what fails. The configuration is a file and not on the command line, which
+would pass through YAML, a pod's shell, Ray's job API and another shell. Names, paths and values on the command line may
+contain only letters, digits and a few signs that need no quoting anywhere.
 
-Fields are those of ray.io/v1 in KubeRay 1.6, and so are the rules beyond the schema by which its
-operator refuses a RayJob (tests/cluster/places/rayjob_schema.py). It has not been tried on a
-cluster.
+The fields are those of ray.io/v1 in KubeRay 1.6, and so are the operator's rules beyond the schema
+(tests/cluster/places/rayjob_schema.py). No cluster has run it yet.
 """
 
 import json
@@ -25,9 +22,9 @@ from ..job import JobError
 CONFIG_FOLDER = "/etc/moebius"
 CONFIG_FILE = "config.json"
 USER = 1000  # of the image (Dockerfile)
-LEAST_RAY = (2, 52)  # that knows tokens; the operator refuses less, and a version that is not given
-TTL_S = 600  # how long a finished job's pods stay, to be looked at
-MAX_LABEL = 40  # KubeRay adds to a job's name and keeps below Kubernetes' 63
+LEAST_RAY = (2, 52)  # the first version with tokens; the operator refuses older or missing versions
+TTL_S = 600  # how long the pods of a finished job stay
+MAX_LABEL = 40  # KubeRay appends to a job's name, and Kubernetes allows 63
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+%=-]*")
 _PATH = re.compile(r"/[A-Za-z0-9_.,:@/+-]*")
@@ -37,25 +34,24 @@ _QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|K|M|G|T)?")
 
 @dataclass(frozen=True)
 class KubeRaySettings:
-    """Says what a cluster of Kubernetes must know beyond the configuration."""
+    """Holds what a Kubernetes cluster needs beyond the configuration."""
 
     image: str
-    claim: str  # of a volume that all nodes can write (ReadWriteMany)
+    claim: str  # of a ReadWriteMany volume
     ray_version: str  # of the image
-    mount: str = "/runs"  # where it is mounted; the run folder and the data lie below
+    mount: str = "/runs"  # of the volume; holds the run folder and the data
     run_dir: str | None = None  # None: below `mount`, named after the job
     cpus_per_rank: int = 4
     memory_per_node: str = "64Gi"
-    token_secret: str | None = None  # None: the operator draws a token for this cluster
-    queue: str | None = None  # of Kueue; the job is suspended until it is admitted
+    token_secret: str | None = None  # None: the operator creates a token
+    queue: str | None = None  # of Kueue, which admits the suspended job
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, run_dir: str | None = None) -> "KubeRaySettings":
         """Returns settings that were given by name.
 
         Raises:
-            JobError: one is not known, missing, or could be taken for something else where it ends
-                up.
+            JobError: a setting is unknown, missing, or contains signs that would need quoting.
         """
         known = [field.name for field in fields(cls) if field.name != "run_dir"]
         if unknown := sorted(values.keys() - known):
@@ -71,7 +67,7 @@ class KubeRaySettings:
         return settings
 
     def check(self) -> None:
-        """Raises JobError if a setting could be taken for something else where it ends up."""
+        """Raises JobError if a setting contains signs that would need quoting."""
         plain_word("image", self.image)
         _check_ray_version(self.ray_version)
         dns_label("claim", self.claim)
@@ -87,15 +83,15 @@ class KubeRaySettings:
 
 
 def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
-    """Returns the two documents of a job's manifest, as YAML.
+    """Returns a job's manifest as YAML with two documents.
 
     Raises:
-        JobError: a name or a path could be taken for something else where it ends up.
+        JobError: a name or a path contains signs that would need quoting.
     """
     import yaml  # Ray brings it
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as blocks, to be read."""
+        """Writes texts of several lines as readable blocks."""
 
     def text(dumper: Any, value: str) -> Any:
         style = "|" if "\n" in value else None
@@ -123,10 +119,10 @@ def kuberay_objects(config: Config, settings: KubeRaySettings) -> list[dict[str,
 
 
 def object_name(job_name: str) -> str:
-    """Returns a job's name as KubeRay takes it: "my_Run.2" is "my-run-2".
+    """Returns a job's name in KubeRay's form: "my_Run.2" becomes "my-run-2".
 
     Raises:
-        JobError: it cannot be one. KubeRay wants a letter first: a Service is named after the job.
+        JobError: the name does not fit. KubeRay names a Service after the job, so it must begin with a letter.
     """
     name = dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
     if not name[0].isalpha():
@@ -135,7 +131,7 @@ def object_name(job_name: str) -> str:
 
 
 def gpus_per_node(config: Config) -> int:
-    """Returns how many GPUs a node of the job needs: one per rank, none for train.device=cpu."""
+    """Returns the GPUs per node: one per rank, or none with train.device=cpu."""
     return 0 if config.train.device == "cpu" else config.job.ranks_per_node
 
 
@@ -238,14 +234,14 @@ def _check_ray_version(version: str) -> None:
 
 
 def plain_word(what: str, value: str) -> str:
-    """Returns a word that no shell, YAML or sbatch takes for anything else, or raises JobError."""
+    """Returns a word that needs no quoting in a shell, YAML or sbatch, or raises JobError."""
     if not _WORD.fullmatch(value):
         raise JobError(f"{what} {value!r}: only letters, digits and _ . , : @ / + % = -")
     return value
 
 
 def plain_path(what: str, value: str) -> str:
-    """Returns an absolute path of plain signs without "..", or raises JobError."""
+    """Returns an absolute path that needs no quoting and has no "..", or raises JobError."""
     if not _PATH.fullmatch(value) or ".." in PurePosixPath(value).parts:
         raise JobError(
             f"{what} {value!r}: must be an absolute path of letters, digits and _ . , : @ + -"
@@ -254,7 +250,7 @@ def plain_path(what: str, value: str) -> str:
 
 
 def dns_label(what: str, value: str) -> str:
-    """Returns a name that Kubernetes takes for an object, or raises JobError."""
+    """Returns a valid name of a Kubernetes object, or raises JobError."""
     if len(value) > MAX_LABEL or not _DNS_LABEL.fullmatch(value):
         raise JobError(
             f"{what} {value!r}: must be at most {MAX_LABEL} lower-case letters, digits and '-', "

@@ -1,8 +1,6 @@
-"""The connection of this process to a Ray cluster: one clear error for each way in which it can
-fail.
+"""Connects this process to a Ray cluster, with one clear error for each way in which that can fail.
 
-Ray's own failure modes here are a minute of silence and a page of C++ log lines; every case below
-is found out first.
+Ray itself would answer with a minute of silence or a page of C++ log lines, so every case below is checked first.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from ..shipped_code import runtime_env
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
 ALLOW_UNAUTHENTICATED = "MOEBIUS_ALLOW_UNAUTHENTICATED"  # --allow-unauthenticated sets it
-# When it connects, and left so: `breakpoint()` would go on asking Ray's debugger.
+# Ray sets these when it connects and never unsets them; `breakpoint()` would still ask Ray's debugger.
 _SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
 
 
@@ -33,16 +31,13 @@ def require_ray() -> None:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Connects this process to the cluster at `address` while inside; yields the module `ray`.
+    """Connects this process to the cluster at `address`; yields the module `ray`.
 
-    `address` is "auto", or host:port of the cluster's head.
-
-    Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
-    ~/.ray/auth_token.
+    `address` is "auto", or host:port of the cluster's head. Token authentication is Ray's: RAY_AUTH_MODE=token with
+    RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 
     Raises:
-        JobError: Ray is missing, nobody answers there, this machine is not a node of that cluster,
-            or the token is wrong.
+        JobError: Ray is missing, no head answers, this machine is not a node of the cluster, or the token is wrong.
     """
     require_ray()
     _check_reachable(address)
@@ -67,7 +62,9 @@ def _connect(ray: Any, address: str) -> None:
             configure_logging=True,
             runtime_env=runtime_env(),
         )
-    except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
+    except (
+        Exception
+    ) as error:  # Ray raises half a dozen types here; all mean that it cannot connect
         raise JobError(
             f"cannot connect to the Ray cluster at {address} ({type(error).__name__}: {error}). "
             "Submit from one of its nodes, or give another --address"
@@ -115,12 +112,11 @@ def _check_reachable(address: str) -> None:
 def _check_credentials(address: str) -> None:
     """Asks the head for the cluster's id; Ray's own client would repeat a refused request for 20 s.
 
-    The mode and the token are read again first: Ray reads them once per process, and this may be
-    its second cluster.
+    Ray reads the mode and the token once per process, so they are read again for a second cluster.
     """
     raylet: Any = importlib.import_module("ray._raylet")
     if not hasattr(raylet, "AuthenticationTokenLoader"):
-        return  # before Ray 2.52 there were no credentials
+        return  # Ray before 2.52 has no credentials
     raylet.Config.initialize("")
     loader = raylet.AuthenticationTokenLoader.instance()
     loader.reset_cache()
@@ -135,12 +131,12 @@ def _check_credentials(address: str) -> None:
 
 
 def refuse_unauthenticated(address: str) -> None:
-    """Refuses a cluster on the network that lets anybody in: whoever reaches it runs code in the job.
+    """Refuses a network cluster without a token: whoever reaches it can run code in the job.
 
-    A cluster asks for a token if it refuses one who has none. The loopback is for this machine.
+    A cluster has a token if it refuses requests without one. Loopback addresses are allowed.
 
     Raises:
-        JobError: it asks for none, and ALLOW_UNAUTHENTICATED is not set in the environment.
+        JobError: the cluster needs no token, and ALLOW_UNAUTHENTICATED is not set.
     """
     require_ray()
     _check_reachable(address)
@@ -165,7 +161,7 @@ def _is_loopback(host: str) -> bool:
 def _ask_for_cluster_id(
     address: str, header: tuple[tuple[str, str], ...]
 ) -> tuple[str, str | None] | None:
-    """Returns the code and the words of the error with which a cluster's head answers, if it does."""
+    """Returns code and message of the error with which a cluster's head answers; None if it accepts."""
     import grpc  # comes with tensorboard
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -178,7 +174,7 @@ def _ask_for_cluster_id(
 
 
 def nodes_of(group: Any) -> set[str]:
-    """Returns the nodes that a placement group has reserved, though nothing may be up there yet."""
+    """Returns the nodes that a placement group has reserved, even if no actor runs there yet."""
     import ray
 
     told: dict[str, Any] = ray.util.placement_group_table(group) if group else {}

@@ -1,16 +1,14 @@
-"""A Ray cluster of pretended nodes on this machine, which is gone without a trace when its user is.
+"""Simulates a Ray cluster on this machine; nothing is left of it when its user is gone.
 
-The cluster lives below a host process (host.py). That process holds the raylets, adopts every orphan
-below it, and tears everything down when its standard input closes: after a normal exit, after
-Ctrl-C, and after a kill -9 of the command line. A cluster that stays between commands is in
-standing.py.
+The cluster lives below a host process (host.py), which holds the raylets, adopts every orphan, and ends everything when
+its standard input closes: after a normal exit, after Ctrl-C, and after a kill -9 of the command line. Clusters that stay
+between commands are in standing.py.
 
-Authentication: Ray 2.60 turns tokens on for local clusters and writes one into the user's home.
-Here the mode is always explicit: a token of this process's own, in the cluster's own directory
-(mode 0600), gone with it. Each node has an address of its own, 127.0.0.2, 127.0.0.3, …
+Ray 2.60 turns on tokens for local clusters and writes one to the user's home. Here the token belongs to this process, is
+in the cluster's own folder (mode 0600), and is removed with it. Each node has its own address: 127.0.0.2, 127.0.0.3, …
 
-Cost, measured on 2 cores (ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12
-processes; a further node 1.2 s and 0.12 GB.
+Cost on 2 cores (Ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12 processes; each further node 1.2 s
+and 0.12 GB.
 """
 
 import contextlib
@@ -34,14 +32,14 @@ from ..nodes import processes
 from ..report.tracebacks import read_tail
 from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
 
-START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty processes waiting
+START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty waiting processes
 STOP_TIMEOUT_S = 15.0
-LEAST_STORE_BYTES = 80 << 20  # of each node; 75 MiB is the least that Ray accepts
+LEAST_STORE_BYTES = 80 << 20  # per node; Ray requires 75 MiB
 
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """Describes a running simulated cluster, to which this process is connected."""
+    """Describes a simulated cluster to which this process is connected."""
 
     address: str
     directory: Path  # session files, sockets, token; removed at the end
@@ -57,18 +55,15 @@ def simulated_cluster(
     object_store_bytes: int = LEAST_STORE_BYTES,
     meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[SimulatedCluster]:
-    """Starts `num_nodes` pretended nodes on this machine and connects to them while inside.
-
-    Everything is down afterwards.
+    """Starts `num_nodes` simulated nodes and connects to them; ends them on exit.
 
     Args:
-        cpus_per_node: what each node claims to have; nothing is pinned.
-        gpus: for each node, the numbers of this machine's GPUs that it shows; None shows none.
-        meanwhile: is called while the nodes come up; it needs no cluster.
+        cpus_per_node: offered by each node; nothing is pinned.
+        gpus: numbers of this machine's GPUs that each node offers; None: none.
+        meanwhile: called while the nodes start; must not need the cluster.
 
     Raises:
-        JobError: Ray is not installed, or the cluster did not come up; the message holds Ray's last
-            words.
+        JobError: Ray is missing, or the cluster did not start; with Ray's last output.
     """
     from .ray_session import connected
 
@@ -81,7 +76,7 @@ def simulated_cluster(
         try:
             if meanwhile is not None:
                 meanwhile()
-            importlib.import_module("ray")  # half a second, in which the nodes come up
+            importlib.import_module("ray")  # half a second, while the nodes start
             address = await_address(host, directory)
             with connected(address):
                 yield SimulatedCluster(address, directory, host.pid)
@@ -90,9 +85,9 @@ def simulated_cluster(
 
 
 def check_possible(num_nodes: int) -> None:
-    """Raises JobError where Ray is missing or nodes cannot have addresses of their own.
+    """Raises JobError if Ray is missing or nodes cannot have their own addresses.
 
-    Linux has all of the loopback's, macOS one.
+    Linux provides all loopback addresses, macOS only one.
     """
     from .ray_session import require_ray
 
@@ -112,7 +107,7 @@ def check_possible(num_nodes: int) -> None:
 def new_directory() -> Path:
     """Returns a new private folder for a cluster's session files, sockets and token.
 
-    It belongs to this process; those of processes that were killed are removed.
+    It also removes the folders of processes that were killed.
     """
     sweep_directories()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORIES))
@@ -122,12 +117,12 @@ def new_directory() -> Path:
 
 @functools.cache
 def _token() -> str:
-    """Returns one token per process: Ray's client reads it once and keeps it."""
+    """Returns one token per process, since Ray's client reads it only once."""
     return secrets.token_hex(32)
 
 
 def write_token(directory: Path, token: str) -> Path:
-    """Writes a cluster's token where only its owner can read it; returns the file."""
+    """Writes a cluster's token with mode 0600; returns the file."""
     token_file = directory / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(token)
@@ -137,11 +132,11 @@ def write_token(directory: Path, token: str) -> Path:
 
 @contextlib.contextmanager
 def ray_variables(directory: Path, token_file: Path) -> Iterator[None]:
-    """Makes Ray use a cluster's own token and folder while inside, whatever the user's shell says."""
+    """Makes Ray use a cluster's own token and folder, whatever the user's environment says."""
     own = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
-        # also where Ray notes "the current cluster": the user's own note stays untouched
+        # Ray also notes "the current cluster" there, so the user's own note stays untouched
         "RAY_TMPDIR": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -165,7 +160,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def start_host(plan: Plan) -> subprocess.Popen[str]:
-    """Starts the process that holds a cluster, in this process's environment."""
+    """Starts the host process of a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.host", plan.to_json()],
@@ -173,15 +168,15 @@ def start_host(plan: Plan) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # Ctrl-C in the terminal is for the command line alone
+            start_new_session=True,  # Ctrl-C in the terminal must reach only the command line
         )
 
 
 def await_address(host: subprocess.Popen[str], directory: Path) -> str:
-    """Returns the address of a cluster that is coming up.
+    """Returns the address of a cluster that is starting.
 
     Raises:
-        JobError: it does not; the message holds Ray's last words.
+        JobError: it does not start; with Ray's last output.
     """
     assert host.stdout is not None
     ready, _, _ = select.select([host.stdout], [], [], START_TIMEOUT_S)
@@ -204,4 +199,4 @@ def _stop_host(host: subprocess.Popen[str], directory: Path) -> None:
         processes.end([*processes.descendants(host.pid), host.pid])
         host.wait()
     host.stdout.close()
-    shutil.rmtree(directory, ignore_errors=True)  # the host has done it unless it was killed
+    shutil.rmtree(directory, ignore_errors=True)  # the host has removed it unless it was killed

@@ -1,12 +1,10 @@
-"""A job as a script for Slurm's sbatch: Ray on all nodes of the allocation, and the job on the first.
+"""Writes a job as an sbatch script for Slurm: Ray on all nodes of the allocation, the job on the first.
 
-The configuration stands in the script, behind a quoted here-document, so that nothing in it is read
-by a shell. Values that become #SBATCH lines are held to plain words, for sbatch has no quoting of
-its own; paths are quoted by shlex. A script that is requeued goes on from the newest checkpoint,
-for it submits the same run folder.
+The script contains the configuration in a quoted here-document, which no shell interprets. #SBATCH lines have no quoting,
+so their values must be plain words; paths are quoted by shlex. A requeued script submits the same run folder, so it
+continues from the newest checkpoint.
 
-It has not been tried under Slurm: bash and shellcheck check the script, and tests run it with
-stand-ins for srun and scontrol.
+It has not run under Slurm: bash and shellcheck check it, and tests run it with stand-ins for srun and scontrol.
 """
 
 import json
@@ -21,7 +19,7 @@ from ..job import JobError
 from .kuberay import gpus_per_node, plain_word
 
 END_OF_CONFIG = "END_OF_THE_CONFIGURATION"
-WARNED_S = 300  # before the end of its time the job is asked to stop, with a checkpoint
+WARNED_S = 300  # before the time limit, the job is asked to stop with a checkpoint
 
 _OURS = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
 
@@ -97,19 +95,19 @@ exit "$$code"
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """Says what Slurm must know beyond the configuration."""
+    """Holds what Slurm needs beyond the configuration."""
 
     run_dir: str  # absolute, on a file system that all nodes see
     cpus_per_rank: int = 4
-    venv: str | None = None  # a virtual environment on every node, to be activated
+    venv: str | None = None  # a virtual environment on every node
     options: Mapping[str, str] = field(default_factory=dict)  # of sbatch: partition, time, account
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, run_dir: str) -> "SlurmSettings":
-        """Returns settings that were given by name; what is none of them is an option of sbatch.
+        """Returns settings that were given by name; unknown names are options of sbatch.
 
         Raises:
-            JobError: one is no option, holds signs that sbatch could mistake, or is ours.
+            JobError: a name is no option, a value would need quoting, or the configuration sets it.
         """
         own = {key: values[key] for key in ("cpus_per_rank", "venv") if key in values}
         options = {key: value for key, value in values.items() if key not in own}
@@ -123,10 +121,10 @@ class SlurmSettings:
 
 
 def slurm_script(config: Config, settings: SlurmSettings) -> str:
-    """Returns a job's script for sbatch.
+    """Returns a job's sbatch script.
 
     Raises:
-        JobError: a value could be taken for something else where it ends up.
+        JobError: a value would need quoting.
     """
     text = json.dumps(config.model_dump(mode="json"), indent=1)
     assert END_OF_CONFIG not in text.splitlines(), "lines of JSON begin with a sign"

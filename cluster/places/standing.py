@@ -1,11 +1,10 @@
-"""Simulated clusters that stay between commands: `moebius cluster up`, `status`, `down`.
+"""Manages simulated clusters that stay between commands: `moebius cluster up` and `down`.
 
-Each has a name and a note, clusters/NAME/cluster.json below the user's state folder
-($XDG_STATE_HOME/moebius, else ~/.local/state/moebius; mode 0700), which says where the host process
-(host.py) and the token are. A host that has died is noticed by whoever looks: what it left is swept
-and the note removed, so a note that is read belongs to a cluster that lives.
+Each cluster has a name and a note, clusters/NAME/cluster.json, in the user's state folder ($XDG_STATE_HOME/moebius, else
+~/.local/state/moebius; mode 0700). The note names the host process (host.py) and the token. Reading the notes also removes
+those of dead hosts and what they left, so every note that is returned belongs to a live cluster.
 
-Cost: a cluster of four nodes holds 0.8 GB while it stands, and starts once instead of once per job.
+Cost: a cluster of four nodes uses 0.8 GB, and starts once instead of once per job.
 """
 
 import contextlib
@@ -38,17 +37,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class StandingCluster:
-    """Says where a simulated cluster that stays is to be found."""
+    """Describes a simulated cluster that stays, and where its host is."""
 
     name: str
     address: str
     directory: str  # session files, control socket, token; removed at the end
     token_file: str
     host_pid: int
-    host_started: float  # tells the host from another process that got its number later
+    host_started: float  # distinguishes the host from a later process with the same pid
 
     def is_alive(self) -> bool:
-        """Whether its host process lives."""
+        """Returns whether its host process is alive."""
         try:
             host = psutil.Process(self.host_pid)
             is_same = abs(host.create_time() - self.host_started) < 1.0
@@ -57,7 +56,7 @@ class StandingCluster:
             return False
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Asks the host and returns its answer.
+        """Sends a request to the host and returns its answer.
 
         Raises:
             JobError: the host refuses, or does not answer.
@@ -80,15 +79,15 @@ class StandingCluster:
 
 
 def is_simulated(address: str | None) -> bool:
-    """Whether an address names a simulated cluster that stays."""
+    """Returns whether an address names a simulated cluster that stays."""
     return address is not None and (address == SCHEME or address.startswith(f"{SCHEME}:"))
 
 
 @contextlib.contextmanager
 def cluster_at(address: str) -> Iterator[Any]:
-    """Connects to a cluster while inside, as `ray_session.connected` does; yields the module `ray`.
+    """Connects to a cluster as `ray_session.connected` does; yields the module `ray`.
 
-    `address` may be "simulated" or "simulated:NAME", too: a cluster of `moebius cluster up`.
+    `address` may also be "simulated" or "simulated:NAME", a cluster of `moebius cluster up`.
     """
     from .ray_session import connected, refuse_unauthenticated
     from .simulated import ray_variables
@@ -112,14 +111,14 @@ def cluster_at(address: str) -> Iterator[Any]:
 def start_cluster(
     num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0, name: str = DEFAULT_NAME
 ) -> StandingCluster:
-    """Starts a simulated cluster that stays until `end_cluster`, and notes where it is.
+    """Starts a simulated cluster that stays until `end_cluster`, and writes its note.
 
     Args:
-        cpus_per_node: what each node claims to have; nothing is pinned.
-        gpus_per_node: of this machine's GPUs, each shown by one node.
+        cpus_per_node: offered by each node; nothing is pinned.
+        gpus_per_node: of this machine's GPUs, each offered by one node.
 
     Raises:
-        JobError: a cluster of this name is up, Ray is not installed, or it does not come up.
+        JobError: a cluster of this name is up, Ray is missing, or the cluster does not start.
     """
     from .simulated import LEAST_STORE_BYTES, check_possible, new_directory
 
@@ -142,7 +141,7 @@ def start_cluster(
 
 
 def _start(name: str, plan: Plan) -> StandingCluster:
-    """Starts the host of a cluster, and returns when it is up."""
+    """Starts the host of a cluster; returns when the cluster is up."""
     from .simulated import await_address, ray_variables, start_host, write_token
 
     directory = Path(plan.directory)
@@ -163,27 +162,27 @@ def _start(name: str, plan: Plan) -> StandingCluster:
 
 
 def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
-    """Ends a cluster and everything in it; nothing is left of it afterwards.
+    """Ends a cluster and everything in it.
 
     Raises:
-        JobError: jobs are at work in it, and `force` was not asked for.
+        JobError: jobs are running in it, and `force` is not set.
     """
     if not force and (runs := cluster.ask("status")["runs"]):
         raise JobError(
             f"jobs are running in the simulated cluster {cluster.name!r}: {', '.join(runs)}; "
             "stop them with `moebius stop`, or end the cluster with --force"
         )
-    with contextlib.suppress(JobError):  # then it is ended below
+    with contextlib.suppress(JobError):  # `_sweep` ends it then
         cluster.ask("down")
         _await_end(cluster)
     _sweep(cluster)
 
 
 def find_cluster(name: str | None = None) -> StandingCluster:
-    """Returns the cluster of this name; without one, the only cluster that is up.
+    """Returns the cluster of this name; without a name, the only one that is up.
 
     Raises:
-        JobError: there is none, or there are several to choose from.
+        JobError: there is none, or there are several.
     """
     if name is not None:
         _check_name(name)
@@ -202,7 +201,7 @@ def find_cluster(name: str | None = None) -> StandingCluster:
 
 
 def list_clusters() -> Sequence[StandingCluster]:
-    """Returns the clusters that are up, by name; sweeps what dead ones left."""
+    """Returns the clusters that are up, by name; removes what dead ones left."""
     sweep_directories()
     alive = []
     for path in sorted(_clusters_folder().glob(f"*/{NOTE}")):
@@ -217,7 +216,7 @@ def list_clusters() -> Sequence[StandingCluster]:
 
 
 def state_folder() -> Path:
-    """Returns the user's folder for what outlives a command."""
+    """Returns the user's folder for state that outlives a command."""
     given = os.environ.get("XDG_STATE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
     return base / "moebius"
@@ -236,7 +235,7 @@ def _check_name(name: str) -> None:
 
 
 def _claim(name: str) -> Path:
-    """Makes the folder of a cluster that is about to start; one at a time gets it."""
+    """Makes the folder of a cluster that is about to start; only one command succeeds."""
     _check_name(name)
     if any(cluster.name == name for cluster in list_clusters()):
         raise JobError(
@@ -259,7 +258,7 @@ def _claim(name: str) -> Path:
 
 
 def _require_private(folder: Path) -> None:
-    """Whoever can write there could lead us to a cluster of theirs."""
+    """Refuses a folder of another user, who could lead us to a cluster of theirs."""
     facts = folder.stat()
     if facts.st_uid != os.getuid():
         raise JobError(f"{folder}: belongs to another user (uid {facts.st_uid})")
@@ -282,7 +281,7 @@ def _await_end(cluster: StandingCluster) -> None:
 
 
 def _sweep(cluster: StandingCluster) -> None:
-    """Ends what is left of a cluster, and removes its files."""
+    """Ends what is left of a cluster and removes its files."""
     left = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
     below = left if cluster.is_alive() else []
     processes.end([*below, *processes_of(cluster.directory)])
@@ -295,5 +294,5 @@ def _sweep(cluster: StandingCluster) -> None:
 def _remove_note(name: str) -> None:
     shutil.rmtree(_clusters_folder() / name, ignore_errors=True)
     for folder in (_clusters_folder(), state_folder()):
-        with contextlib.suppress(OSError):  # others have something in it
+        with contextlib.suppress(OSError):  # not empty
             folder.rmdir()

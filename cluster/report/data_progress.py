@@ -1,7 +1,7 @@
-"""How far the data of a job is prepared, as its run folder tells it: `preparation.jsonl`.
+"""Records how far a job's data is prepared: `preparation.jsonl` in the run folder.
 
-The process that prepares beside the ranks appends a line about once a second; whoever shows the job
-reads the last one. As the journal it needs neither Ray nor anything of data_pipeline/ to be read.
+The process that prepares data beside the ranks appends a line about once a second. Reading it needs neither Ray nor
+data_pipeline/.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .json_lines import JsonLinesTail
 
-if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
+if TYPE_CHECKING:  # showing progress must not import what prepares data
     from ...data_pipeline.make.units import PrepareProgress
 
 PREPARATION = "preparation.jsonl"
@@ -28,7 +28,7 @@ _TAIL_BYTES = 64 << 10
 
 
 class ProgressLog:
-    """Appends to a run folder how far its data is."""
+    """Appends preparation progress to a run folder."""
 
     def __init__(self, run_dir: Path):
         self._path = run_dir / PREPARATION
@@ -36,7 +36,7 @@ class ProgressLog:
         self._written = 0.0
 
     def write(self, progress: "PrepareProgress") -> None:
-        """Writes a report down, unless little has changed since the last one."""
+        """Appends a report, unless little has changed since the last one."""
         record = as_record(progress)
         same = all(record[key] == self._last.get(key) for key in ("stage", "segments", "total"))
         if same and not record["news"] and time.monotonic() - self._written < _WRITE_EVERY_S:
@@ -44,7 +44,7 @@ class ProgressLog:
         self._append(record)
 
     def end(self, stage: str, error: str = "") -> None:
-        """Writes down that data is complete, or why it will not be."""
+        """Records that the data is complete, or why it never will be."""
         self._append(self._last | {"stage": stage, "news": "", "error": error, "eta_s": None})
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class ProgressLog:
 
 
 def as_record(progress: "PrepareProgress") -> dict[str, Any]:
-    """Returns a report as values of JSON."""
+    """Returns a progress report as JSON values."""
     sources = [asdict(source) for source in progress.sources]
     return {
         "stage": progress.stage,
@@ -71,7 +71,7 @@ def as_record(progress: "PrepareProgress") -> dict[str, Any]:
 
 
 def last_record(run_dir: Path) -> dict[str, Any] | None:
-    """Returns how far the data of a run is; None: nobody prepares, or prepared, it beside the run."""
+    """Returns the newest progress record; None if no data is prepared beside the run."""
     path = run_dir / PREPARATION
     if not path.exists():
         return None
@@ -80,7 +80,7 @@ def last_record(run_dir: Path) -> dict[str, Any] | None:
 
 
 def progress_words(record: Mapping[str, Any]) -> str:
-    """Returns how far a preparation is, in a line."""
+    """Describes a preparation's progress in one line."""
     words = record["stage"]
     if record.get("total"):
         words += f" {record.get('done', 0)}/{record['total']}"
@@ -107,7 +107,7 @@ def _source_words(source: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Spells seconds for people: 12 s, 3 min 05 s, 2 h 10 min."""
+    """Formats seconds for people: 12 s, 3 min 05 s, 2 h 10 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

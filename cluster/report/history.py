@@ -1,9 +1,8 @@
-"""What a run has measured so far, from its metrics.jsonl: the curves, in bounded memory.
+"""Reads a run's curves from metrics.jsonl, in bounded memory.
 
-A generation that starts again from a checkpoint writes the steps after it once more; of each step
-the last line counts. Loss and rates are kept for every step (some 100 bytes each), expert loads for
-at most `MAX_LOADS` steps: when there are more, every other one is dropped. A run of 100,000 steps
-takes about 20 MB, however long its lines are.
+A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts. Loss and
+rates are kept for every step (about 100 bytes each), expert loads for at most `MAX_LOADS` steps: beyond that, every
+other one is dropped. A run of 100,000 steps takes about 20 MB.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,24 +18,24 @@ MAX_LOADS = 400
 
 @dataclass(frozen=True)
 class Start:
-    """Records that a generation began to train."""
+    """Records where a generation began to train."""
 
     generation: int
     resumed_from: int | None  # step of the checkpoint; None: from the beginning
-    reached: int | None  # the last step that had been made before
+    reached: int | None  # the last step before the start
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Holds the expert statistics of one step, an entry per depth step that has experts."""
+    """Holds the expert statistics of one step, with one entry per depth step that has experts."""
 
     fractions: list[list[float]]  # of the routes, per expert
     max_violation: list[float]
     effective_experts: list[float]
-    depths: tuple[int, ...] = ()  # which depth steps these are, counted from 1; empty: all of them
+    depths: tuple[int, ...] = ()  # the numbers of these depth steps, from 1; empty: all
 
     def depth_name(self, index: int) -> int:
-        """Returns the depth step that entry `index` belongs to, counted from 1."""
+        """Returns the number, from 1, of the depth step at `index`."""
         return self.depths[index] if self.depths else index + 1
 
 
@@ -65,7 +64,7 @@ class History:
         return self.starts[1:]
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Takes in decoded lines, in the order of the file."""
+        """Adds decoded lines, in the order of the file."""
         for line in lines:
             take = getattr(self, f"_add_{line.get('kind')}", None)
             if take is not None:
@@ -104,17 +103,16 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Reads the history of a run folder; it is empty when nothing was measured."""
+    """Reads the history of a run folder; it is empty if nothing was measured."""
     history = History()
     history.add(JsonLinesTail(run_dir / METRICS).stream())
     return history
 
 
 def describe_trouble(line: Mapping[str, Any]) -> str | None:
-    """Returns what a line of the metrics says of checkpoints and spikes that belongs into the journal.
+    """Describes a metrics line about a checkpoint or a loss spike that belongs in the journal.
 
-    None: it is a line about something else, about a save that worked, or about a spike that is not
-    the first in a row.
+    Returns None for other lines, for successful saves, and for spikes that are not the first in a row.
     """
     match line.get("kind"):
         case "checkpoint_set_aside":
@@ -146,5 +144,5 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
 
 
 def spell_number(value: object) -> str:
-    """Spells a measured number, which is text where JSON has none for it."""
+    """Formats a measured number; numbers that are not finite are stored as text."""
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -1,28 +1,26 @@
-"""Files of JSON lines that grow: the journal, the metrics, the progress of a preparation.
+"""Reads growing files of JSON lines: the journal, the metrics, the progress of a preparation.
 
-They are appended to by processes that may be killed, on disks that may fill up, and people edit
-them. A line whose values have other types than its readers count on is skipped, as a torn one is; it
-must not end the command that shows how a job stands. Lines of unknown kinds pass: they are a later
-version's.
+Their writers may be killed, disks may fill up, and people edit the files. A torn line, or one whose values have the
+wrong types, is skipped, so it cannot end a command that shows a job. Lines of unknown kinds pass: a later version may
+have written them.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-Check = Callable[[Any], bool]
 
 _MAX_TIME = 1e11  # seconds since the epoch: the year 5138
 _MAX_WHOLE = 2**63
 
 
 class JsonLinesTail:
-    """Reads a growing file of JSON lines piece by piece: only whole lines, nothing twice.
+    """Reads a growing file of JSON lines piece by piece: whole lines only, each once.
 
-    Lines that are not JSON objects (torn by a kill, then appended to), or hold what they cannot
-    hold, are skipped and counted.
+    Lines that are no JSON objects or have values of wrong types are skipped and counted.
     """
 
     def __init__(self, path: Path, *, offset: int = 0):
@@ -32,16 +30,16 @@ class JsonLinesTail:
 
     @classmethod
     def near_the_end(cls, path: Path, *, num_bytes: int) -> "JsonLinesTail":
-        """Starts at most `num_bytes` before the end: the last lines of a file of any size."""
+        """Starts at most `num_bytes` before the end of the file."""
         size = path.stat().st_size if path.exists() else 0
         return cls(path, offset=max(0, size - num_bytes))
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the whole lines that came since the last call."""
+        """Returns the whole lines that were added since the last call."""
         return list(self.stream())
 
     def stream(self) -> Iterator[dict[str, Any]]:
-        """Yields what `read` returns one by one, for files that are larger than memory."""
+        """Yields the lines of `read` one by one, for files larger than memory."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the `with` below
         except (FileNotFoundError, NotADirectoryError):
@@ -70,14 +68,13 @@ class JsonLinesTail:
 
 
 def is_believed(line: Mapping[str, Any]) -> bool:
-    """Returns whether the values of a decoded line have the types that its readers count on."""
+    """Returns whether the values of a decoded line have the types that its readers expect."""
     if "state" in line:
-        return _JOURNAL(line)
+        return _fits(line, _JOURNAL)
     kind = line.get("kind")
     if not isinstance(kind, str):
         return kind is None
-    check = _KINDS.get(kind, lambda _: True)
-    return _is_time(line.get("time", 0)) and check(line) and _loads_fit(line)
+    return _is_time(line.get("time", 0)) and _fits(line, _KINDS.get(kind, "")) and _loads_fit(line)
 
 
 def _loads_fit(line: Mapping[str, Any]) -> bool:
@@ -90,6 +87,47 @@ def _loads_fit(line: Mapping[str, Any]) -> bool:
 
 
 # Types --------------------------------------------------------------------------------------------
+
+# A word is a key and its type: "key!type" must be present, "key?type" may be null.
+_ROOT_CAUSE = "summary!text rank?whole node?whole exit_code?whole error?text where?text traceback?text log?text"
+_DETAILS = "root_cause?cause step?whole first_step:whole"
+_JOURNAL = "state!text reason!text time!time generation!whole details!details"
+_SOURCE = "name!text done!whole total!whole tokens!whole eta_s?number segments:whole"
+_KINDS = {
+    "start": "generation:whole resumed_from_step?whole expert_depths:wholes",
+    "train": "step!whole loss!measured tokens_per_s:number "
+    "expert_load:loads max_violation:numbers effective_experts:numbers",
+    "eval": "step!whole loss!measured seconds:number",
+    "checkpoint": "step!whole seconds!number error?text",
+    "checkpoint_copy": "step!whole error?text",
+    "checkpoint_set_aside": "step!whole resumed_from_step!whole path!text why!text",
+    "spike": "step!whole in_a_row!whole "
+    "loss!measured grad_norm!measured loss_limit!measured grad_norm_limit!measured",
+    "rollback": "step!whole to_step!whole first_sample!whole end_sample!whole number!whole most!whole "
+    "why!text abandoned!texts",
+    "rollback_impossible": "why!text at_most!whole",
+    "data_wait": "seconds!number reason?text",
+    "preparation": "stage!text time!time done:whole total:whole tokens:whole segments:whole "
+    "tokens_per_s?number eta_s?number news:text error:text sources:sources",
+}
+
+
+def _fits(value: Any, fields: str) -> bool:
+    """Returns whether a value is an object whose keys have the types in `fields`."""
+    if not isinstance(value, Mapping):
+        return False
+    for key, mark, kind in _parsed(fields):
+        if key not in value:
+            if mark == "!":
+                return False
+        elif not (mark == "?" and value[key] is None) and not _TYPES[kind](value[key]):
+            return False
+    return True
+
+
+@cache
+def _parsed(fields: str) -> list[tuple[str, str, str]]:
+    return re.findall(r"(\w+)([!?:])(\w+)", fields)
 
 
 def _is_text(value: Any) -> bool:
@@ -108,92 +146,22 @@ def _is_time(value: Any) -> bool:
     return _is_number(value) and 0 <= value < _MAX_TIME
 
 
-def _is_measured(value: Any) -> bool:
-    """Returns whether it is a number, or the text of one that JSON has not."""
-    return _is_number(value) or value in ("nan", "inf", "-inf")
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _list_of(check: Check) -> Check:
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _record(needed: Mapping[str, Check] | None = None, /, **allowed: Check) -> Check:
-    """Returns a check of an object: these keys must be there, and those must fit if they are."""
-    needed = needed or {}
-    checks = {**needed, **allowed}
-
-    def check(value: Any) -> bool:
-        return (
-            isinstance(value, Mapping)
-            and all(key in value for key in needed)
-            and all(fits(value[key]) for key, fits in checks.items() if key in value)
-        )
-
-    return check
-
-
-def _all(check: Check, *names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, check)
-
-
-_SOME_WHOLE, _SOME_TEXT, _SOME_NUMBER = map(_or_none, (_is_whole, _is_text, _is_number))
-_NUMBERS = _list_of(_is_number)
-_ROOT_CAUSE = _record(
-    {"summary": _is_text},
-    **_all(_SOME_WHOLE, "rank", "node", "exit_code"),
-    **_all(_SOME_TEXT, "error", "where", "traceback", "log"),
-)
-_DETAILS = _record(root_cause=_or_none(_ROOT_CAUSE), step=_SOME_WHOLE, first_step=_is_whole)
-_JOURNAL = _record(
-    {
-        **_all(_is_text, "state", "reason"),
-        "time": _is_time,
-        "generation": _is_whole,
-        "details": _DETAILS,
-    }
-)
-_SOURCE = _record(
-    {"name": _is_text, **_all(_is_whole, "done", "total", "tokens")},
-    eta_s=_SOME_NUMBER,
-    segments=_is_whole,
-)
-_STEP_AND_LOSS: dict[str, Check] = {"step": _is_whole, "loss": _is_measured}
-_KINDS: dict[str, Check] = {
-    "start": _record(
-        generation=_is_whole, resumed_from_step=_SOME_WHOLE, expert_depths=_list_of(_is_whole)
-    ),
-    "train": _record(
-        _STEP_AND_LOSS,
-        tokens_per_s=_is_number,
-        expert_load=_list_of(_NUMBERS),
-        max_violation=_NUMBERS,
-        effective_experts=_NUMBERS,
-    ),
-    "eval": _record(_STEP_AND_LOSS, seconds=_is_number),
-    "checkpoint": _record({"step": _is_whole, "seconds": _is_number}, error=_SOME_TEXT),
-    "checkpoint_copy": _record({"step": _is_whole}, error=_SOME_TEXT),
-    "checkpoint_set_aside": _record(
-        _all(_is_whole, "step", "resumed_from_step") | _all(_is_text, "path", "why")
-    ),
-    "spike": _record(
-        _all(_is_whole, "step", "in_a_row")
-        | _all(_is_measured, "loss", "grad_norm", "loss_limit", "grad_norm_limit")
-    ),
-    "rollback": _record(
-        _all(_is_whole, "step", "to_step", "first_sample", "end_sample", "number", "most")
-        | {"why": _is_text, "abandoned": _list_of(_is_text)}
-    ),
-    "rollback_impossible": _record({"why": _is_text, "at_most": _is_whole}),
-    "data_wait": _record({"seconds": _is_number}, reason=_SOME_TEXT),
-    "preparation": _record(
-        {"stage": _is_text, "time": _is_time},
-        **_all(_is_whole, "done", "total", "tokens", "segments"),
-        **_all(_SOME_NUMBER, "tokens_per_s", "eta_s"),
-        **_all(_is_text, "news", "error"),
-        sources=_list_of(_SOURCE),
-    ),
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "text": _is_text,
+    "whole": _is_whole,
+    "number": _is_number,
+    "time": _is_time,
+    # JSON lacks the numbers that are not finite: they are text
+    "measured": lambda value: _is_number(value) or value in ("nan", "inf", "-inf"),
+    "texts": _list_of(_is_text),
+    "wholes": _list_of(_is_whole),
+    "numbers": _list_of(_is_number),
+    "loads": _list_of(_list_of(_is_number)),
+    "cause": lambda value: _fits(value, _ROOT_CAUSE),
+    "details": lambda value: _fits(value, _DETAILS),
+    "sources": _list_of(lambda value: _fits(value, _SOURCE)),
 }

@@ -1,8 +1,8 @@
-"""Following a job through its run folder: a live view in a terminal and a notebook, else plain lines.
+"""Follows a job through its run folder: a live view in a terminal or notebook, otherwise plain lines.
 
-Everything comes from files, so one can follow a job of any cluster, after the fact too, and a
-watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, twice a
-second; in a terminal a scan of this machine's processes besides, once a second.
+Everything comes from files, so following works for a job on any cluster, also after its end, and can neither slow nor
+stop it. Cost: two `stat` calls and the new lines, twice a second; in a terminal also one scan of this machine's
+processes per second.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from .json_lines import JsonLinesTail
 from .ranks import RunMonitor, node_table, rank_table
 from .summary import STATE_STYLES, describe_start
 
-if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
+if TYPE_CHECKING:  # showing progress must not import what prepares data
     from ...data_pipeline.make.units import PrepareProgress
 
 POLL_S = 0.4
@@ -46,7 +46,7 @@ PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 _PAGE_WIDTH = 100  # characters, of the view in a notebook
 _PAGE_EVENTS = 12  # lines above it
-BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears
+BACKLOG_BYTES = 64 << 20  # of an old run's metrics that are read before the view appears, at most
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # From idle to overloaded.
@@ -55,7 +55,7 @@ _HEAT = ("#3b6fb6", "#6f9fd0", "#9fb9c9", "#8fb78f", "#c9b458", "#dd8b4a", "#c83
 
 @dataclass(frozen=True)
 class Event:
-    """Holds something that a watcher is told about."""
+    """Describes one event of a job for a watcher."""
 
     time: float
     text: str
@@ -64,15 +64,15 @@ class Event:
 
 @dataclass
 class View:
-    """Holds what is known about a job, brought up to date by `refresh`."""
+    """Holds the current state of a job; `refresh` updates it."""
 
     run_dir: Path
     history: History = field(default_factory=History)
     entry: JournalEntry | None = None  # the newest one of the journal
     total: int | None = None
-    status: JobStatus | None = None  # as whoever watches has judged it last
-    data: Mapping[str, Any] | None = None  # how far the data is, if it is prepared meanwhile
-    ranks: Mapping[str, Any] | None = None  # the last look at nodes and ranks
+    status: JobStatus | None = None  # the watcher's last verdict
+    data: Mapping[str, Any] | None = None  # progress of data that is prepared beside the ranks
+    ranks: Mapping[str, Any] | None = None  # the last reading of nodes and ranks
 
     def __post_init__(self) -> None:
         self._data = JsonLinesTail.near_the_end(self.run_dir / PREPARATION, num_bytes=BACKLOG_BYTES)
@@ -80,7 +80,7 @@ class View:
         self._metrics = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=BACKLOG_BYTES)
 
     def refresh(self) -> list[Event]:
-        """Reads what is new; returns the events in it, in the order of their times."""
+        """Reads what is new; returns its events in order of time."""
         new: list[Event] = []
         for entry in parse_entries(self._journal.stream()):
             self.entry = entry
@@ -110,7 +110,7 @@ class View:
                 reason = line.get("reason") or "a slow rank"
                 seconds = duration(line["seconds"])
                 return Event(at, f"the ranks have waited {seconds} for data: {reason}", "yellow")
-            case "checkpoint" if not line.get("error"):  # the journal tells of those that failed
+            case "checkpoint" if not line.get("error"):  # the journal reports failed ones
                 seconds = spell_number(line["seconds"])
                 words = f"checkpoint of step {line['step']} written in {seconds} s"
                 return Event(at, words, "blue")
@@ -124,14 +124,14 @@ def follow(
     live: bool | None = None,
     until: Callable[[JobStatus], bool] = lambda status: False,
 ) -> JobStatus:
-    """Shows a job until it has ended; returns how it stands then.
+    """Shows a job until it ends; returns its final status.
 
-    A job whose supervisor falls silent is shown as LOST, and may come back; only after
-    `GIVEN_UP_AFTER_S` without a sign of life does the watching end.
+    A job whose supervisor falls silent is shown as LOST and may come back. Watching ends when it has been silent for
+    `GIVEN_UP_AFTER_S`.
 
     Args:
-        live: redraw in place (a terminal) or write a line per event; by default as the console can.
-            In a notebook the view below the cell is redrawn.
+        live: redraw in place, or print a line per event; default: redraw in a terminal. A notebook always redraws
+            the view below the cell.
         until: ends the watching earlier.
     """
     console = console or Console()
@@ -147,7 +147,7 @@ def follow(
 
 
 def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
-    """Yields new events, again and again, until the job has ended; the last ones included."""
+    """Yields new events until the job has ended, including the last ones."""
     liveness, was_lost = LivenessWatch(view.run_dir), False
     while True:
         status = view.status = read_status(view.run_dir, liveness=liveness)
@@ -178,7 +178,7 @@ def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool
 
 
 def _follow_in_notebook(view: View, until: Callable[[JobStatus], bool]) -> None:
-    """Redraws one output of the cell, which keeps its last state; needs no widgets."""
+    """Redraws one output of the cell without widgets; its last state stays."""
     from IPython.display import HTML, DisplayHandle
 
     handle, told, shown = DisplayHandle(), list[Text](), ""
@@ -208,7 +208,7 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
 
 
 class _Paced:
-    """Prints a line when a value has changed, every few seconds at most."""
+    """Prints a line when a value has changed, at most every few seconds."""
 
     def __init__(self, console: Console, value: Callable[[], Any], line: Callable[[], str]):
         self._console, self._value, self._line = console, value, line
@@ -226,7 +226,7 @@ class _Paced:
 
 
 def _print_line(console: Console, at: float, text: str) -> None:
-    """Prints a line as it is: square brackets in a cause are no markup."""
+    """Prints a line literally: square brackets are not markup."""
     console.print(Text(f"{_clock(at)} {text}"), soft_wrap=True)
 
 
@@ -235,7 +235,7 @@ def _data_line(view: View) -> str:
 
 
 def step_line(view: View) -> str:
-    """Returns the newest step in a line."""
+    """Describes the newest step in one line."""
     last, validation = view.history.last, view.history.validation
     words = [
         f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
@@ -254,7 +254,7 @@ def step_line(view: View) -> str:
 
 
 def render(view: View, *, width: int = 100) -> Group:
-    """Returns the live view of one moment."""
+    """Renders the live view of this moment."""
     parts: list[Any] = [_heading(view)]
     if view.data is not None:
         done, total = view.data.get("done", 0), view.data.get("total") or 1
@@ -335,7 +335,7 @@ def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
 
 
 def _cells(fractions: list[float], limit: int) -> Text:
-    """Returns a bar per expert; with more experts than columns, the most loaded of each bin."""
+    """Draws a bar per expert; with more experts than columns, the maximum of each bin."""
     per_cell = -(-len(fractions) // limit)
     columns = max(1, min(3, limit // len(fractions)))
     text = Text()
@@ -357,7 +357,7 @@ def _clock(seconds: float) -> str:
 def show_preparation(
     console: Console, *, live: bool | None = None
 ) -> Iterator[Callable[["PrepareProgress"], None]]:
-    """Shows data preparation while inside; yields the callback that takes its reports."""
+    """Shows data preparation; yields the callback that takes its progress reports."""
     live = console.is_terminal if live is None else live
     started = shown = time.monotonic()
     last: PrepareProgress | None = None
@@ -387,5 +387,5 @@ def show_preparation(
 
 
 def preparation_words(progress: "PrepareProgress") -> str:
-    """Returns how far a preparation is, in a line."""
+    """Describes a preparation's progress in one line."""
     return f"preparing data: {progress_words(as_record(progress))}"

@@ -1,15 +1,10 @@
-"""What every rank and node of a run is doing now: part of `moebius watch`.
+"""Reports what each rank and node of a run is doing, for `moebius watch`.
 
-Three sources, by what can be seen from here:
+* Ranks on this machine: phase, step and age come from their heartbeat pages, CPU and memory from psutil.
+* Every node: the last line of its resources.jsonl, at most ten seconds old.
+* The run folder: state, step, throughput, and when each rank last wrote to its log.
 
-* ranks of this machine (all ranks of a simulated cluster and of `moebius train`): phase, step and
-  how long they have been in it from their heartbeats' pages in memory, processor time and memory
-  from psutil;
-* every node, wherever it is: the last line of its resources.jsonl, up to ten seconds old, with the
-  machine's processors, memory and GPUs, and the phase, step and use of every rank;
-* the run folder: state, step, rate, and how long ago a rank last wrote to its log.
-
-Cost: a scan of this machine's processes per look, some 10 ms.
+Cost: one scan of this machine's processes per reading, about 10 ms.
 """
 
 import json
@@ -31,10 +26,10 @@ from .data_progress import duration
 from .json_lines import JsonLinesTail
 from .run_report import RunReport, read_report
 
-SAMPLE_S = 0.2  # between two looks at processor times, where only one record is wanted
+SAMPLE_S = 0.2  # between two readings of CPU times, where a single record is wanted
 Record = Mapping[str, Any]
 
-# The newest line of rank 0's metrics tells what all ranks do, for they go in step.
+# The newest line of rank 0's metrics stands for all ranks: they move in step.
 _PHASES = {"train": "step", **{name: name for name in ("start", "eval", "checkpoint", "data_wait")}}
 _PHASE_STYLES = {
     "step": "green",
@@ -49,14 +44,14 @@ _OF_NODE += ("received_bytes_per_s", "sent_bytes_per_s", "gpus")
 
 
 class RunMonitor:
-    """Looks at a run again and again; processor use is that between two looks."""
+    """Reads the state of a run repeatedly; CPU use is measured between two readings."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir.absolute()  # as the marks of its processes have it
+        self.run_dir = run_dir.absolute()  # as in the marks of its processes
         self._processes: dict[int, psutil.Process] = {}
 
     def look(self) -> dict[str, Any]:
-        """Returns one look as plain values of JSON (docs/watch.md names the keys).
+        """Returns one reading as JSON values (docs/watch.md lists the keys).
 
         Raises:
             JobError: there is no job in this folder.
@@ -110,7 +105,7 @@ class RunMonitor:
         ]
 
     def _use_of(self, pid: int | None, told: Record) -> dict[str, Any]:
-        """Returns what a process here uses, or what its node has written."""
+        """Returns a local process's CPU and memory use, or what its node last wrote."""
         if pid is None:
             return {key: told.get(key) for key in ("cpu_percent", "memory_bytes")}
         try:
@@ -124,7 +119,7 @@ class RunMonitor:
 
 
 def look_once(run_dir: Path) -> dict[str, Any]:
-    """Returns one look, with processor use over a fraction of a second."""
+    """Returns one reading, with CPU use over a fraction of a second."""
     monitor = RunMonitor(run_dir)
     if monitor.look()["ranks"]:
         time.sleep(SAMPLE_S)
@@ -132,14 +127,14 @@ def look_once(run_dir: Path) -> dict[str, Any]:
 
 
 def newest_phase(run_dir: Path) -> str | None:
-    """Returns what the newest line of the metrics says the ranks are doing; None: nothing yet."""
+    """Returns the ranks' phase by the newest line of the metrics; None if there is none."""
     lines = JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=64 << 10).read()
     kinds = (str(line.get("kind")) for line in reversed(lines))
     return next((_PHASES[kind] for kind in kinds if kind in _PHASES), None)
 
 
 def _progress(state: RankState | None, told: Record) -> dict[str, Any]:
-    """Returns where a rank is: by its heartbeat, else by what its node has written."""
+    """Returns a rank's phase and step: from its heartbeat, or as its node last wrote."""
     if state is None:
         return {"phase": told.get("phase"), "step": told.get("step"), "age_s": None}
     return {"phase": state.phase, "step": state.step, "age_s": round(state.age_s, 3)}
@@ -165,7 +160,7 @@ def _last_resources(folder: Path) -> dict[str, Any]:
 
 
 def _is_sound(line: Record) -> bool:
-    """Returns whether a line holds what a node writes; people edit files."""
+    """Returns whether a line has the values that a node writes; people edit files."""
 
     def figures(record: object, *names: str) -> bool:
         values = [record.get(name) for name in names] if isinstance(record, dict) else [None]
@@ -182,7 +177,7 @@ def _is_sound(line: Record) -> bool:
 
 
 def _assignments(run_dir: Path, generation: int) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields what each node of a generation was told, and the folder of its logs."""
+    """Yields each node's log folder and assignment in a generation."""
     for path in sorted((run_dir / "logs" / f"g{generation:03d}").glob("node*/assignment.json")):
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
@@ -254,7 +249,7 @@ def _cpu_use(node: Record) -> str:
 
 
 def _share(holders: Sequence[Record]) -> str:
-    """Returns the memory in use and what there is, of a node or of its GPUs together."""
+    """Formats used and total memory of a node, or of its GPUs together."""
     pairs = [(each["memory_bytes"], each["memory_total_bytes"]) for each in holders]
     if not pairs or None in pairs[0]:
         return ""
@@ -263,7 +258,7 @@ def _share(holders: Sequence[Record]) -> str:
 
 
 def _rate(node: Record) -> str:
-    """Returns what goes in and out of a node's network, together."""
+    """Formats a node's network traffic, in and out together."""
     received, sent = node["received_bytes_per_s"], node["sent_bytes_per_s"]
     return "" if received is None or sent is None else f"{(received + sent) / 1e6:,.0f} MB/s"
 

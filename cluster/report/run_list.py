@@ -1,8 +1,7 @@
-"""All runs below a folder, newest first: what `moebius status FOLDER` shows.
+"""Lists the runs below a folder, newest first, for `moebius status FOLDER`.
 
-A run is a folder with a journal. Runs are looked for three levels deep and not inside each other,
-so that a folder of folders of runs is found and checkpoints and prepared data are not walked
-through.
+A run is a folder with a journal. The search goes three levels deep and stops at runs, so checkpoints and prepared data
+are not searched.
 """
 
 import os
@@ -20,9 +19,9 @@ from .run_report import RunReport, read_report
 from .summary import STATE_STYLES
 
 MAX_DEPTH = 3
-RECENT_S = 7 * 86400.0  # ended longer ago: not shown unless all are asked for
+RECENT_S = 7 * 86400.0  # runs that ended earlier are hidden unless all are asked for
 
-# What a narrow terminal does not show, first of all; `moebius status RUN` tells it.
+# Columns that a narrow terminal drops, the first ones first; `moebius status RUN` shows them.
 _CAN_BE_LEFT_OUT = ("tokens/s", "restarts", "loss", "name", "since", "step")
 _RIGHT = ("step", "loss", "tokens/s", "restarts", "since")
 
@@ -48,7 +47,7 @@ def _is_searched(entry: os.DirEntry[str]) -> bool:
 
 
 def read_reports(run_dirs: Sequence[Path]) -> tuple[list[RunReport], list[str]]:
-    """Returns the reports of runs, last submitted first, and why others could not be read."""
+    """Returns the reports of runs, last submitted first, and why others cannot be read."""
     reports, problems = [], []
     for run_dir in run_dirs:
         try:
@@ -62,7 +61,7 @@ def read_reports(run_dirs: Sequence[Path]) -> tuple[list[RunReport], list[str]]:
 
 
 def is_recent(report: RunReport) -> bool:
-    """Whether the run has not ended, or ended within a week."""
+    """Returns whether the run has not ended, or ended within a week."""
     ended = report.status.ended_at
     return ended is None or time.time() - ended < RECENT_S
 
@@ -71,10 +70,8 @@ def run_table(reports: Sequence[RunReport], root: Path, *, width: int) -> Table:
     """Returns a table with one line per run.
 
     Args:
-        reports: of the runs.
-        root: which run folders are shown relative to.
-        width: of the terminal: columns that one can do without are left out, so that a run folder's
-            name stays in one piece.
+        root: run folders are shown relative to it.
+        width: of the terminal; columns are dropped so that the run folder's name stays in one piece.
     """
     rows = [_cells(report, root) for report in reports]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -87,7 +84,7 @@ def run_table(reports: Sequence[RunReport], root: Path, *, width: int) -> Table:
 
 
 def _that_fit(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
-    """Returns the names of the columns that are shown in so much room."""
+    """Returns the names of the columns that fit into `width`."""
     widths = {
         name: 2 + max(cell_len(name), *(row[name].cell_len for row in rows)) for name in rows[0]
     }

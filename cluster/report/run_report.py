@@ -1,11 +1,9 @@
-"""A run's story, from its run folder alone: one line for people, one JSON object for scripts.
+"""Summarises a run from its run folder: one line for people, one JSON object for scripts.
 
-"SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last
-checkpoint step 9,500". The keys of the JSON object are documented in docs/watch.md; they may become
-more, and none changes its meaning.
+"SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last checkpoint step 9,500".
+docs/watch.md lists the keys of the JSON object.
 
-Cost: the journal is read once more (a handful of lines per recovery), the end of metrics.jsonl, and
-one listing of the checkpoint folder.
+Cost: another read of the journal, the end of metrics.jsonl, and one listing of the checkpoint folder.
 """
 
 import json
@@ -42,19 +40,19 @@ _TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.RESIZING)
 
 @dataclass(frozen=True)
 class Recovery:
-    """Records one time that the job was interrupted and went on."""
+    """Records one interruption after which the job continued."""
 
     time: float  # when the interruption was noticed, seconds since the epoch
-    generation: int  # that was interrupted
+    generation: int  # the interrupted one
     step: int | None  # the last step before
     cause: str  # a few words: "rank 5 killed"
-    reason: str  # all that the journal says
-    seconds: float | None  # until steps were made again; None: they were not
+    reason: str  # the journal's full text
+    seconds: float | None  # until the next new step; None: there was none
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Holds what a run folder tells of its last submission."""
+    """Summarises the last submission in a run folder."""
 
     status: JobStatus
     name: str
@@ -62,8 +60,8 @@ class RunReport:
     tokens_per_s: float | None
     last_checkpoint: int | None
     recoveries: tuple[Recovery, ...]
-    rollbacks: int = 0  # how often the run went back past spikes of its loss
-    commit: str | None = None  # of the code that it was submitted with
+    rollbacks: int = 0  # past loss spikes
+    commit: str | None = None  # of the submitted code
 
     @property
     def elapsed_s(self) -> float:
@@ -73,7 +71,7 @@ class RunReport:
         return max(0.0, (status.ended_at or time.time()) - begun)
 
     def story(self) -> str:
-        """Returns what happened, in one line."""
+        """Describes what happened, in one line."""
         parts = [self._where_it_stands()]
         if self.status.state in _TOLD_WITH_REASON:
             parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
@@ -108,7 +106,7 @@ class RunReport:
         return f"{count} recover{'ies' if count > 1 else 'y'}: {', '.join(told)}"
 
     def record(self) -> dict[str, Any]:
-        """Returns the report as plain values of JSON (docs/watch.md names the keys)."""
+        """Returns the report as JSON values (docs/watch.md lists the keys)."""
         status = self.status
         return {
             "run": str(status.run_dir),
@@ -137,7 +135,7 @@ class RunReport:
 
 
 def read_report(run_dir: Path) -> RunReport:
-    """Returns what the files of a run folder tell of its last submission.
+    """Reads the report of the last submission in a run folder.
 
     Raises:
         JobError: there is no job in this folder.
@@ -159,7 +157,7 @@ def read_report(run_dir: Path) -> RunReport:
 
 
 def last_checkpoint(run_dir: Path) -> int | None:
-    """Returns the step of the newest checkpoint in a run folder; None: it has none."""
+    """Returns the step of the newest checkpoint in a run folder; None without one."""
     try:
         names = [path.name for path in (run_dir / "checkpoints").iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -169,7 +167,7 @@ def last_checkpoint(run_dir: Path) -> int | None:
 
 
 def num_rollbacks(run_dir: Path) -> int:
-    """Returns how often a run went back, by its rollbacks.json; 0 where that cannot be read."""
+    """Counts the rollbacks in a run's rollbacks.json; 0 if it cannot be read."""
     try:
         found = json.loads((run_dir / "rollbacks.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -178,7 +176,7 @@ def num_rollbacks(run_dir: Path) -> int:
 
 
 def recoveries(entries: Sequence[JournalEntry]) -> list[Recovery]:
-    """Returns each time that a job recovered, from the journal entries of one submission."""
+    """Returns each recovery of a job, from the journal entries of one submission."""
     found = []
     for number, entry in enumerate(entries):
         if entry.state is not State.RECOVERING:
@@ -198,7 +196,7 @@ def recoveries(entries: Sequence[JournalEntry]) -> list[Recovery]:
 
 
 def short_cause(entry: JournalEntry) -> str:
-    """Returns why a generation ended, in the few words that count alike causes together."""
+    """Returns why a generation ended, in a few words that are equal for equal causes."""
     details = entry.details.get("root_cause")
     if not isinstance(details, dict) or "summary" not in details:
         return _shortened(entry.reason.partition(";")[0])
@@ -220,7 +218,7 @@ def short_cause(entry: JournalEntry) -> str:
 
 
 def _entered_at(entries: Sequence[JournalEntry]) -> float:
-    """When the newest state was entered: lines that repeat it are news of the same state."""
+    """Returns when the newest state was entered; lines that repeat it do not count."""
     entered = entries[-1].time
     for entry in reversed(entries):
         if entry.state is not entries[-1].state:
@@ -230,11 +228,11 @@ def _entered_at(entries: Sequence[JournalEntry]) -> float:
 
 
 def _shortened(text: str, limit: int = MAX_CAUSE) -> str:
-    """One line of at most `limit` characters."""
+    """Cuts a text to one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
 def _finite_or_text(value: float | None) -> float | str | None:
-    """JSON has no word for what is not finite: "nan", "inf" and "-inf" are strings."""
+    """Returns numbers that JSON lacks as text: "nan", "inf" or "-inf"."""
     return value if value is None or math.isfinite(value) else str(value)

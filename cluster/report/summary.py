@@ -1,7 +1,6 @@
-"""The end of a run, for people: a few lines and one picture.
+"""Prints how a run ended: a few lines and one picture.
 
-What comes from elsewhere (causes, paths, reasons) is shown as `Text`: rich would take its square
-brackets for markup.
+Causes, paths and reasons are shown as `Text`, because rich would read their square brackets as markup.
 """
 
 import math
@@ -36,7 +35,7 @@ STATE_STYLES = {
 
 
 def show_end(status: JobStatus, console: Console) -> None:
-    """Prints how a job has ended, and draws its curves into the run folder."""
+    """Prints how a job ended, and draws its curves into the run folder."""
     picture = draw_summary(status.run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
 
@@ -44,11 +43,11 @@ def show_end(status: JobStatus, console: Console) -> None:
 def closing_words(
     status: JobStatus, *, picture: Path | None = None, story: str | None = None
 ) -> Group:
-    """Returns what the user reads when a job has ended: the result, or the root cause.
+    """Returns the closing lines of a job: its result, or the root cause.
 
     Args:
-        story: what happened, in a line that begins with the state; the first line instead of the
-            state with its reason.
+        picture: the file with the drawn curves.
+        story: begins with the state, and replaces the state and its reason in the first line.
     """
     history = read_history(status.run_dir)
     words = f"  {status.reason}" if story is None else story.removeprefix(status.state.value)
@@ -108,7 +107,7 @@ def _restarts(status: JobStatus, history: History) -> str:
 
 
 def describe_start(start: Start) -> str:
-    """Returns where a generation took up the run, in words."""
+    """Describes where a generation resumed the run."""
     where = (
         "from the beginning"
         if start.resumed_from is None
@@ -137,11 +136,10 @@ def _exp(loss: float) -> str:
 # ---- the picture
 
 
-def draw_summary(run_dir: Path, path: Path | None = None) -> Path:
-    """Draws the loss curve and, where there are experts, their load per depth step over training.
+def draw_summary(run_dir: Path) -> Path:
+    """Draws the loss curve and, if there are experts, their load per depth step over training.
 
-    Args:
-        path: of the PNG; by default summary.png in the run folder.
+    Returns the PNG: summary.png in the run folder.
 
     Raises:
         ValueError: the run has made no step yet.
@@ -152,7 +150,7 @@ def draw_summary(run_dir: Path, path: Path | None = None) -> Path:
     history = read_history(run_dir)
     if not history.loss:
         raise ValueError(f"{run_dir}: there is nothing to draw: the run has made no step")
-    path = path or run_dir / PICTURE
+    path = run_dir / PICTURE
     depths = _chosen_depths(history)
     figure: Any = Figure(figsize=(12, 10.5 if depths else 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
@@ -202,7 +200,7 @@ def _mark_restart(axes: Any, start: Start) -> None:
     at = start.reached or 0
     axes.axvline(at, color=_RESTART, linestyle="--", linewidth=1.4)
     left, right = axes.get_xlim()
-    late = at > left + 0.75 * (right - left)  # then the words go to the left of the line
+    late = at > left + 0.75 * (right - left)  # then the label stands left of the line
     axes.annotate(
         f"restarted after step {at},\nresumed from {start.resumed_from or 0}",
         (at, 0.5),
@@ -279,7 +277,7 @@ def _axes(figure: Any, title: str, label: str) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e4e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
-    # a run folder's name may hold dollars, which are no formula
+    # a run folder's name may contain dollars, which matplotlib would read as a formula
     named = {"loc": "left", "fontsize": 14, "fontweight": "bold", "parse_math": False}
     axes.set_title(title, color=_INK, **named)
     axes.set_xlabel("training step", fontsize=11)

@@ -1,4 +1,4 @@
-"""Python tracebacks in log files: finding the one that counts and saying it in one line."""
+"""Finds the relevant Python traceback in a log and summarises it in one line."""
 
 import os
 import re
@@ -8,18 +8,14 @@ from ...train.record.process_log import older_pieces
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# what Python says of exceptions in destructors, when a program is ending anyway
+# what Python prints for exceptions in destructors, while a program ends anyway
 _IGNORED = "Exception ignored"
-_RANK_PREFIX = re.compile(
-    r"^\[rank\d+\]: ?"
-)  # torch puts it before the tracebacks of a distributed program
+# torch's prefix for the tracebacks of a distributed program
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 
 
 def last_traceback(text: str) -> str:
-    """Returns the last traceback of a log, with those it was chained to.
-
-    Its last five lines if there is none.
-    """
+    """Returns the last traceback of a log with those chained to it; without one, the last five lines."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
     starts = [
         number
@@ -41,11 +37,9 @@ def last_traceback(text: str) -> str:
 
 
 def summarise(traceback: str) -> tuple[str | None, str | None]:
-    """Returns the exception's line and the file:line of its innermost frame.
+    """Returns the exception line and the innermost file:line of the last chained traceback.
 
-    Of the last traceback if several are chained.
-
-    Of a text without a traceback the last line, and no place.
+    Without a traceback, returns the last line and None.
     """
     if _HEAD not in traceback:
         return next(
@@ -64,9 +58,7 @@ def summarise(traceback: str) -> tuple[str | None, str | None]:
 
 
 def read_tail(path: Path, num_bytes: int) -> str:
-    """Returns the end of a text file; of a log that was rotated, with what is before it in older
-    pieces. Empty when there is none.
-    """
+    """Returns the last `num_bytes` of a log, reaching back into rotated pieces; "" if there is none."""
     tail = b""
     for piece in (path, *(older for _, older in reversed(older_pieces(path)))):
         if len(tail) < num_bytes:

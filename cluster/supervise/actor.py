@@ -1,11 +1,9 @@
-"""The supervisor of a job, as a Ray actor.
+"""Runs a job's supervisor as a Ray actor.
 
-It is a detached, named actor on the head node: it lives on when the command line that submitted the
-job ends, and Ray starts it again when it is killed. All it knows is in the run folder and on the
-nodes, which do not die with it (ray_nodes.py): a restarted supervisor reads the journal, takes a
-new number (fencing.py), finds the nodes by their names and goes on watching the generation
-that they run, which has noticed nothing. The lifecycle itself is job_supervisor.py; here is only what
-Ray has to do with it.
+The actor is detached, named, and on the head node. It outlives the command that submitted the job, and Ray restarts it
+when it is killed. Its state is in the run folder and on the nodes, which do not die with it (ray_nodes.py). A restarted
+supervisor reads the journal, takes a new number (fencing.py), finds the nodes by name, and continues to watch their
+generation, which has noticed nothing. job_supervisor.py holds the lifecycle; this module only connects it to Ray.
 
 Cost: one process of about 80 MB.
 """
@@ -29,22 +27,18 @@ from .fencing import SupervisorNumber, last_supervisor
 from .job_supervisor import POLL_S, supervise
 from .network import ControlStoreWatch
 
-_HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
+_HEAD = {"node:__internal_head__": 0.001}  # Ray gives this resource only to the head node
 
 
 class Supervisor:
-    """Runs one job to its end, in a thread of its own.
-
-    So it starts again by itself when Ray restarts the actor.
-    """
+    """Runs one job to its end in a thread, so that it also starts when Ray restarts the actor."""
 
     def __init__(self, launch: Launch, held_at: int | None = None):
-        """Begins, or waits for `begin`.
+        """Starts the job, or waits for `begin`.
 
         Args:
-            launch: what is run.
-            held_at: the number of the run's last supervisor: this one waits, unless it has had a
-                number of its own since and was restarted; None: it waits for nobody.
+            held_at: number of the run's last supervisor. This one waits for `begin`, unless it has taken a later number
+                and was restarted. None: it starts at once.
         """
         self._launch = launch
         self._may_begin, self._has_begun = threading.Event(), threading.Event()
@@ -54,11 +48,11 @@ class Supervisor:
         self._thread.start()
 
     def ping(self) -> bool:
-        """Returns True when the actor is up."""
+        """Returns True once the actor is up."""
         return True
 
     def begin(self) -> bool:
-        """Lets it begin; returns True when it has, and would also do so if it were restarted."""
+        """Starts a held supervisor; returns True once it would also start by itself after a restart."""
         self._may_begin.set()
         return self._has_begun.wait()
 
@@ -80,26 +74,26 @@ class Supervisor:
             supervise(self._launch, nodes, data, number=number)
         finally:
             control_store.end()
-            # A detached actor ends only when it is told to; a replaced one is its successor by name.
+            # A detached actor ends only when told to; a replaced one has a successor of the same name.
             if last_supervisor(run_dir) == number.number:
                 ray.kill(me, no_restart=True)
 
 
 def _take_number(run_dir: Path) -> SupervisorNumber:
-    """Takes the supervisor's number; waits where the run folder cannot be written."""
+    """Takes the supervisor's number, waiting until the run folder can be written."""
     while True:
         try:
             return SupervisorNumber.take(run_dir)
-        except OSError:  # the disk is full; nodes that hear nothing for too long end their ranks
+        except OSError:  # the disk is full; nodes end their ranks if this takes too long
             time.sleep(POLL_S)
 
 
 def place_ahead(launch: Launch) -> Launch:
-    """Has the job's nodes start and import before its supervisor is there, if there is room.
+    """Starts the job's nodes before its supervisor, if there is room; returns the supervisor's launch.
 
-    Returns the launch for the supervisor. Nodes end themselves if none comes within half a minute.
+    The nodes end themselves if no supervisor comes within half a minute.
     """
-    if not launch.warm_start or _is_supervised(launch):  # then `start_supervisor` will refuse
+    if not launch.warm_start or _is_supervised(launch):  # `start_supervisor` will refuse
         return launch
     return replace(launch, placed_ahead=RayNodeProvider(launch, 0).place_ahead())
 
@@ -114,36 +108,36 @@ def _is_supervised(launch: Launch) -> bool:
 
 @dataclass(frozen=True)
 class HeldSupervisor:
-    """A supervisor that comes up, and does nothing before `start_supervisor`."""
+    """Refers to a supervisor that is up, and waits for `start_supervisor`."""
 
     actor: Any
     held_at: int
 
 
 def hold_supervisor(launch: Launch) -> HeldSupervisor:
-    """Has the supervisor come up while the job is not submitted yet; returns at once.
+    """Creates the supervisor before the job is submitted; returns at once.
 
-    For a cluster that ends with this process: nobody else would end it.
+    Only for a cluster that ends with this process, since nobody else would end the actor.
 
     Raises:
-        JobError: a supervisor for this run folder exists already.
+        JobError: this run folder already has a supervisor.
     """
     held_at = last_supervisor(Path(launch.run_dir))
     return HeldSupervisor(_create(launch, held_at), held_at)
 
 
 def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None:
-    """Starts the job's supervisor, or lets a held one begin; returns when it is up.
+    """Starts the job's supervisor, or a held one; returns when it is up.
 
     Raises:
-        JobError: a supervisor for this run folder exists already, or it does not come up.
+        JobError: this run folder already has a supervisor, or it does not start.
     """
     actor = held.actor if held else _create(launch, None)
     answer = actor.begin.remote() if held else actor.ping.remote()
     try:
         ray.get(answer, timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
     except RayActorError as error:
-        # it may have done its work already and ended: the journal tells
+        # it may have finished the job already: the journal tells
         if held and last_supervisor(Path(launch.run_dir)) == held.held_at:
             raise JobError(
                 f"{launch.run_dir}: the supervisor died before it started ({error}); submit again"

@@ -1,15 +1,13 @@
-"""Preparing a job's data while its ranks train: the supervision's side of it.
+"""Prepares a job's data while its ranks train, for the supervisor.
 
-One child process prepares (prepare_data.py). It belongs to the supervision as the ranks do: it dies with
-it, and a restarted supervision starts another, which goes on where the last one was. When it is
-killed it is started again, at most `max_restarts` times. When it fails for good, the folder is given
-up (`data_pipeline/growth.py`): the ranks train to the end of what is sealed, save and stop, and the
-job ends with that cause.
+One child process prepares (prepare_data.py). Like the ranks, it dies with the supervisor; a restarted supervisor starts
+another one, which continues where the last one stopped. A killed child is restarted at most `max_restarts` times. After a
+permanent failure the folder is given up (`data_pipeline/growth.py`): the ranks train to the end of the sealed data, save
+and stop, and the job ends with that cause.
 
-Which CPUs it may use: never those that ranks need. On a cluster the ranks' CPUs are reserved before
-the first task of the preparation starts, and its tasks take one CPU each of what is left. On one
-machine it has the CPUs beyond one per rank, at the lowest priority; where none is left it has one
-process, which at that priority takes what the ranks leave idle.
+The child never uses CPUs that ranks need. On a cluster, the ranks' CPUs are reserved before its first task, and each of
+its tasks takes one CPU of the rest. On one machine it uses the CPUs beyond one per rank at the lowest priority, or if
+there are none, one process that runs when ranks are idle.
 """
 
 import json
@@ -38,17 +36,16 @@ LOG = Path("logs") / "preparation.log"
 END_TIMEOUT_S = 10.0
 _TAIL_BYTES = 64 * 1024
 _MAX_BACKOFF_S = 30.0
-# What Ray sets for its workers is not for this child; how to reach the cluster is.
+# The child needs Ray's variables that say how to reach the cluster, not those meant for Ray's workers.
 _OF_THE_CLUSTER = ("RAY_AUTH_", "RAY_TMPDIR", "RAY_USAGE_STATS_", "RAY_DISABLE_IMPORT_WARNING")
 
 
 class BackgroundData:
-    """Prepares the data of a run folder's configuration in a child process, for the supervision.
+    """Prepares the data of a run's configuration in a child process.
 
     Args:
-        launch: of the job; its run folder holds config.json.
-        where: returns the process's arguments that say where tasks run; called once the ranks'
-            CPUs are reserved.
+        launch: of the job; its run folder contains config.json.
+        where: returns the child's arguments that say where tasks run; called once the ranks' CPUs are reserved.
     """
 
     def __init__(self, launch: Launch, where: Callable[[], list[str]]):
@@ -58,9 +55,9 @@ class BackgroundData:
         self.directory = Path(config["data"]["directory"])
         self.start_when = StartWhen.model_validate(config["train"]["start_when"])
         self.failure = ""
-        """Why the preparation has failed for good; "": it has not."""
+        """Why preparation has failed permanently; "": it has not."""
         self.must_end_ranks = False
-        """Whether it has failed, and the ranks cannot find that out by themselves."""
+        """Whether preparation has failed and the ranks cannot notice that themselves."""
         self._child: subprocess.Popen[bytes] | None = None
         self._manifest: DatasetManifest | None = None
         self._deaths = 0
@@ -69,10 +66,7 @@ class BackgroundData:
         self._begun = self._is_complete = self._has_enough = False
 
     def begin(self) -> None:
-        """Starts the child, the first time that it is called.
-
-        What says where tasks run may raise: it has no room for them.
-        """
+        """Starts the child on the first call; raises if the cluster has no room for its tasks."""
         if not self._begun:
             self._begun = True
             go_on(self.directory)
@@ -80,14 +74,14 @@ class BackgroundData:
             self._start()
 
     def has_enough(self) -> bool:
-        """Returns whether so much is sealed that the ranks may begin."""
+        """Returns whether enough data is sealed for the ranks to begin."""
         if not self._has_enough:
             manifest = self._read_manifest()
             self._has_enough = manifest is not None and self.start_when.is_met(manifest)
         return self._has_enough
 
     def look_after(self) -> str:
-        """Looks after the child; returns what people should know of, or ""."""
+        """Restarts a dead child, or gives up; returns news for the journal, or ""."""
         if self._is_complete or self.failure or not self._begun:
             return ""
         if self._child is None:
@@ -101,7 +95,7 @@ class BackgroundData:
         return self._has_ended(code)
 
     def end(self) -> None:
-        """Ends the child; what it has made stays, and another one can go on there."""
+        """Ends the child; another one can continue from what it has made."""
         if self._child is not None:
             below = processes.descendants(self._child.pid)
             self._child.kill()
@@ -110,7 +104,7 @@ class BackgroundData:
             self._child = None
 
     def sealed_words(self) -> str:
-        """Returns how much is sealed."""
+        """Describes how much data is sealed."""
         manifest = self._read_manifest()
         if manifest is None:
             return "no segment"
@@ -127,7 +121,7 @@ class BackgroundData:
                 stdout=log,
                 stderr=log,
                 env=_environment() | {FOLDER: self._launch.environment.get(FOLDER, "")},
-                start_new_session=True,  # Ctrl-C is for the command line, which asks for a stop
+                start_new_session=True,  # Ctrl-C must reach only the command, which requests a stop
             )
 
     def _has_ended(self, code: int) -> str:
@@ -157,7 +151,7 @@ class BackgroundData:
         self.failure = cause
         try:
             give_up(self.directory, cause)
-        except DataError as error:  # a full disk has no room for this either
+        except DataError as error:  # the disk is full
             self.failure += f"; and {error}"
             self.must_end_ranks = True
         return (
@@ -174,10 +168,10 @@ class BackgroundData:
 
 
 def prepares_beside(config: "Config") -> bool:
-    """Returns whether a run's data is to be prepared beside its ranks: it is not there yet.
+    """Returns whether a run's data must be prepared beside its ranks, because it is not complete.
 
     Raises:
-        DataError: it cannot be prepared; most mistakes are found before anything is started.
+        DataError: it cannot be prepared; most mistakes are found before anything starts.
     """
     from ...data_pipeline.make.prepare import look_ahead
 
@@ -187,7 +181,7 @@ def prepares_beside(config: "Config") -> bool:
 
 
 def workers_beside(num_ranks: int) -> list[str]:
-    """Returns where data is prepared on a machine whose CPUs are first of all for its ranks."""
+    """Returns the child's arguments on a machine whose CPUs belong to its ranks first."""
     return ["--workers", str(max(1, (os.cpu_count() or 1) - num_ranks))]
 
 

@@ -1,14 +1,13 @@
-"""How often a job is started again, and on whose account.
+"""Decides how often a job may restart, with two budgets.
 
-Two budgets, so that a night of lost machines does not use up the patience with a bug, nor the other
-way round:
+Lost nodes should not use up the restarts meant for failures, nor the other way round:
 
-* failures: ranks that raise, crash, hang or leave early. `max_restarts`, counted anew when the run
-  has made `reset_restarts_after_steps` new steps since the last one;
-* infrastructure: nodes that are lost, agents and actors that die. `max_node_losses`.
+* failures: ranks that raise, crash, hang or leave early. `max_restarts`, reset when the run has made
+  `reset_restarts_after_steps` new steps since the last one;
+* infrastructure: lost nodes, and agents and actors that die. `max_node_losses`.
 
-Whatever the budget, the same error at the same step three times is the end: more restarts would not
-help. A lost node is exempt, for it says nothing about the run.
+Whatever the budget, the job ends when the same error occurs at the same step three times, since another restart would not
+help. Lost nodes are exempt: they say nothing about the run.
 """
 
 from collections import Counter
@@ -24,10 +23,10 @@ FAILURES, INFRASTRUCTURE = "failures", "infrastructure"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what a failed generation was charged to, and whether another one may follow."""
+    """Holds the budget that a failure was charged to, and whether a restart may follow."""
 
     charged_to: str
-    left: int  # restarts that this budget still allows, after the one that follows
+    left: int  # restarts in this budget after the next one
     words: str
     given_up: bool
 
@@ -39,16 +38,16 @@ class Verdict:
 
 @dataclass
 class Budgets:
-    """Counts a job's failures per account and judges whether it may restart."""
+    """Counts a job's failures per budget and decides whether it may restart."""
 
     launch: Launch
     used: Counter[str] = field(default_factory=Counter)
     seen: Counter[tuple[str, int | None]] = field(default_factory=Counter)
-    last_failure_step: int = 0  # how far the run had come at its last failure
+    last_failure_step: int = 0  # how far the run was at its last failure
 
     @classmethod
     def from_journal(cls, launch: Launch, entries: Sequence[JournalEntry]) -> "Budgets":
-        """Returns what an earlier supervisor of this submission has used, by its journal."""
+        """Returns the budgets after the failures in the journal of this submission."""
         budgets = cls(launch)
         for entry in entries:
             if (cause := entry.details.get("root_cause")) and not cause.get("on_purpose"):
@@ -56,7 +55,7 @@ class Budgets:
         return budgets
 
     def charge(self, cause: RootCause, step: int | None) -> Verdict:
-        """Counts a failure at `step` (None: before the generation's first) and judges it."""
+        """Charges a failure at `step` (None: before the generation's first step) and judges it."""
         account = self._count(cause, step)
         if _has_signature(cause):
             signature = (cause.error or cause.summary, step)
@@ -99,7 +98,7 @@ class Budgets:
 
 
 def _has_signature(cause: RootCause) -> bool:
-    """A node that is lost says nothing about the run; an agent's own error does."""
+    """Returns whether a cause says something about the run: a lost node does not, an agent's error does."""
     return not cause.infrastructure or cause.error is not None
 
 

@@ -1,9 +1,8 @@
-"""Which supervisor of a run counts: a number in the run folder, and what a replaced one finds.
+"""Decides which supervisor of a run is current, by a number in the run folder.
 
-Each supervisor takes the next number when it begins. One that finds a higher number than its own
-has a successor: it writes and ends nothing more, and nodes refuse calls of a lower number than the
-last caller's. (The generation's number fences ranks; a generation may outlive the supervisor that
-started it, so supervisors need a number of their own.)
+Each supervisor takes the next number when it begins. One that finds a higher number has a successor: it writes and ends
+nothing more, and nodes refuse calls with a lower number than the last caller's. (The generation's number fences ranks. A
+generation may outlive its supervisor, so supervisors have their own number.)
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ SUPERVISOR = "supervisor"
 
 
 class Superseded(Exception):
-    """Says that a newer generation was announced by somebody else."""
+    """Says that another supervisor has announced a newer generation."""
 
 
 class ReplacedError(Exception):
@@ -24,26 +23,26 @@ class ReplacedError(Exception):
 
 @dataclass(frozen=True)
 class SupervisorNumber:
-    """Tells this supervisor of a run from earlier and later ones."""
+    """Identifies one supervisor of a run."""
 
     run_dir: Path
     number: int
 
     @classmethod
     def take(cls, run_dir: Path) -> "SupervisorNumber":
-        """Takes the next number; all supervisors before are replaced from now on."""
+        """Takes the next number, which replaces all earlier supervisors."""
         number = last_supervisor(run_dir) + 1
         write_atomically(run_dir / SUPERVISOR, str(number))
         return cls(run_dir, number)
 
     def check(self) -> None:
-        """Raises ReplacedError when this supervisor has a successor."""
+        """Raises ReplacedError if this supervisor has a successor."""
         if (current := last_supervisor(self.run_dir)) > self.number:
             raise ReplacedError(f"supervisor {self.number} was replaced by {current}")
 
 
 def last_supervisor(run_dir: Path) -> int:
-    """Returns the number of the last supervisor; 0 before the first. A damaged file is a JobError."""
+    """Returns the number of the last supervisor, 0 before the first; JobError if the file is damaged."""
     path = run_dir / SUPERVISOR
     try:
         return int(path.read_text(encoding="utf-8"))

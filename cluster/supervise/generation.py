@@ -1,7 +1,6 @@
-"""One generation of a job: its agents are started, watched, and judged when they have ended.
+"""Runs one generation of a job: starts its agents, watches them, and judges how they ended.
 
-The job's supervisor (job_supervisor.py) decides what follows. How far a generation has come is read
-from the metrics that rank 0 writes.
+The job's supervisor (job_supervisor.py) decides what follows. The generation's progress is read from rank 0's metrics.
 """
 
 import contextlib
@@ -38,29 +37,29 @@ from .fencing import Superseded, SupervisorNumber
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
 POLL_S = 0.2
-COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
+COLLECT_S = 3.0  # wait for the other nodes' reports after the first failure
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says how a generation ended."""
+    """Holds how a generation ended."""
 
     state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
     cause: RootCause | None = None
-    step: int | None = None  # the last one that this generation made
+    step: int | None = None  # the generation's last
 
 
 class RecoveryClock(PhaseClock):
-    """Counts where the time goes between the end of one generation and the first step of the next.
+    """Measures the phases between the end of one generation and the first step of the next.
 
-        collect    from the last look at which all was well: the failure is seen, reports come in
-        end        what is left of the old generation is ended on every node
+        collect    from the last look without a failure until all reports are in
+        end        ending the old generation on every node
         wait       back-off, after a generation without a step
-        place      nodes are found, or lost ones replaced
-        check      every node is asked whether it has what ranks need
-        data       the job's data is prepared so far that ranks can begin
-        order      agents are ordered, node by node
-        processes  agents and ranks come up and meet; what the ranks' own clocks do not tell
+        place      finding nodes, or replacing lost ones
+        check      checking on every node what ranks need
+        data       waiting until enough data is prepared
+        order      starting agents, node by node
+        processes  agents and ranks start and meet: the rest, which the ranks do not measure
         join, build, load, loader   rank 0: process groups, model, checkpoint, data
         eval       the evaluation before the first step of a run
         step       the first step
@@ -73,19 +72,18 @@ class RecoveryClock(PhaseClock):
         self._ranks: dict[str, float] = {}
 
     def take_start(self, line: Mapping[str, Any]) -> None:
-        """Takes over what rank 0 says of its start in the metrics."""
+        """Takes over the start times in rank 0's metrics."""
         self._ranks = dict(line.get("start_s", {}))
 
     def take_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Takes over how long an evaluation before the first step has taken."""
+        """Takes over the duration of an evaluation before the first step."""
         self._ranks["eval"] = line.get("seconds", 0.0)
 
     def first_step(self, line: Mapping[str, Any], *, seen_after_s: float) -> dict[str, float]:
-        """Returns all phases, now that the metrics hold a first step.
+        """Returns all phases, given the metrics line of the first step.
 
         Args:
-            line: the step's.
-            seen_after_s: how old the line may be at most.
+            seen_after_s: maximum age of the line.
         """
         self.mark("processes")
         self._ranks["step"] = line.get("step_s", 0.0)
@@ -99,7 +97,7 @@ class RecoveryClock(PhaseClock):
 
 
 class GenerationOwner(Protocol):
-    """Declares what a generation asks of the supervisor of its job."""
+    """Declares what a generation needs of its job's supervisor."""
 
     run_dir: Path
     number: SupervisorNumber
@@ -126,7 +124,7 @@ class GenerationWatch:
         size = metrics.stat().st_size if metrics.exists() else 0
         self.metrics = JsonLinesTail(metrics, offset=size)
         self.step: int | None = None
-        self.is_up = False  # a first evaluation or step was made
+        self.is_up = False  # has made a first evaluation or step
         self.started = time.monotonic()
         self.stopping = False
         self.pausing = False
@@ -160,12 +158,12 @@ class GenerationWatch:
         self.owner.clock.mark("order")
 
     def address_of(self, node_rank: int) -> str:
-        """Returns where the other nodes reach this one."""
+        """Returns the address at which other nodes reach this one."""
         with _named(node_rank):
             return self.nodes[node_rank].describe()["address"]
 
     def until_the_end(self) -> Outcome:
-        """Watches until all ranks have exited or something else has happened."""
+        """Watches until all ranks have exited, or the generation must end."""
         while True:
             if self.step is not None:
                 self.owner.clock.restart()  # all is well
@@ -179,7 +177,7 @@ class GenerationWatch:
             time.sleep(POLL_S)
 
     def look(self) -> Outcome | None:
-        """Returns how the generation has ended; None while it goes on."""
+        """Returns how the generation ended; None while it runs."""
         data = self.owner.data
         if data is not None and data.must_end_ranks:
             return Outcome("failed", _without_data(data.failure), self.step)
@@ -198,17 +196,17 @@ class GenerationWatch:
         return None
 
     def note(self, reason: str, **details: object) -> None:
-        """Journals what has happened beside the job's state, which stays as it is."""
+        """Journals an event without changing the job's state."""
         running = State.RUNNING if self.step is not None else State.STARTING
         self.owner.log(State.STOPPING if self.stopping else running, reason, **details)
 
     def sign_of_life(self) -> None:
-        """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
+        """Sends a heartbeat; checks for a successor, a newer generation and a stop flag."""
         self.owner.number.check()
         self.owner.beat()
         announced = announced_generation(self.run_dir)
         if announced is None:
-            with contextlib.suppress(OSError):  # tried again at the next look
+            with contextlib.suppress(OSError):  # retried at the next look
                 write_atomically(self.run_dir / GENERATION, str(self.generation))
                 self.note(f"the file {GENERATION} was damaged and is written again")
         elif announced != self.generation:
@@ -220,21 +218,20 @@ class GenerationWatch:
             self.owner.log(State.STOPPING, f"{what}; the ranks end at the next step boundary")
 
     def pause_if_wanted(self) -> None:
-        """Asks the ranks to save and end when the run should go on with other nodes.
+        """Asks the ranks to save and end if the run should continue on other nodes.
 
-        Only ranks that make steps are asked: those that start could not save, and would lose what
-        they were about to load.
+        Ranks that are still starting are not asked: they could not save.
         """
         if self.step is None or self.pausing or self.stopping:
             return
         if reason := self.owner.why_resize(len(self.nodes)):
-            with contextlib.suppress(OSError):  # the disk is full: asked again at the next look
+            with contextlib.suppress(OSError):  # the disk is full: retried at the next look
                 write_atomically(self.run_dir / PAUSE, "")
                 self.pausing = True
                 self.owner.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
 
     def read_metrics(self) -> None:
-        """Reads the lines that were written since the last look."""
+        """Reads the metrics lines since the last look."""
         for line in self.metrics.read():
             self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
             if trouble := describe_trouble(line):
@@ -250,7 +247,7 @@ class GenerationWatch:
                     self.step = line["step"]
 
     def log_first_step(self, line: dict) -> None:
-        """Journals that the generation makes steps, and where the time until then went."""
+        """Journals the first step, and where the time before it went."""
         seconds = time.monotonic() - self.started
         words = f"first step ({line['step']}) after {seconds:.1f} s"
         self.owner.log(
@@ -261,17 +258,17 @@ class GenerationWatch:
         )
 
     def cold_starts(self) -> list[str]:
-        """Returns why nodes started agents and ranks as programs, where forks were wanted."""
+        """Returns why nodes could not fork agents and ranks."""
         nodes_of: dict[str, list[str]] = {}
         for node_rank, node in enumerate(self.nodes):
-            with contextlib.suppress(NodeLost):  # which the next look will find
+            with contextlib.suppress(NodeLost):  # the next look will notice
                 _, _, why = str(node.describe().get("starts", "")).partition(": ")
                 nodes_of.setdefault(why, []).append(str(node_rank))
         told = {why: nodes for why, nodes in nodes_of.items() if why}
         return [f"no warm start on node {', '.join(nodes)}: {why}" for why, nodes in told.items()]
 
     def rehearse(self) -> None:
-        """Kills the last rank for the fault drill, once in the life of a run folder."""
+        """Kills the last rank for the fault drill, once per run folder."""
         step = self.launch.rehearse_failure_at_step
         if step is None or self.rehearsed or self.generation != 1:
             return
@@ -285,7 +282,7 @@ class GenerationWatch:
             )
 
     def poll(self) -> dict[int, AgentReport]:
-        """Returns the reports of the nodes whose agent has ended."""
+        """Returns the reports of nodes whose agent has ended."""
         reports = {}
         for node_rank, node in enumerate(self.nodes):
             with _named(node_rank):
@@ -295,7 +292,7 @@ class GenerationWatch:
         return reports
 
     def failed(self, reports: dict[int, AgentReport]) -> Outcome:
-        """Waits a little for the other nodes' reports and finds the root cause."""
+        """Waits briefly for the other nodes' reports and finds the root cause."""
         if self.rehearsed:
             return Outcome("failed", self.rehearsed, self.step)
         if port_was_taken(reports):
@@ -317,9 +314,9 @@ class GenerationWatch:
         return Outcome("failed", cause, self.step)
 
     def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
-        """Returns the ranks that exited 0 before the others failed.
+        """Returns the ranks that exited with code 0 before others failed.
 
-        An agent that waits for its peers has no ranks any more.
+        An agent that waits for its peers has no ranks left.
         """
         left = []
         for node_rank, node in enumerate(self.nodes):
@@ -328,12 +325,12 @@ class GenerationWatch:
             report = reports.get(node_rank)
             if report is None:
                 left += own if not node.running_ranks() else ()
-            elif report.ok or report.failures:  # else the agent itself failed: nothing is known
+            elif report.ok or report.failures:  # otherwise the agent itself failed
                 left += set(own) - {failure.rank for failure in report.failures}
         return left
 
     def all_ranks_exited(self) -> Outcome:
-        """Judges a generation whose ranks all exited 0, by the result that they left."""
+        """Judges a generation whose ranks all exited with 0, by the result file."""
         self.read_metrics()
         try:
             result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
@@ -352,7 +349,7 @@ class GenerationWatch:
         return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
 
     def too_slow(self) -> RootCause:
-        """Returns the cause for a generation that makes no step in time."""
+        """Returns the cause for a generation without a step in time."""
         alive = sorted(rank for node in self.nodes for rank in node.running_ranks())
         return RootCause(
             summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
@@ -362,7 +359,7 @@ class GenerationWatch:
 
 @contextlib.contextmanager
 def _named(node_rank: int):
-    """Names the node in a NodeLost that is raised inside."""
+    """Adds the node's number to a NodeLost that is raised inside."""
     try:
         yield
     except NodeLost as error:
@@ -370,5 +367,5 @@ def _named(node_rank: int):
 
 
 def _without_data(failure: str) -> RootCause:
-    """Returns the cause of ranks that are ended because they would wait for ever."""
+    """Returns the cause for ranks that would wait forever for data."""
     return RootCause(failure, error=f"{PreparationFailedError.__name__}: {failure}")

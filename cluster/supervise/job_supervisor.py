@@ -1,22 +1,18 @@
-"""Runs a job from its launch to its end: generation after generation until the run is finished,
-stopped or given up.
+"""Runs a job from its launch to its end: generation after generation until it is finished, stopped or given up.
 
-Read `supervise` first. It knows nothing of Ray: nodes come from a `NodeProvider`, so the same lines
-run a job on a cluster (actor.py) and on this machine alone (`ThisMachine`).
+Read `supervise` first. This module knows nothing of Ray: a `NodeProvider` supplies the nodes, so it runs jobs on a cluster
+(actor.py) and on this machine alone (`ThisMachine`).
 
-One generation: announce its number in the file `generation` (whoever still writes for an older one
-is refused from then on), start one agent per node, watch until all ranks have exited 0 with a
-result, or anything else has happened. Then end everything everywhere, journal the reason, and go on
-or give up:
+A generation is announced in the file `generation`, which fences off every older writer. One agent per node is started and
+watched until all ranks have exited with 0 and a result, or something else happens. Then everything is ended everywhere,
+the reason is journaled, and the job continues or ends:
 
-* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED, or PREEMPTED if
-  that was the reason; or, if the supervisor itself had asked the ranks for a pause, the next
-  generation on other nodes (placing.py);
-* a stop was asked for: STOPPED or PREEMPTED, however the generation ended;
-* a rank says that no restart would help (train/config/errors.py), the same error comes at the same
-  step three times, or a budget is used up (budgets.py): FAILED with the root cause;
-* otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
-  the wait doubles.
+* result.json says "finished" or "stopped": SUCCEEDED or STOPPED (PREEMPTED if that was the reason). If the supervisor had
+  paused the ranks, the next generation follows on other nodes (placing.py).
+* A stop was requested: STOPPED or PREEMPTED, however the generation ended.
+* A rank says that no restart would help (train/config/errors.py), the same error occurs at the same step three times, or a
+  budget is used up (budgets.py): FAILED with the root cause.
+* Otherwise: RECOVERING, and the next generation resumes from the last checkpoint. Without progress, the back-off doubles.
 """
 
 import time
@@ -42,13 +38,13 @@ from .retrying_journal import RetryingJournal, announce, waiting_to_write
 from .takeover import Predecessor
 
 SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/, which is not imported here
-PORT_ATTEMPTS = 5  # generations that found their port taken; not charged to max_restarts
+PORT_ATTEMPTS = 5  # generations that found their port taken, which max_restarts does not count
 MAX_BACKOFF_S = 30.0
 _CHECKS_AT_ONCE = 32
 
 
 class StopAsked(Exception):
-    """Says that a stop was asked for while nothing was running."""
+    """Says that a stop was requested while nothing was running."""
 
 
 class NodeUnfit(Exception):
@@ -56,7 +52,7 @@ class NodeUnfit(Exception):
 
 
 class DataGivenUp(Exception):
-    """Says that the data which a job waits for will not come, and why."""
+    """Says why the data that a job waits for will not come."""
 
 
 def supervise(
@@ -66,25 +62,23 @@ def supervise(
     *,
     number: SupervisorNumber | None = None,
 ) -> None:
-    """Runs the job to its end; the journal records everything.
+    """Runs the job to its end and journals everything.
 
-    Raises only for defects of our own, after journaling them.
+    Raises only for our own defects, after journaling them.
 
     Args:
-        launch: what is run.
-        node_provider: where it runs.
-        data: makes the job's data meanwhile; None: it is there.
-        number: of this supervisor; None: it takes one here.
+        data: prepares the job's data meanwhile; None: it is complete.
+        number: of this supervisor; None: takes the next one.
     """
     number = number or SupervisorNumber.take(Path(launch.run_dir))
     job = JobSupervisor(launch, node_provider, data, number)
     try:
         job.run()
     except ReplacedError:
-        # A successor has taken over the nodes and what runs there: write nothing, end nothing.
+        # a successor has taken over the nodes and ranks: write nothing, end nothing
         return job.end_data()
     except Superseded:
-        # The folder belongs to a newer supervisor: its journal is not ours.
+        # a newer supervisor owns the folder and its journal
         return job.release()
     except Exception as error:
         job.log(State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}")
@@ -93,7 +87,7 @@ def supervise(
         raise
     job.release()
     job.journal.settle()
-    # Whoever waits until nothing is left of the job waits for this.
+    # its absence tells that nothing is left of the job
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
 
@@ -137,8 +131,8 @@ class JobSupervisor:
 
     def run(self) -> None:
         """Starts generation after generation until the job has ended."""
-        if self.predecessor.had_finished:  # it was killed before it could leave
-            self.node_provider.adopt_nodes()  # to be released
+        if self.predecessor.had_finished:  # it was killed before it released the nodes
+            self.node_provider.adopt_nodes()
             return
         taken_over = self._take_over()
         while True:
@@ -158,7 +152,7 @@ class JobSupervisor:
         """Returns how the next generation ended; None: the job has ended, as the journal says.
 
         Args:
-            taken_over: nodes that run a generation of a predecessor's; none: a new one begins.
+            taken_over: nodes that still run a predecessor's generation; empty: start a new one.
         """
         try:
             if taken_over:
@@ -191,12 +185,12 @@ class JobSupervisor:
         return None
 
     def release(self) -> None:
-        """Ends what prepares data, and everything on the nodes."""
+        """Ends data preparation and everything on the nodes."""
         self.end_data()
         self.node_provider.release()
 
     def end_data(self) -> None:
-        """Stops the background data preparation, if the job has one."""
+        """Ends the data preparation beside the ranks, if any."""
         if self.data is not None:
             self.data.end()
 
@@ -208,9 +202,9 @@ class JobSupervisor:
     # -- before a generation -----------------------------------------------------------------------
 
     def _take_over(self) -> Sequence[NodeHandle]:
-        """Returns the nodes on which the generation of a killed predecessor goes on.
+        """Returns nodes on which a killed predecessor's generation continues.
 
-        None if there was no predecessor, or a new generation must follow on its last one.
+        Empty if there was no predecessor, or if a new generation must follow.
         """
         if not self.predecessor.existed:
             return ()
@@ -228,7 +222,7 @@ class JobSupervisor:
         return ()
 
     def _until(self, is_done: Callable[[], bool]) -> None:
-        """Tries until the run folder can be written: no generation begins before."""
+        """Retries until the run folder can be written: no generation begins before."""
         while not is_done():
             self._while_placing("")
             time.sleep(POLL_S)
@@ -249,12 +243,12 @@ class JobSupervisor:
             self._reason = reason
 
     def _exclude_stuck(self, nodes: Sequence[NodeHandle]) -> None:
-        """Leaves out nodes with processes of an earlier generation that cannot be killed.
+        """Excludes nodes with unkillable processes of an earlier generation.
 
         Raises:
-            NodeUnfit: there was one; the job goes on elsewhere.
-            NodesUnavailable: there is no other.
-            NodeLost: one does not answer.
+            NodeUnfit: there was one; the job continues elsewhere.
+            NodesUnavailable: there is no other node.
+            NodeLost: a node does not answer.
         """
         for number, node in enumerate(nodes if self.has_started else ()):
             if stuck := node.unkillable(self.launch.run_dir):
@@ -262,7 +256,7 @@ class JobSupervisor:
                 raise NodeUnfit(f"node {number}: {stuck}; this job no longer uses the node")
 
     def _check(self, nodes: Sequence[NodeHandle]) -> None:
-        """Asks every node whether it sees the run folder and has the devices.
+        """Checks that every node sees the run folder and has the devices.
 
         Raises:
             NodeUnfit: one does not.
@@ -275,7 +269,7 @@ class JobSupervisor:
                 raise NodeUnfit(f"node {node_rank}: {fault}")
 
     def _ask_nodes(self, nodes: Sequence[NodeHandle]) -> list[str] | None:
-        """Returns what each node lacks; None while the run folder, which was written, cannot be."""
+        """Returns what each node lacks; None if the run folder cannot be written for now."""
         try:
             with (
                 token_in(self.run_dir, gpus=self.launch.needs_gpus) as wanted,
@@ -292,11 +286,11 @@ class JobSupervisor:
             ) from error
 
     def _await_data(self) -> None:
-        """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
+        """Waits until enough data is sealed; the ranks' CPUs are reserved by now.
 
         Raises:
-            DataGivenUp: there will never be so much.
-            StopAsked: a stop was asked for meanwhile.
+            DataGivenUp: there will never be enough.
+            StopAsked: a stop was requested meanwhile.
         """
         if self.data is None:
             return
@@ -322,7 +316,7 @@ class JobSupervisor:
             )
 
     def look_after_data(self) -> None:
-        """Looks after the process that prepares the data, and journals what became of it."""
+        """Checks the process that prepares the data, and journals its news."""
         if self.data is not None and (news := self.data.look_after()):
             self.log(self.state, news)
 
@@ -338,7 +332,7 @@ class JobSupervisor:
         return self._watch(watch, nodes, watch.start)
 
     def _watch_on(self, nodes: Sequence[NodeHandle]) -> Outcome:
-        """Watches the generation that a predecessor has started, to its end."""
+        """Watches a predecessor's generation to its end."""
         watch = GenerationWatch(self, nodes, self.placing.launch_on(len(nodes)))
         return self._watch(watch, nodes, lambda: self.predecessor.hand_over(watch))
 
@@ -349,12 +343,12 @@ class JobSupervisor:
             begin()
             return self.network.explain(watch.until_the_end(), nodes)
         except NodeLost as error:
-            watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
+            watch.read_metrics()  # noticing the loss took seconds, in which ranks may have made steps
             return _lost(error, watch.step)
-        except OSError as error:  # of this process: a node's own are NodeLost
+        except OSError as error:  # of this process; a node's own are NodeLost
             return _lost(error, watch.step)
         except ReplacedError:
-            nodes = ()  # they are its successor's
+            nodes = ()  # they belong to the successor
             raise
         finally:
             self.clock.mark("collect")
@@ -366,14 +360,13 @@ class JobSupervisor:
             try:
                 node.stop()
             except NodeLost:
-                # its ranks die with it; what survives a network split is fenced by the generation
-                # file
+                # its ranks die with it, or are fenced by the generation file
                 continue
 
     # -- after a generation ------------------------------------------------------------------------
 
     def has_ended(self, outcome: Outcome) -> bool:
-        """Journals how the generation ended; True when the job has ended with it."""
+        """Journals how the generation ended; returns whether the job has ended."""
         if outcome.state == "finished":
             self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
         elif outcome.state == "stopped":
@@ -405,11 +398,9 @@ class JobSupervisor:
         return True
 
     def _mistake(self, outcome: Outcome) -> RootCause | None:
-        """Returns the cause of which a rank says that no restart would help, if that is to be
-        believed.
+        """Returns the cause if a rank says that no restart would help, and that is plausible.
 
-        What has worked before, in an earlier generation, has changed since: a file system that is
-        not mounted any more, a node that lacks something. That may be mended.
+        What worked in an earlier generation has changed since, for example a mount, and may be repaired.
         """
         cause = outcome.cause
         says_so = cause is not None and cause.exit_code == EXIT_MISTAKE
@@ -425,7 +416,7 @@ class JobSupervisor:
         return State.PREEMPTED if preempted else State.STOPPED
 
     def _has_stopped(self, outcome: Outcome) -> bool:
-        """Journals that the ranks have saved and ended; False when they only make way."""
+        """Journals that the ranks have saved and ended; returns False if they only make way."""
         saved = f"at step {outcome.step}, with a checkpoint"
         if stop_requested(self.run_dir) is None and (self.run_dir / PAUSE).exists():
             self.log(State.RESIZING, f"paused {saved}; the next generation uses other nodes")
@@ -437,7 +428,7 @@ class JobSupervisor:
         return True
 
     def _data_used_up(self, message: str, outcome: Outcome) -> None:
-        """Journals the end of a job whose ranks have come to the end of what is sealed."""
+        """Journals the end of a job whose ranks have used up the sealed data."""
         at = f"after step {outcome.step}" if outcome.step is not None else "before a step"
         cause = RootCause(summary=message)
         self.log(
@@ -474,9 +465,7 @@ class JobSupervisor:
         return verdict.given_up
 
     def wait_before_restart(self) -> bool:
-        """Waits ever longer while no generation makes a step; False when a stop was asked for
-        meanwhile.
-        """
+        """Backs off while generations make no step; returns False if a stop was requested."""
         wait_s = (
             min(self.launch.backoff_s * 2 ** (self.without_progress - 1), MAX_BACKOFF_S)
             if self.without_progress
@@ -491,7 +480,7 @@ class JobSupervisor:
 
 
 def _said_by(outcome: Outcome, kind: str) -> str:
-    """Returns the message of an error of this kind, if that is what ended a generation."""
+    """Returns the message of an error of this kind, if it ended a generation."""
     error = outcome.cause.error if outcome.cause is not None else None
     name, _, message = (error or "").partition(": ")
     return message if name.rpartition(".")[2] == kind else ""

@@ -1,9 +1,8 @@
-"""What of a job's network has failed: the paths between its nodes, or the way to the head node.
+"""Finds network failures of a job: between its nodes, or to the head node.
 
-Where a cable, a switch port or a firewall rule fails between two nodes that the supervisor reaches,
-their ranks wait for each other and none of them is to blame; a new generation would wait in the
-same way. So when a generation has failed and nobody killed a rank, every node opens a connection to
-every other, all at once: some milliseconds where all is well, some seconds where something is not.
+If a cable, a switch port or a firewall rule fails between two nodes, both answer the supervisor, but their ranks wait for
+each other and would do so again in a new generation. So after a generation fails without a killed rank, every node
+connects to every other at once. This takes milliseconds, or seconds if a path is broken.
 """
 
 import threading
@@ -19,17 +18,17 @@ from ..nodes.node import Address, can_connect
 from ..nodes.provider import NodeHandle, NodeLost, NodesUnavailable
 from .generation import Outcome
 
-LOOK_S = 0.2  # between two looks at a network that has failed
-ASK_EVERY_S = 5.0  # of the control store
+LOOK_S = 0.2  # between two looks at a failed network
+ASK_EVERY_S = 5.0  # between two checks of the control store
 TOLD_AFTER_S = 10.0
 _RAY_WAITS_S = 60  # RAY_gcs_rpc_server_reconnect_timeout_s
 _AT_ONCE = 32
 
 
 def find_cuts(nodes: Sequence[NodeHandle]) -> list[tuple[int, int]]:
-    """Returns the pairs of nodes of which the first does not reach the second, by their numbers.
+    """Returns pairs of node numbers: the first does not reach the second.
 
-    A node that is lost meanwhile says nothing, nor does one that listens nowhere.
+    Nodes that are lost meanwhile, and nodes without an address, are not reported.
     """
     with ThreadPoolExecutor(min(_AT_ONCE, len(nodes))) as pool:
         addresses = dict(enumerate(pool.map(_address_of, nodes)))
@@ -42,7 +41,7 @@ def find_cuts(nodes: Sequence[NodeHandle]) -> list[tuple[int, int]]:
 
 
 def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[NodeHandle]) -> str:
-    """Returns who does not reach whom, in words; "" where nobody has such trouble."""
+    """Describes which nodes do not reach each other; "" if all do."""
     spelled = []
     for own, other in cuts:
         if (other, own) not in cuts:
@@ -53,15 +52,15 @@ def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[NodeHandle]) -> 
 
 
 class NetworkWatch:
-    """Looks for cuts between the nodes when a generation has failed."""
+    """Looks for cuts between the nodes after a generation has failed."""
 
     def __init__(self) -> None:
         self._has_failed = False  # between the nodes of the last generation
 
     def explain(self, outcome: Outcome, nodes: Sequence[NodeHandle]) -> Outcome:
-        """Returns how a generation ended, with the network as the cause where that failed.
+        """Returns how a generation ended, with the network as its cause if a path is broken.
 
-        Its nodes are asked unless ranks were killed, or say that no restart would help.
+        Nodes are not asked if ranks were killed, or say that no restart would help.
         """
         cause = outcome.cause
         if outcome.state != "failed" or cause is None or cause.on_purpose or len(nodes) == 1:
@@ -72,7 +71,7 @@ class NetworkWatch:
         self._has_failed = bool(words)
         if not words:
             return outcome
-        # Whatever error a rank had, it is none of the run's: three alike must not end the job.
+        # errors of ranks are consequences: three equal ones must not end the job
         summary = f"{words} over the network: {cause.summary}"
         return replace(
             outcome, cause=replace(cause, summary=summary, error=None, infrastructure=True)
@@ -85,15 +84,14 @@ class NetworkWatch:
         *,
         give_up_after_s: float | None,
     ) -> None:
-        """Waits until nodes reach each other again that did not in the last generation.
+        """Waits until the network of a failed generation works between the next one's nodes.
 
         Args:
-            nodes: of the next generation.
-            while_waiting: called with what is waited for; its exceptions end the waiting.
+            while_waiting: called with the reason; its exceptions end the waiting.
             give_up_after_s: None: never.
 
         Raises:
-            NodesUnavailable: they do not in this time.
+            NodesUnavailable: the network still fails after this time.
         """
         started = time.monotonic()
         while self._has_failed:
@@ -108,11 +106,10 @@ class NetworkWatch:
 
 
 class ControlStoreWatch:
-    """Asks every few seconds, from a thread, whether Ray's control store still listens.
+    """Checks every few seconds, in a thread, whether Ray's control store answers.
 
-    Ray waits a minute for its control store (the GCS on the head node), and then ends every process
-    of the cluster, the supervisor among them. The watch writes the reason into the journal while it
-    still can, so that people learn why a job is LOST.
+    Ray waits a minute for its control store (the GCS on the head node) and then ends every process of the cluster,
+    including the supervisor. This thread journals the reason before that, so that a LOST job is explained.
     """
 
     def __init__(
@@ -130,7 +127,7 @@ class ControlStoreWatch:
         threading.Thread(target=self._watch, name="control-store", daemon=True).start()
 
     def end(self) -> None:
-        """Stops the thread that watches the control store."""
+        """Ends the thread that checks the control store."""
         self._ended.set()
 
     def _watch(self) -> None:

@@ -1,18 +1,15 @@
-"""On how many nodes does the next generation run, and when are more or fewer wanted?
+"""Decides on how many nodes the next generation runs, and when a run should be resized.
 
-The policy of `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`. It knows nothing of Ray:
-what the cluster has it asks the `NodeProvider`.
+It applies `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`, and asks the `NodeProvider` what the cluster has.
 
-* All nodes are there: they are taken (if others use them, the job waits for them).
-* Some are missing: the job waits `wait_for_node_s` for a replacement, then goes on with the largest
-  number that is there, is at least `min_nodes`, and fits the run (`Launch.layouts`).
-* Too few for that: it stays PLACING and says what is missing and since when, until
-  `give_up_after_s`. A job that has never run fails after `place_timeout_s` instead: what was never
-  there is a mistake.
-* While it runs with fewer nodes than it may have, with another number than `moebius scale` asked
-  for, or on one that will be taken away, `why_resize` says so; the supervision then asks the ranks for a
-  pause at a step boundary. Where the pause did not bring the nodes, because others were quicker,
-  the next one for more nodes comes a minute later, then after two, four …
+* If all nodes are there, it takes them, or waits while other jobs use them.
+* If some are missing, it waits `wait_for_node_s` for a replacement. Then it continues with the largest available number
+  that is at least `min_nodes` and fits the run (`Launch.layouts`).
+* With fewer, the job stays PLACING and says what is missing and since when, until `give_up_after_s`. A job that has never
+  run fails after `place_timeout_s` instead, because nodes that never existed are a mistake.
+* `why_resize` says when a running job should change its nodes: it has fewer than it may have, `moebius scale` asked for
+  another number, or a node will be taken away. The ranks then pause at a step boundary. If others took the new nodes
+  meanwhile, the next pause for more nodes follows a minute later, then after two, four …
 """
 
 import time
@@ -25,22 +22,22 @@ from ..job import Launch
 from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
 from ..scale import scale_requested
 
-LOOK_EVERY_S = 2.0  # between two questions to the cluster while nothing happens
-STEADY_LOOKS = 2  # so often in a row must more nodes be seen before a run is paused for them
-# So often in a row must another number be free before a reservation is given up for it: what a busy
-# cluster says is free may be seconds old, and each new reservation would disturb it anew.
+LOOK_EVERY_S = 2.0  # between two questions to the cluster
+STEADY_LOOKS = 2  # looks in a row that must see more nodes before a run is paused for them
+# Looks in a row that must see another number of free nodes before a reservation is given up: what a
+# busy cluster reports may be seconds old, and every new reservation disturbs it again.
 OTHER_LOOKS = 3
-GROW_AGAIN_S = 60.0  # after a pause for nodes that were not to be had; twice as long each time
+GROW_AGAIN_S = 60.0  # after a pause that brought no nodes; doubles each time
 _GROW_AGAIN_MOST_S = 3600.0
 
 
 class Reconsider(Exception):
-    """Says that what was being reserved cannot be had any more, or something better can."""
+    """Says that a reservation cannot be had any more, or that a better one can."""
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """What holds at the moment: `moebius scale` changes it."""
+    """The numbers of nodes that are allowed now; `moebius scale` changes them."""
 
     num_nodes: int
     min_nodes: int
@@ -58,7 +55,7 @@ class _Policy:
         return cls(num_nodes, least, tuple(sizes))
 
     def best(self, available: int) -> int | None:
-        """Returns the largest number of nodes that fits and is there."""
+        """Returns the largest allowed number of nodes among those available."""
         return next((size for size in self.sizes if size <= available), None)
 
 
@@ -66,8 +63,7 @@ class Placing:
     """Chooses a job's nodes.
 
     Args:
-        while_waiting: called several times a second with what is waited for, "" for nothing new;
-            its exceptions end the waiting.
+        while_waiting: called several times a second with the reason, "" for nothing new; its exceptions end the waiting.
     """
 
     def __init__(
@@ -94,10 +90,10 @@ class Placing:
         self._policy: _Policy | None = None  # at the last look
 
     def place(self) -> Sequence[NodeHandle]:
-        """Returns the nodes of the next generation; waits for them as the policy says.
+        """Returns the nodes of the next generation, after waiting for them.
 
         Raises:
-            NodesUnavailable: they will not come, or not in the time that was allowed.
+            NodesUnavailable: they will not come, or not in time.
         """
         started, since = time.monotonic(), datetime.now()
         while True:
@@ -126,7 +122,7 @@ class Placing:
             time.sleep(self._poll_s)
 
     def _learn(self, number: int) -> None:
-        """Takes note whether a pause for more nodes was worth it."""
+        """Remembers whether a pause for more nodes was worth it."""
         if number < self._hoped_for:
             self._may_grow_at = time.monotonic() + self._grow_again_s
             self._grow_again_s = min(2 * self._grow_again_s, _GROW_AGAIN_MOST_S)
@@ -135,14 +131,14 @@ class Placing:
         self._hoped_for = 0
 
     def launch_on(self, num_nodes: int) -> Launch:
-        """Returns the launch of a generation on so many nodes, with the mesh that fits them."""
+        """Returns the launch of a generation on `num_nodes` nodes, with a mesh that fits."""
         scaled = scale_requested(Path(self._launch.run_dir))
         layouts = self._launch.layouts if scaled is None else scaled.layouts
         mesh = (layouts or {}).get(num_nodes, {})
         return replace(self._launch, num_nodes=num_nodes, mesh=mesh, layouts=None)
 
     def mesh_words(self, num_nodes: int) -> str:
-        """Returns what a generation on so many nodes has that was not configured, or ""."""
+        """Describes how a generation on `num_nodes` nodes differs from the configuration, or ""."""
         if num_nodes == self._launch.num_nodes:
             return ""
         mesh = self.launch_on(num_nodes).mesh
@@ -150,7 +146,7 @@ class Placing:
         return f" on {num_nodes} node(s) instead of {self._launch.num_nodes}{changed}"
 
     def why_resize(self, current: int) -> str:
-        """Returns why the run should be paused to go on with another number of nodes, or ""."""
+        """Returns why the run should pause to continue on another number of nodes, or ""."""
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return ""
         policy, capacity = _Policy.of(self._launch), self._look()
@@ -177,7 +173,7 @@ class Placing:
         return policy.sizes[0] if policy.sizes[0] <= capacity.could else None
 
     def _reserving(self, reason: str, size: int, started: float) -> None:
-        """While nodes are being reserved; they may be lost, or others may be quicker to have."""
+        """Reconsiders a reservation: its nodes may be lost, or others may be available sooner."""
         self._while_waiting(reason)
         if time.monotonic() - self._looked_at < LOOK_EVERY_S / 2:
             return
@@ -210,7 +206,7 @@ class Placing:
 
     def _missing(self, policy: _Policy, since: datetime) -> str:
         if not self._has_run and policy.best(self._capacity.could) is None:
-            return ""  # nodes may be starting; the time that they have is short
+            return ""  # nodes may be starting, and the limit is short
         least, could = policy.sizes[-1], self._capacity.could
         if could >= least:
             fewer = f"continues with {policy.best(could)} after {self._launch.wait_for_node_s:g} s"

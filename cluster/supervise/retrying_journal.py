@@ -1,14 +1,11 @@
-"""The journal of a supervisor, which outlives a disk that is full.
+"""Writes a supervisor's journal even if the disk is full for a while.
 
-A supervisor must neither end nor forget what it has decided because the run folder cannot be written
-for an hour. What cannot be written is kept, in order, and tried again with every sign of life; the
-ranks go on meanwhile. The first line that is written late says so, with how long and why, and each
-late one has `late_s` among its details: their times are those of the decisions. A new generation
-begins only when all is written (generations.py), because a supervisor that was killed meanwhile
-could not know of it.
+A supervisor must neither end nor forget its decisions because the run folder cannot be written for an hour. Entries that
+cannot be written are kept in order and retried with every heartbeat, while the ranks continue. The first late entry says
+how late it is and why; every late one has `late_s` in its details, and the time of the decision. A new generation begins
+only when all is written, because the successor of a killed supervisor would not know of it.
 
-What is lost all the same: what a supervisor has not written when it is killed. Its successor sees
-ranks that are gone and starts a new generation.
+If the supervisor is killed, its unwritten entries are lost. Its successor finds no ranks and starts a new generation.
 """
 
 import contextlib
@@ -28,23 +25,25 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingJournal(Journal):
-    """Keeps what cannot be written until it can."""
+    """Keeps entries that cannot be written until they can."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):
         super().__init__(run_dir)
         self._run_dir = run_dir
         self._clock = clock
-        self._waiting: deque[tuple[float, dict[str, Any]]] = deque()  # and since when
+        self._waiting: deque[tuple[float, dict[str, Any]]] = (
+            deque()
+        )  # with the time since they wait
         self._why = ""
-        self._is_told = False  # the first late line has said that it is late
+        self._is_told = False  # the first late entry has said that it is late
 
     def append(self, state: State, **values: Any) -> None:
-        """Appends one state, now or when that can be done."""
+        """Appends one state, now or as soon as possible."""
         self._waiting.append((self._clock(), entry_of(state, **values)))
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes what waits, as far as it can be written; returns whether nothing waits any more."""
+        """Writes waiting entries as far as possible; returns whether none is left."""
         while self._waiting:
             since_s, entry = self._waiting[0]
             if self._why:
@@ -60,22 +59,20 @@ class RetryingJournal(Journal):
         return True
 
     def beat(self) -> None:
-        """Gives a sign of life, and writes what could not be written before."""
-        with contextlib.suppress(OSError):  # who watches sees that it is missing
+        """Sends a heartbeat and writes waiting entries."""
+        with contextlib.suppress(OSError):  # watchers notice the missing heartbeat
             beat(self._run_dir)
         self.catch_up()
 
     def settle(self) -> None:
-        """Waits until all is written, for how a job has ended must not be lost; or until an end at
-        once is asked for. Then what waits is said elsewhere.
-        """
+        """Waits until all entries are written, or an immediate end is requested; logs the rest."""
         while not self.catch_up() and stop_requested(self._run_dir) != STOP_NOW:
             self.beat()
             time.sleep(_SETTLE_S)
         self.give_up()
 
     def give_up(self) -> None:
-        """Says elsewhere what will never be written."""
+        """Logs the entries that will never be written."""
         for _, entry in self._waiting:
             logger.error("not written to %s: %s", self.path, entry)
         self._waiting.clear()
@@ -99,10 +96,7 @@ class RetryingJournal(Journal):
 
 
 def announce(run_dir: Path, generation: int) -> str:
-    """Announces a generation, and removes what an earlier one has left.
-
-    Returns "", or what keeps the folder from being written.
-    """
+    """Announces a generation and removes what an earlier one left; returns "" or why it failed."""
     try:
         write_atomically(run_dir / GENERATION, str(generation))
         for left in (RESULT, PAUSE):
@@ -113,5 +107,5 @@ def announce(run_dir: Path, generation: int) -> str:
 
 
 def waiting_to_write(run_dir: Path, error: OSError) -> str:
-    """Returns what a job waits for whose run folder cannot be written any more."""
+    """Describes a job that waits for its run folder to become writable."""
     return f"waiting until {run_dir} can be written ({error.strerror})"

@@ -1,11 +1,8 @@
-"""Why did a generation end? From what every node reports, the one failure that all others follow
-from.
+"""Finds the root cause of a failed generation in the nodes' reports.
 
-When one rank of a distributed program dies, its peers fail a moment later with "connection reset",
-and the agents end what is left with SIGTERM. The order of the reports says little (they come within
-a tenth of a second), so failures are ranked by kind: a rank's own exception or a signal from
-outside comes before an exit with code 0 out of turn, that before a lost connection, and that before
-a SIGTERM.
+When one rank of a distributed program dies, its peers fail a moment later with "connection reset", and the agents end the
+rest with SIGTERM. All reports arrive within a tenth of a second, so their order says little. Failures are therefore ranked
+by kind: a rank's own exception or a signal from outside, an early exit with code 0, a lost connection, a SIGTERM.
 """
 
 import re
@@ -26,10 +23,7 @@ _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
-    """Returns whether somebody else took the port between choosing and using it.
-
-    That is nobody's fault; another port will do.
-    """
+    """Returns whether another process took the port before it was used; another port will do."""
     return any(
         not report.ok and not report.failures and _PORT_TAKEN.search(report.message)
         for report in reports.values()
@@ -37,10 +31,10 @@ def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
 
 
 def is_certain(reports: Mapping[int, AgentReport]) -> bool:
-    """Returns whether the cause is among these reports, whatever the other nodes will say.
+    """Returns whether the root cause is among these reports, whatever the other nodes say.
 
-    A process that was killed is a cause and no consequence; SIGTERM (the agents' own) and SIGABRT
-    (of a library that has lost its peers) may be either.
+    A killed process is a cause. SIGTERM (from the agents) and SIGABRT (from a library that lost its peers) may be
+    consequences.
     """
     failures = [failure for report in reports.values() for failure in report.failures]
     codes = [failure.exit_code for failure in failures]
@@ -58,8 +52,8 @@ def find_root_cause(
     """Returns the first failure of a generation.
 
     Args:
-        reports: what the agents said, by node; nodes whose agent had not ended are absent.
-        left_early: ranks that had exited with code 0 when others failed.
+        reports: by node; nodes whose agent still ran are absent.
+        left_early: ranks that exited with code 0 before others failed.
     """
     failures = [failure for report in reports.values() for failure in report.failures]
     failures.sort(key=lambda failure: (_kind(failure), failure.time, failure.rank))
@@ -72,7 +66,7 @@ def find_root_cause(
     return RootCause(
         summary=f"the agent of node {node} failed: {report.message}",
         node=node,
-        # An agent that was killed says nothing that could be the same error twice.
+        # a killed agent leaves no error that could be the same twice
         error=None if _KILLED.search(report.message) else report.message,
         log=log,
         infrastructure=True,
@@ -80,7 +74,7 @@ def find_root_cause(
 
 
 def left_early_cause(ranks: Sequence[int], *, generation: int, ranks_per_node: int) -> RootCause:
-    """Returns the cause for ranks that exited with code 0 before the run was at its end."""
+    """Returns the cause for ranks that exited with code 0 before the run was finished."""
     rank = min(ranks)
     node = rank // ranks_per_node
     who = (
@@ -104,7 +98,7 @@ def _kind(failure: RankFailure) -> int:
     if signal_name(failure.exit_code) == "SIGTERM":
         return _ENDED_BY_AGENT
     if failure.exit_code == EXIT_MISTAKE:
-        return _OWN_FAULT  # whatever words it has: "train.timeout_s must be …"
+        return _OWN_FAULT  # whatever its message contains: "train.timeout_s must be …"
     if failure.exit_code > 0 and _LOST_CONNECTION.search(failure.error or ""):
         return _CONSEQUENCE
     return _OWN_FAULT
@@ -114,9 +108,8 @@ def _of_rank(failure: RankFailure, *, generation: int, ranks_per_node: int) -> R
     node = failure.rank // ranks_per_node
     by_signal = signal_name(failure.exit_code)
     how = f"was killed by {by_signal}" if by_signal else f"exited with code {failure.exit_code}"
-    error = (
-        failure.error if by_signal in (None, "SIGABRT") else None
-    )  # other signals leave no last words
+    # other signals leave no last words
+    error = failure.error if by_signal in (None, "SIGABRT") else None
     return RootCause(
         summary=f"rank {failure.rank} on node {node} {how}" + (f": {error}" if error else ""),
         rank=failure.rank,

@@ -1,9 +1,8 @@
-"""How a restarted supervisor takes over what its predecessor has started.
+"""Takes over the generation of a supervisor that was killed.
 
-Nodes and ranks do not die with a supervisor, and training goes on without one. If every node of the
-last generation is there and still runs it, the successor watches on where the other stopped, and no
-step is lost. Where that generation has ended, or a node is missing, a new one follows as after any
-failure.
+Nodes and ranks do not die with a supervisor, and training continues without one. If every node of the last generation is
+there and still runs it, the new supervisor continues to watch it, and no step is lost. Otherwise a new generation follows
+as after any failure.
 """
 
 import time
@@ -25,15 +24,12 @@ from ..report.json_lines import JsonLinesTail
 from .generation import GenerationWatch
 
 _RUNS = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
-_NEWEST_BYTES = 4 << 20  # of the metrics: more than is written while a supervisor restarts
-_MARGIN_S = 0.5  # lines that the predecessor may not have read although it was alive
+_NEWEST_BYTES = 4 << 20  # of the metrics: more than ranks write while a supervisor restarts
+_MARGIN_S = 0.5  # the predecessor may not have read the lines of its last moments
 
 
 class Predecessor:
-    """The supervisor of this job that was killed, if there was one.
-
-    Made before the new one gives its first sign of life.
-    """
+    """Describes this job's killed supervisor, if any, before the new one's first heartbeat."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -42,16 +38,16 @@ class Predecessor:
 
     @property
     def existed(self) -> bool:
-        """Returns whether an earlier supervisor had moved the job beyond SUBMITTED."""
+        """Returns whether an earlier supervisor moved the job beyond SUBMITTED."""
         return bool(self.entries) and self.entries[-1].state is not State.SUBMITTED
 
     @property
     def had_finished(self) -> bool:
-        """Whether it had written the end of the job."""
+        """Returns whether it had journaled the end of the job."""
         return bool(self.entries) and self.entries[-1].state.is_final
 
     def generation_goes_on(self, nodes: Sequence[NodeHandle]) -> bool:
-        """Returns whether these living nodes are all of the last generation, and still run it."""
+        """Returns whether these are all nodes of the last generation, and still run it."""
         started = [entry for entry in self.entries if entry.state is State.STARTING]
         if self.entries[-1].state not in _RUNS or not started:
             return False
@@ -63,11 +59,7 @@ class Predecessor:
         return all(_runs(node, generation, rank) for rank, node in enumerate(nodes))
 
     def hand_over(self, watch: GenerationWatch) -> None:
-        """Tells the watch of the generation that goes on what this supervisor knew.
-
-        Args:
-            watch: was just made, and has started nothing.
-        """
+        """Restores the predecessor's knowledge in a new watch that has started nothing."""
         own = {entry.state for entry in self.entries if entry.generation == watch.generation}
         watch.stopping = State.STOPPING in own
         watch.pausing = (self._run_dir / PAUSE).exists()

@@ -1,12 +1,11 @@
-"""What can be learnt of ranks that no longer move, on their own machine, within seconds.
+"""Collects evidence about ranks that hang, on their own machine, within seconds.
 
-Of every rank: the state of its process and where it waits in the kernel; the Python stacks of all
-its threads, which faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and how far it has come in
-its collectives. All ranks are asked at once. A stopped process answers nothing: of it there is what
-/proc tells, and its stacks if py-spy is installed, which reads them from outside.
+For every rank: the state of its process and where it waits in the kernel; the Python stacks of all its threads, which
+faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and its progress in the collectives. All ranks are asked at
+once. A stopped process cannot answer; for it there is only /proc, and its stacks if py-spy is installed.
 
-It goes into one file per rank, logs/g001/stall/rank3.txt, which outlives the rank. Cost: about half
-a second where all answer, WAIT_S where one does not.
+The evidence goes to one file per rank, logs/g001/stall/rank3.txt. Cost: about half a second if all answer, WAIT_S if
+one does not.
 """
 
 import json
@@ -32,22 +31,22 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was learnt of one rank; plain values, as they come from another machine."""
+    """Holds what is known of one rank as plain values, since they travel between machines."""
 
     rank: int
     process: str  # the state of its process, as in `RankState`
-    where: str = ""  # innermost frame of ours in the main thread: loop.py:12 in step
-    # how far it has come in each of its groups (diagnosis.positions_in_groups); None: no answer
+    where: str = ""  # the main thread's innermost frame of ours: loop.py:12 in step
+    # progress in each of its groups (diagnosis.positions_in_groups); None: no answer
     positions: list[dict[str, Any]] | None = None
 
 
 def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
-    """Asks all ranks of this machine where they are, and writes what is known of each to a file.
+    """Asks all ranks of this machine where they are, and writes a file about each.
 
     Args:
-        folder: with the ranks' pages.
-        beats: what the pages say, by rank.
-        into: where the files go.
+        folder: holds the ranks' pages.
+        beats: contents of the pages, by rank.
+        into: the folder of the files.
     """
     into.mkdir(parents=True, exist_ok=True)
     asked = {rank: _Asked(page_of(folder, rank), beat) for rank, beat in beats.items()}
@@ -66,9 +65,9 @@ def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
 
 
 def innermost_frame(stacks: str) -> str:
-    """Returns where the main thread is: its innermost frame of ours, else its innermost.
+    """Returns the main thread's innermost frame of ours, otherwise its innermost frame.
 
-    faulthandler lists a process's first thread last, and the innermost frame first.
+    faulthandler lists the main thread last, and the innermost frame first.
     """
     main = re.split(r"^(?:Current )?[Tt]hread ", stacks, flags=re.MULTILINE)[-1]
     frames = [match for line in main.splitlines() if (match := _FRAME.fullmatch(line))]
@@ -80,7 +79,7 @@ def innermost_frame(stacks: str) -> str:
 
 
 class _Asked:
-    """One rank that was asked; a process that is stopped or gone is left alone."""
+    """Asks one rank; a process that is stopped or gone is not signalled."""
 
     def __init__(self, page: Path, beat: Beat) -> None:
         self.beat = beat
@@ -97,20 +96,20 @@ class _Asked:
                 self.process, self._can_answer = GONE, False
 
     def has_answered(self) -> bool:
-        """Whether its answers are complete: stacks that have not grown since the last look."""
+        """Returns whether the answers are complete: the stacks no longer grow."""
         before, self._size = self._size, _size(self._stacks)
         has_stacks = self._size > self._before and self._size == before
         return not self._can_answer or (has_stacks and self._calls.exists())
 
     def stacks(self) -> str:
-        """Returns what faulthandler wrote since the rank was asked."""
+        """Returns what faulthandler wrote after the signal."""
         try:
             return self._stacks.read_bytes()[self._before :].decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     def positions(self) -> list[dict[str, Any]] | None:
-        """Returns how far the rank has come in its groups; None if it gave no answer."""
+        """Returns the rank's progress in its groups; None without an answer."""
         if not self._can_answer or not self._calls.exists():
             return None
         return json.loads(self._calls.read_text(encoding="utf-8"))
@@ -124,13 +123,13 @@ def _size(path: Path) -> int:
 
 
 def py_spy() -> str | None:
-    """Returns where py-spy is: on the PATH, or beside the Python in use; None: nowhere."""
+    """Returns the path of py-spy: on the PATH or beside this Python; None without it."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
 def _stacks_from_outside(pid: int) -> str:
-    """Returns what py-spy reads from the process's memory; "" where it is not installed."""
+    """Returns the stacks that py-spy reads from outside; "" if it is not installed."""
     program = py_spy()
     if program is None:
         return ""

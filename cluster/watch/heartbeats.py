@@ -1,12 +1,10 @@
-"""Where the ranks of this machine are, read from the pages that they write (train/record/heartbeat.py).
+"""Reads the pages in which the ranks of this machine report where they are (train/record/heartbeat.py).
 
-The pages lie in memory (/dev/shm), in a folder that only this user can enter: reading those of
-eight ranks takes a millisecond, and no file system or network that hangs can keep a rank from
-writing. Ages are differences of CLOCK_MONOTONIC on one machine.
+The pages are in memory (/dev/shm), in a folder that only this user can enter. Reading those of eight ranks takes a
+millisecond, and a hanging file system cannot keep a rank from writing. Ages use CLOCK_MONOTONIC of one machine.
 
-A rank that gets no CPU is slow, not stuck. Linux counts how long a thread was ready to run and had
-to wait for a CPU (/proc/PID/schedstat); what the main thread has waited in its phase comes with
-the age, so that whoever judges can leave it out. Where the kernel does not tell, it is 0.
+A rank without a CPU is slow, not stuck. Linux counts how long a thread was ready but had no CPU (/proc/PID/schedstat);
+the main thread's share in its current phase is reported beside the age. Where the kernel does not count it, it is 0.
 """
 
 import contextlib
@@ -33,16 +31,16 @@ _IN_MEMORY = "/dev/shm"  # where it exists
 
 @dataclass(frozen=True)
 class RankState:
-    """Says where one rank is; plain values, as they come from another machine."""
+    """Holds where one rank is as plain values, since they travel between machines."""
 
     rank: int
-    phase: str  # a name of train/record/heartbeat.py's `Phase`, in small letters
-    step: int  # that is being made
+    phase: str  # a member of train/record/heartbeat.py's `Phase`, in lower case
+    step: int  # in progress
     age_s: float  # of the phase
-    median_step_s: float = 0.0  # of the last steps; 0: none was made yet
-    own_step_s: float = 0.0  # of these, without waiting for other ranks; 0: not known
-    starved_s: float = 0.0  # of the phase's age, ready to run without a CPU
-    process: str = ""  # its state as /proc says it (R, S, D, T, Z), or GONE; empty: not known
+    median_step_s: float = 0.0  # of the last steps; 0: none yet
+    own_step_s: float = 0.0  # the same without waiting for other ranks; 0: unknown
+    starved_s: float = 0.0  # part of `age_s` in which it was ready but had no CPU
+    process: str = ""  # state in /proc (R, S, D, T, Z), or GONE; empty: unknown
     pid: int = 0
 
 
@@ -56,7 +54,7 @@ class WatchedRanks:
         self._began_ns: dict[tuple[int, float], int] = {}  # at the look before a phase was seen
 
     def open(self) -> None:
-        """Makes the folder, and removes those of this node's earlier generations."""
+        """Makes the folder and removes those of this node's earlier generations."""
         node = self.folder.name.partition("-g")[0]
         for older in self.folder.parent.glob(f"{node}-g*"):
             shutil.rmtree(older, ignore_errors=True)
@@ -65,15 +63,15 @@ class WatchedRanks:
         processes.write_owner(self.folder, os.getpid())
 
     def close(self) -> None:
-        """Removes the folder; harmless if it is gone."""
+        """Removes the folder, if it exists."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def look(self) -> list[RankState]:
-        """Returns where the ranks are; one that has not begun to train has no state yet."""
+        """Returns where the ranks are; a rank that has not begun to train is absent."""
         beats = self.beats()
         ready_ns = {beat.pid: _ready_without_cpu_ns(beat.pid) for beat in beats.values()}
-        # What was waited between the last look and the beginning of the phase is counted for the
-        # phase: too much, by less than the time between two looks.
+        # Starvation between the last look and the start of the phase counts for the phase: the
+        # error is less than the time between two looks.
         self._began_ns = {
             key: self._began_ns.get(key, self._ready_ns.get(key[0], ready_ns[key[0]]))
             for key in map(_key, beats.values())
@@ -82,7 +80,7 @@ class WatchedRanks:
         return [self._state_of(rank, beat) for rank, beat in beats.items()]
 
     def beats(self) -> dict[int, Beat]:
-        """Returns what the pages say, by rank."""
+        """Returns the contents of the pages, by rank."""
         found = {rank: read_page(page_of(self.folder, rank)) for rank in self.ranks}
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
@@ -103,7 +101,7 @@ class WatchedRanks:
 
 
 def sweep(base: Path) -> None:
-    """Removes the folders of nodes that were killed with their ranks."""
+    """Removes the folders of nodes that were killed together with their ranks."""
     for folder in base.iterdir() if base.is_dir() else ():
         if _FOLDER.fullmatch(folder.name) and processes.was_left(folder):
             pages = (read_page(path) for path in folder.glob("rank*.beat"))
@@ -113,13 +111,13 @@ def sweep(base: Path) -> None:
 
 
 def folder_of(run_dir: str, generation: int, node_rank: int) -> Path:
-    """Returns where the pages of one node's ranks lie, the same in every process of this user."""
+    """Returns the folder of a node's pages, the same in every process of this user."""
     run = hashlib.sha256(run_dir.encode()).hexdigest()[:16]
     return _private_folder(run_dir) / f"{run}-node{node_rank}-g{generation:03d}"
 
 
 def process_state(beat: Beat) -> str:
-    """Returns the state of a rank's process; GONE if it has ended, "" if that cannot be seen."""
+    """Returns the state of a rank's process; GONE if it has ended, "" if unknown."""
     if beat.started_ticks == 0:
         return ""
     if started_ticks(beat.pid) != beat.started_ticks:
@@ -131,9 +129,9 @@ def process_state(beat: Beat) -> str:
 
 
 def _private_folder(run_dir: str) -> Path:
-    """Returns a folder of this user's alone: in memory, or where temporary files are.
+    """Returns a folder that only this user can enter: in memory, or in the temporary folder.
 
-    Where somebody else holds its name, it is in the run folder.
+    If somebody else owns its name, the folder is in the run folder.
     """
     name = f"moebius-{os.getuid()}"
     for base in (_IN_MEMORY, tempfile.gettempdir()):

@@ -1,20 +1,18 @@
-"""What a node and its ranks use, every EVERY_S seconds: logs/g001/node0/resources.jsonl.
+"""Records what a node and its ranks use, every EVERY_S seconds: logs/g001/node0/resources.jsonl.
 
 One JSON object per line:
 
-* `time`: seconds since the epoch; `seconds`: how long the interval was that rates are means of
-* `cpu_percent`: of the machine, 100 is one processor; `cpus`: how many it has
-* `memory_bytes`, `memory_total_bytes`: of the machine, what is not available and what there is
-* `received_bytes_per_s`, `sent_bytes_per_s`: of the machine's network interfaces without the
-  loopback
-* `gpus`: list of `gpu` (the driver's number), `percent` (of the time in which a kernel ran),
-  `memory_bytes`, `memory_total_bytes`; those of $CUDA_VISIBLE_DEVICES; empty without NVIDIA's driver
-* `ranks`: list of `rank`, `phase`, `step`, `step_s` (median of the last steps; 0: none yet),
-  `cpu_percent`, `memory_bytes` (resident)
+* `time`: seconds since the epoch; `seconds`: length of the interval over which rates are averaged
+* `cpu_percent`: of the machine, 100 is one processor; `cpus`: number of processors
+* `memory_bytes`, `memory_total_bytes`: used and total memory of the machine
+* `received_bytes_per_s`, `sent_bytes_per_s`: of the machine's network interfaces without the loopback
+* `gpus`: list of `gpu` (the driver's number), `percent` (time in which a kernel ran), `memory_bytes`,
+  `memory_total_bytes`, for the GPUs in $CUDA_VISIBLE_DEVICES; empty without NVIDIA's driver
+* `ranks`: list of `rank`, `phase`, `step`, `step_s` (median of the last steps; 0: none yet), `cpu_percent`,
+  `memory_bytes` (resident)
 
-Written where ranks are looked at anyway (node.py), in the node's own process: no thread, no ray. A
-file that has reached MAX_BYTES becomes resources.1.jsonl, and replaces that. Cost: 1 ms and 300
-bytes plus 130 per rank, each time.
+The node's process writes it when it reads the heartbeats (node.py), without a thread. A file of MAX_BYTES is renamed
+resources.1.jsonl. Cost: 1 ms and 300 bytes plus 130 per rank, each time.
 """
 
 import contextlib
@@ -40,7 +38,7 @@ _NAME_BYTES = 96
 
 @dataclass(frozen=True)
 class _Counts:
-    """What only grows, at one moment."""
+    """Counters that only grow, at one moment."""
 
     time_s: float
     cpu_s: float
@@ -50,7 +48,7 @@ class _Counts:
 
 
 class ResourceLog:
-    """Writes the file of one node in one generation."""
+    """Writes the resource file of one node in one generation."""
 
     def __init__(self, log_dir: Path) -> None:
         self._path = log_dir / FILE
@@ -59,10 +57,7 @@ class ResourceLog:
         self._due_s = self._last.time_s + EVERY_S
 
     def write_if_due(self, states: Iterable[RankState]) -> None:
-        """Appends a line if the last one is long enough ago.
-
-        A disk that is full says so where it matters; here a line is missing.
-        """
+        """Appends a line if the last one is old enough; a full disk costs only the line."""
         if time.monotonic() < self._due_s:
             return
         states = list(states)
@@ -108,7 +103,7 @@ class ResourceLog:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describes one of a node's GPUs, whoever may use it."""
+    """Describes one of a node's GPUs, whether or not a rank may use it."""
 
     name: str
     free_bytes: int
@@ -116,10 +111,10 @@ class Gpu:
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs through the driver's own library (NVML), where there is one."""
+    """Reads NVIDIA's GPUs through the driver's library (NVML), if it is installed."""
 
     def __init__(self, visible: str | None) -> None:
-        """Takes the value of $CUDA_VISIBLE_DEVICES; None: all of the machine's GPUs."""
+        """Takes the value of $CUDA_VISIBLE_DEVICES; None: all GPUs of the machine."""
         self._nvml: Any = None
         self._handles: dict[int, ctypes.c_void_p] = {}
         with contextlib.suppress(OSError):
@@ -128,7 +123,7 @@ class Gpus:
             self._handles = self._open(visible)
 
     def read(self) -> list[dict[str, int]]:
-        """Returns the use of every visible GPU; one that the driver has lost is left out."""
+        """Returns the use of every visible GPU, without those that the driver has lost."""
         found = []
         for number, handle in self._handles.items():
             use, memory = (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
@@ -147,7 +142,7 @@ class Gpus:
         return found
 
     def describe(self) -> tuple[str, list[Gpu]]:
-        """Returns the driver's version and what each GPU is; "" and none without a driver."""
+        """Returns the driver's version and all GPUs; "" and none without a driver."""
         text = ctypes.create_string_buffer(_NAME_BYTES)
         if not self._handles or self._nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
             return "", []
@@ -171,10 +166,7 @@ class Gpus:
 
 
 def visible_gpus(visible: str | None, count: int) -> list[int]:
-    """Returns the numbers of the GPUs that $CUDA_VISIBLE_DEVICES names.
-
-    Where it names them otherwise than by numbers (by UUID), all of the machine's.
-    """
+    """Returns the numbers of the GPUs in $CUDA_VISIBLE_DEVICES; all if it names them by UUID."""
     if visible is None:
         return list(range(count))
     names = [name.strip() for name in visible.split(",") if name.strip()]

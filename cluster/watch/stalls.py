@@ -1,16 +1,14 @@
-"""When do ranks hang, and which of them is it that the others wait for? Pure functions.
+"""Finds out when ranks hang and which rank the others wait for, in pure functions.
 
-The ranks of a generation go in step: one that stands still holds all others within a step or two,
-in a collective. So a generation hangs when every rank is over the limit of its phase, and most of
-them are victims. Who is behind:
+The ranks of a generation move in step: one that stands still stops all others in a collective within a step or two. A
+generation hangs when every rank is over the limit of its phase. Behind the others is:
 
 1. a rank whose process is stopped or gone;
-2. else: every rank tells which collective it waits in, and who of the group has not come there is
-   blamed. Who is blamed and waits for nobody itself is behind (in groups that overlap, A may wait
-   for B and B for C: it is C);
-3. else the ranks at the lowest step, if not all are there.
+2. otherwise a rank that is blamed and waits for nobody. Every rank reports the collective it waits in, and blames the
+   members of the group that have not reached it. (If A waits for B and B for C, it is C.)
+3. otherwise the ranks at the lowest step, unless that is all of them.
 
-Where none of it holds, every rank came and no data does: the network, or all hang alike.
+If none applies, every rank arrived but no data does: the network failed, or all ranks hang alike.
 """
 
 import statistics
@@ -22,25 +20,24 @@ from ...train.record.heartbeat import WINDOW
 from .evidence import Evidence
 from .heartbeats import GONE, STOPPED, RankState
 
-STEP_S = 60.0  # the least limit of a step where job.limits does not say
+STEP_S = 60.0  # least limit of a step, unless job.limits sets one
 STEP_MEDIANS = 10.0
-END_S = 300.0  # to leave the world after the last step
+END_S = 300.0  # to leave the process group after the last step
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks of which none moves any more."""
+    """Describes ranks of which none makes progress."""
 
-    state: RankState  # of the rank that is behind; where none is, of the one that waits longest
+    state: RankState  # of the rank behind the others, or of the one that waits longest
     behind: tuple[int, ...] = ()
-    waiting_in: str = ""  # the collective that others wait in for one that is behind
+    waiting_in: str = ""  # the collective in which others wait for a rank behind
 
 
 def limit_of(state: RankState, limits: Mapping[str, float | None]) -> float | None:
     """Returns how many seconds a rank may stay in its phase; None: forever.
 
     Args:
-        state: the rank's.
         limits: `PhaseLimits` as plain values.
     """
     if state.phase == "step" and limits["step_s"] is not None:
@@ -49,7 +46,7 @@ def limit_of(state: RankState, limits: Mapping[str, float | None]) -> float | No
         return max(STEP_S, STEP_MEDIANS * state.median_step_s)
     if state.phase == "end":
         return END_S
-    # A slow store is not a hang, and `job.start_timeout_s` limits the start.
+    # a slow store is not a hang, and `job.start_timeout_s` limits the start
     return None if state.phase in ("start", "data_wait") else limits["phase_s"]
 
 
@@ -59,9 +56,9 @@ def is_stalled(
     *,
     forgive_starved: bool = True,
 ) -> bool:
-    """Whether every rank is over its limit, time without a CPU left out.
+    """Returns whether every rank is over its limit, not counting time without a CPU.
 
-    One that gets no CPU holds up all others: what it was starved of counts for none of them.
+    A rank without a CPU delays all others, so its starved time is subtracted for every rank.
     """
     states = list(states)
     starved_s = max((state.starved_s for state in states), default=0.0) if forgive_starved else 0.0
@@ -73,11 +70,11 @@ def is_stalled(
 
 
 def find_behind(states: Mapping[int, RankState], evidence: Mapping[int, Evidence]) -> Stall:
-    """Returns which ranks the others wait for, and in what.
+    """Returns which ranks the others wait for, and in which collective.
 
     Args:
-        states: of every rank, by rank.
-        evidence: of those that could be looked at.
+        states: of every rank.
+        evidence: of the ranks that could be examined.
     """
     dead = [rank for rank, found in evidence.items() if found.process in (GONE, *STOPPED)]
     blamed = {rank: _blamed_by(rank, evidence) for rank in states}
@@ -92,7 +89,7 @@ def find_behind(states: Mapping[int, RankState], evidence: Mapping[int, Evidence
 
 
 def _blamed_by(rank: int, evidence: Mapping[int, Evidence]) -> set[int]:
-    """Returns whom a rank waits for."""
+    """Returns the ranks that a rank waits for."""
     found = evidence.get(rank)
     blamed: set[int] = set()
     for position in (found.positions or []) if found else []:
@@ -110,7 +107,7 @@ def _not_come(
 
 
 def _issued(found: Evidence | None, group: str) -> int:
-    """Returns the number of a rank's last collective in a group; 0: none, or it gives no answer."""
+    """Returns the number of a rank's last collective in a group; 0: none, or no answer."""
     positions = (found.positions or []) if found else []
     return max((each["issued"] for each in positions if each["group"] == group), default=0)
 
@@ -118,7 +115,7 @@ def _issued(found: Evidence | None, group: str) -> int:
 def _waiting_for(
     behind: set[int], blamed: Mapping[int, set[int]], evidence: Mapping[int, Evidence]
 ) -> str:
-    """Returns the collective in which somebody waits for a rank that is behind."""
+    """Returns the collective in which a rank waits for one that is behind."""
     for rank, whom in sorted(blamed.items()):
         for position in (evidence[rank].positions or []) if whom & behind else []:
             if position["pending"] is None:
@@ -140,18 +137,18 @@ class Straggler:
 
     rank: int
     own_s: float  # per step
-    ratio: float  # of that and the others' median
+    ratio: float  # to the median of the others
 
 
 class Stragglers:
-    """Remembers who has been slow, and who was named."""
+    """Remembers which ranks were slow, and which were reported."""
 
     def __init__(self) -> None:
         self._slow_since: dict[int, int] = {}  # the step, by rank
         self._named: set[int] = set()
 
     def find_new(self, states: Mapping[int, RankState]) -> list[Straggler]:
-        """Returns the ranks that have been slow for long enough and were not named before."""
+        """Returns ranks that have been slow for WINDOW steps and were not reported before."""
         slow = {each.rank: each for each in slow_ranks(states)}
         self._slow_since = {rank: self._slow_since.get(rank, states[rank].step) for rank in slow}
         new = [
@@ -164,7 +161,7 @@ class Stragglers:
 
 
 def slow_ranks(states: Mapping[int, RankState]) -> list[Straggler]:
-    """Returns the ranks that need much longer for their own part of a step than the others."""
+    """Returns the ranks whose own part of a step takes much longer than the others'."""
     if len(states) < 2 or any(state.own_step_s <= 0 for state in states.values()):
         return []
     found = []

@@ -1,14 +1,12 @@
-"""Watches the ranks of one generation for the supervision: hangs, waits for data, slow ranks.
+"""Watches the ranks of one generation for hangs, waits for data, and slow ranks.
 
-About once a second it asks every node where its ranks are (heartbeats.py), all of them at once: one
-that does not answer holds up nobody, and is asked again when it has. What it finds:
+About once a second it asks all nodes for their heartbeats at once. A slow node delays nobody; it is asked again after it
+has answered.
 
-* all ranks are over the limit of their phase: evidence is gathered from every node at once
-  (evidence.py), the rank that the others wait for is named (stalls.py), and the generation ends
-  with that as its root cause. Killing and going on is the supervision's;
-* a rank waits long for data: a line in the journal, after a minute, then after twice as long;
-* a rank is slow: one line in the journal (stragglers.py);
-* ranks are over their limit because one gets no CPU: one line.
+* If all ranks are over the limit of their phase, evidence is gathered from every node (evidence.py), the rank that the
+  others wait for is named (stalls.py), and the generation ends with that root cause.
+* A long wait for data is journaled after a minute, then whenever it has doubled.
+* A slow rank is journaled once, and so are ranks that are over their limit for lack of a CPU.
 """
 
 import json
@@ -25,16 +23,16 @@ from .heartbeats import GONE, STOPPED, RankState
 from .stalls import Stall, Stragglers, find_behind, is_stalled, limit_of
 
 LOOK_S = 1.0
-ANSWER_S = 1.0  # for which one look waits for nodes
-DATA_WAIT_S = 60.0  # after which a wait for data is told
-_AT_ONCE = 32  # nodes that gather evidence
+ANSWER_S = 1.0  # how long one look waits for nodes
+DATA_WAIT_S = 60.0  # after which a wait for data is journaled
+_AT_ONCE = 32  # nodes that gather evidence concurrently
 _SPELLED = {GONE: "its process has ended", "D": "stuck in the kernel (state D)"} | dict.fromkeys(
     STOPPED, "its process is stopped (SIGSTOP, or a debugger)"
 )
 
 
 class RankWatcher:
-    """Looks after the ranks of one generation."""
+    """Watches the ranks of one generation."""
 
     def __init__(
         self,
@@ -45,13 +43,12 @@ class RankWatcher:
         stall_dir: str,
         note: Callable[..., None],
     ) -> None:
-        """Takes up the watch.
+        """Prepares to watch; asks nothing yet.
 
         Args:
             nodes: in the order of their numbers.
-            world_size: the number of ranks on all nodes.
-            limits: of the phases: `PhaseLimits` as plain values.
-            stall_dir: where evidence goes, relative to the run folder; for the journal.
+            limits: `PhaseLimits` as plain values.
+            stall_dir: folder of the evidence, relative to the run folder.
             note: writes a line with details into the journal.
         """
         self._nodes = nodes
@@ -69,13 +66,13 @@ class RankWatcher:
 
     @property
     def all_have_started(self) -> bool:
-        """Whether every rank has built its model and begun on the run."""
+        """Returns whether every rank has built its model and begun the run."""
         return len(self.states) == self._world_size and all(
             state.phase != "start" for state in self.states.values()
         )
 
     def look(self) -> RootCause | None:
-        """Looks at all ranks if it is time; returns why the generation must end, if it must."""
+        """Looks at all ranks once per LOOK_S; returns why the generation must end, or None."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return None
@@ -86,8 +83,8 @@ class RankWatcher:
             self._node_of |= {state.rank: number for state in states}
         self._tell_waits_for_data()
         if len(self.states) < self._world_size:
-            # some have not begun: the start has a limit of its own; or a node does not answer,
-            # which is not known of it before the call fails
+            # some ranks have not begun, which has its own limit, or a node does not answer: a failing
+            # call will tell
             return None
         if is_stalled(self.states.values(), self._limits):
             return self._explain_stall()
@@ -105,7 +102,7 @@ class RankWatcher:
             summary=f"{who}: {self._spell(stall, found)}; stacks in {self._stall_dir}",
             rank=stall.state.rank if stall.behind else None,
             node=node if stall.behind else None,
-            # without figures that differ each time: the same error thrice ends a job
+            # without varying figures: the same error three times ends a job
             error=f"{who} in phase {stall.state.phase}",
             where=(found.where or None) if found else None,
             log=f"{self._stall_dir}/rank{stall.state.rank}.txt",
@@ -129,7 +126,7 @@ class RankWatcher:
         return ", ".join(parts)
 
     def _gather(self) -> dict[int, Evidence]:
-        """Asks all nodes at once."""
+        """Gathers evidence from all nodes at once."""
         with ThreadPoolExecutor(min(_AT_ONCE, len(self._nodes))) as pool:
             answers = list(pool.map(_evidence_of, self._nodes))
         return {found.rank: found for answer in answers for found in answer}
@@ -152,7 +149,7 @@ class RankWatcher:
             return
         worst = max(states, key=lambda state: state.starved_s)
         if worst.starved_s < worst.age_s / 2:
-            return  # not what keeps it
+            return  # starvation does not explain it
         self._starved_told = True
         self._note(
             f"rank {worst.rank} on node {self._node_of[worst.rank]} gets no CPU: for "
@@ -179,7 +176,7 @@ class RankWatcher:
 
 
 class _Questions:
-    """Asks all nodes for their heartbeats at once; each has one question open at most."""
+    """Asks all nodes for heartbeats at once, with at most one open question per node."""
 
     def __init__(self, nodes: Sequence[NodeHandle]) -> None:
         self._nodes = nodes
@@ -187,12 +184,12 @@ class _Questions:
         self._open: dict[int, Future[list[RankState]]] = {}
 
     def ask(self) -> dict[int, list[RankState]]:
-        """Returns what the nodes say that have answered by now or soon, by number.
+        """Returns the answers so far, by node number.
 
         Raises:
             NodeLost: one of them is lost.
         """
-        if len(self._nodes) == 1:  # there is nobody to hold up
+        if len(self._nodes) == 1:  # no other node to delay
             return {0: self._answer(0, self._nodes[0].heartbeats)}
         for number, node in enumerate(self._nodes):
             if number not in self._open:
@@ -210,16 +207,16 @@ class _Questions:
 
 
 def read_limits(run_dir: Path) -> dict[str, float | None]:
-    """Returns the limits of a run's phases, as its configuration has them: `PhaseLimits`."""
+    """Returns a run's `PhaseLimits` from its configuration, as plain values."""
     try:
         saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["job"]["limits"]
     except (FileNotFoundError, KeyError, TypeError, ValueError):
-        return PhaseLimits().model_dump()  # of a run that is older than them
+        return PhaseLimits().model_dump()  # an older run without them
     return PhaseLimits.model_validate(saved).model_dump()
 
 
 def _evidence_of(node: NodeHandle) -> list[Evidence]:
-    """Returns what a node knows; one that is lost meanwhile says nothing."""
+    """Returns a node's evidence; none if the node is lost meanwhile."""
     try:
         return node.gather_evidence()
     except NodeLost:

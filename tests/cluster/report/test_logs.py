@@ -1,13 +1,11 @@
 """The logs of a run's ranks: one stream over all generations, cut as asked."""
 
-import time
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from moebius.cluster.job import Journal, State
-from moebius.cluster.report.logs import follow_logs, parse_since
+from moebius.cluster.report.logs import follow_logs
 
 
 def write_log(run_dir: Path, generation: int, node: int, name: str, text: str) -> Path:
@@ -99,39 +97,6 @@ def test_the_tail_of_a_log_longer_than_a_block(tmp_path, end, monkeypatch):
     expected = text.removesuffix("\n").split("\n")
     for tail in (1, 2, 5, 59, 60, 61, 62, 100):
         assert [line.text for line in follow_logs(tmp_path, tail=tail)] == expected[-tail:]
-
-
-def test_lines_since_a_time_with_those_that_belong_to_them(tmp_path):
-    write_log(
-        tmp_path,
-        1,
-        0,
-        "rank0",
-        "2026-11-22 03:00:00,100 INFO early\n  its second line\n"
-        "2026-11-22 03:05:00,200 INFO late\n  Traceback\n2026-11-22 03:06:00,000 INFO later\n",
-    )
-    since = datetime(2026, 11, 22, 3, 5).timestamp()
-    told = [line.text.split()[-1] for line in follow_logs(tmp_path, since=since)]
-    assert told == ["late", "Traceback", "later"]
-    assert [line.text.split()[-1] for line in follow_logs(tmp_path, since=since, tail=1)] == [
-        "later"
-    ]
-    after = datetime(2026, 11, 22, 4, 0).timestamp()
-    assert lines(tmp_path, since=after) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1d", 86400)]
-)
-def test_times_that_lie_back(text, seconds):
-    assert parse_since(text) == pytest.approx(time.time() - seconds, abs=5)
-
-
-def test_times_by_the_clock():
-    assert parse_since("2026-11-22 03:00") == datetime(2026, 11, 22, 3).timestamp()
-    for wrong in ("yesterday", "10", "-3m", "99999-01-01", ""):
-        with pytest.raises(ValueError, match="must be an age"):
-            parse_since(wrong)
 
 
 def rotate(log: Path, number: int, text: str) -> None:
