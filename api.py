@@ -1,4 +1,4 @@
-"""Makes, trains and asks models: the half of `import moebius` that needs torch.
+"""Builds, trains and queries models: the half of `import moebius` that needs torch.
 
     config = moebius.recipe("smoke", "job.num_nodes=1", "mesh.dp_replicate=1")
     model = moebius.build(config)          # untrained, in this process
@@ -8,8 +8,8 @@
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
 
-It stands on the top layer beside the command line and does the same with the same parts. The package
-imports it when one of its names is first used, so `import moebius` alone costs no torch.
+It sits in the top layer beside the command line and does the same with the same parts. The package
+imports it on first use of one of its names, so `import moebius` alone does not load torch.
 """
 
 import json
@@ -46,7 +46,7 @@ from .train.record.run_folder import place_data
 
 
 class TrainingFailed(RuntimeError):
-    """A run ended without success; the message is its root cause, `status` all that is known."""
+    """Reports that a run failed; the message is its root cause, `status` has the details."""
 
     def __init__(self, status: JobStatus):
         words = [status.reason]
@@ -59,14 +59,14 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Turns text into tokens that the model takes, and tokens into text."""
+    """Turns text into the model's tokens, and tokens into text."""
 
     _tokenizer: Tokenizer
     _device: torch.device
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of token ids, the end of a document included."""
+        """Returns the number of token ids, including the end of a document."""
         return self._tokenizer.vocab_size
 
     @property
@@ -78,13 +78,13 @@ class TextTokenizer:
         """Returns a text's token ids: int64 (S,), on the model's device.
 
         Raises:
-            UnicodeEncodeError: the text holds half a surrogate pair.
+            UnicodeEncodeError: the text contains an unpaired surrogate.
         """
         ids = self._tokenizer.encode_batch([text])[0]
         return torch.tensor(ids.tolist(), dtype=torch.int64, device=self._device)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Returns the text of token ids; an end of document is left out.
+        """Returns the text of token ids, without ends of documents.
 
         Args:
             ids: one dimension, a tensor or a list.
@@ -110,15 +110,16 @@ class LoadedModel:
     def generate(
         self, prompt: str, *, num_tokens: int = 100, temperature: float = 0.8, seed: int = 0
     ) -> str:
-        """Returns the prompt and the text that the model writes after it.
+        """Returns the prompt followed by the text that the model generates.
 
         Args:
-            num_tokens: how many tokens to write.
-            temperature: of the sampling; 0 takes the most likely token each time.
-            seed: of the sampling, and of the group context where sequences are routed together.
+            prompt: the text to continue.
+            num_tokens: how many tokens to generate.
+            temperature: of the sampling; 0 always takes the most likely token.
+            seed: of the sampling, and of the group context if sequences are routed together.
 
         Raises:
-            ValueError: an empty prompt, or a model that cannot write.
+            ValueError: the prompt is empty, or the model cannot generate.
         """
         pieces = write_text(
             self._restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
@@ -126,10 +127,11 @@ class LoadedModel:
         return "".join(pieces)
 
     def score(self, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
-        """Returns how likely the model finds a text, in nats: `.mean` for all of it.
+        """Returns a text's log-likelihood in nats: `.mean` is per token.
 
         Args:
-            draws: of the group context, for a model that routes sequences together.
+            text: the text to score.
+            draws: how many group contexts to average over, if sequences are routed together.
             seed: of those draws.
 
         Raises:
@@ -146,11 +148,11 @@ class LoadedModel:
         return logits(self._restored, tokens_BS)
 
     def rows(self, *, split: str = "validation", max_rows: int | None = None) -> Iterator[Rows]:
-        """Yields the rows of the run's data, micro-batch by micro-batch, as `evaluate` reads them.
+        """Yields the rows of the run's data by micro-batch, as `evaluate` reads them.
 
         Args:
             split: train or validation.
-            max_rows: how many rows at most, evenly spaced over the split; None: all.
+            max_rows: maximum number of rows, evenly spaced over the split; None: all.
 
         Raises:
             ValueError: the data cannot be read, or the split is shorter than one row.
@@ -159,10 +161,10 @@ class LoadedModel:
         return read_rows(self.config, device, split=split, max_rows=max_rows)
 
     def trace(self, rows: Rows | Tensor) -> Trace:
-        """Runs the model over rows of tokens: its routes, hidden states and loss.
+        """Runs the model over rows and returns its routes, hidden states and loss.
 
         Args:
-            rows: of the run's data (`rows`), or int64 tokens (B, S + 1) of your own.
+            rows: of the run's data (`rows`), or your own int64 tokens (B, S + 1).
         """
         if isinstance(rows, Tensor):
             rows = rows_of(rows.to(self.model.embedding.device))
@@ -175,7 +177,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Size:
-    """Counts what one run of a configuration has and does, without allocating its model."""
+    """Counts the parameters, FLOPs and tokens of a run, without allocating its model."""
 
     parameters: Parameters
     flops: Flops
@@ -190,23 +192,23 @@ class Size:
 
 
 def recipe(name: str, /, *overrides: str, **values: object) -> Config:
-    """Returns the configuration of a recipe or a TOML file, with single values changed.
+    """Returns the configuration of a recipe or a TOML file, with values changed.
 
-    A value is named with its sections: as on the command line, joined by two underscores, or by a
-    mapping per section. All three change single values and leave the others:
+    Name a value with its sections: as on the command line, joined by two underscores, or by a
+    mapping per section. All three change single values and keep the others:
 
         moebius.recipe("smoke", "train.steps=20", "model.feed_forward.num_experts=32")
         moebius.recipe("smoke", train__steps=20, model__feed_forward__num_experts=32)
         moebius.recipe("smoke", train={"steps": 20}, model={"feed_forward": {"num_experts": 32}})
 
     Args:
-        name: one of those that `moebius models` lists, a path that ends in .toml, or a function of
-            your own that returns a Config, as "package.module:function".
+        name: a name from `moebius models`, a path that ends in .toml, or your own function that
+            returns a Config, as "package.module:function".
         overrides: `section.key=value` with TOML values; they win over `values`.
-        values: as above; None means what `none` means on the command line.
+        values: as above; None means `none` on the command line.
 
     Raises:
-        ConfigError: no such recipe, an unknown key, or values that do not fit together.
+        ConfigError: no such recipe, an unknown key, or conflicting values.
     """
     return resolve(name, [*_as_arguments(values), *overrides], RECIPES)
 
@@ -222,10 +224,10 @@ def size_of(config: Config) -> Size:
 
 
 def build(config: Config) -> Transformer:
-    """Returns the untrained model of a configuration, whole and in this process, on the CPU.
+    """Returns a configuration's untrained model, whole, in this process, on the CPU.
 
-    Its weights are those that training starts from, on any number of ranks: they depend on
-    `train.seed` alone.
+    Its weights are the initial weights of training on any number of ranks; they depend only on
+    `train.seed`.
     """
     model = Transformer(config.model, backend=config.kernels.backend)
     initialise(model, config.train.seed)
@@ -233,13 +235,14 @@ def build(config: Config) -> Transformer:
 
 
 def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
-    """Prepares the data of a configuration and returns it with `data.directory` filled in.
+    """Prepares a configuration's data and returns it with `data.directory` set.
 
-    Data that are prepared already are left alone, and a killed preparation continues. Runs with equal
-    text and tokenizer share one prepared folder.
+    It keeps prepared data and continues an interrupted preparation. Runs with equal text and
+    tokenizer share one prepared folder.
 
     Args:
-        folder: where prepared data go, unless `data.directory` says where.
+        config: of the run.
+        folder: parent of the prepared data, unless `data.directory` is set.
 
     Raises:
         ValueError: the text cannot be read.
@@ -252,17 +255,17 @@ def prepare(config: Config, folder: str | PathLike[str] = "runs") -> Config:
 def load(
     path: str | PathLike[str], *, step: int | None = None, depth_steps: int | None = None
 ) -> LoadedModel:
-    """Returns a trained model, all experts in this process, on a GPU if there is one.
+    """Returns a trained model with all experts in this process, on a GPU if there is one.
 
     Args:
-        path: a run folder, or one checkpoint in it.
-        step: of which checkpoint of a run; default: the newest.
-        depth_steps: how often the layers are applied in all, of a model that shares them; default:
-            as in training.
+        path: a run folder, or one of its checkpoints.
+        step: the checkpoint's step; default: the newest.
+        depth_steps: total number of applied layers, for a model that shares them; default: as in
+            training.
 
     Raises:
-        ValueError: no such run or checkpoint, its tokenizer is gone, or the model cannot have so many
-            depth steps.
+        ValueError: the run, checkpoint or tokenizer does not exist, or the model cannot have so
+            many depth steps.
     """
     run_dir, step = _run_of(Path(path), step)
     with start_process("auto") as process:
@@ -278,13 +281,13 @@ def evaluate(
     split: str = "validation",
     max_rows: int = 0,
 ) -> Measurement:
-    """Returns the loss of a checkpoint over a split of its data: `.result.loss`, nats per token.
+    """Returns a checkpoint's loss over a split of its data: `.result.loss`, nats per token.
 
     Args:
-        path: a run folder, or one checkpoint in it.
-        step: of which checkpoint of a run; default: the newest.
+        path: a run folder, or one of its checkpoints.
+        step: the checkpoint's step; default: the newest.
         split: train or validation.
-        max_rows: how many rows at most, evenly spaced over the split; 0: all.
+        max_rows: maximum number of rows, evenly spaced over the split; 0: all.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
@@ -301,14 +304,14 @@ def score_tasks(
     step: int | None = None,
     limit: int | None = None,
 ) -> ZeroShotReport:
-    """Returns the zero-shot scores of a checkpoint on tasks, as `moebius eval --tasks` does.
+    """Returns a checkpoint's zero-shot scores on tasks, like `moebius eval --tasks`.
 
     Args:
-        path: a run folder, or one checkpoint in it.
-        tasks: their names; "paper" stands for the six of MoEUT's paper.
+        path: a run folder, or one of its checkpoints.
+        tasks: their names; "paper" means the six of MoEUT's paper.
         data: the folder of their files, or "hub".
-        step: of which checkpoint of a run; default: the newest.
-        limit: how many items of each task at most; default: all.
+        step: the checkpoint's step; default: the newest.
+        limit: maximum number of items per task; default: all.
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, or the model reads the future.
@@ -322,21 +325,22 @@ def score_tasks(
 
 
 def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:
-    """Trains a configuration on this machine and returns how the run ended; blocks until then.
+    """Trains a configuration on this machine, waits, and returns how the run ended.
 
-    Does what `moebius train` does: prepares the data, starts `job.num_nodes × job.ranks_per_node`
-    ranks as processes, goes on from the newest checkpoint where the run folder holds one. Ctrl-C
-    (in a notebook: interrupt) ends the run at a step boundary with a checkpoint. The data are
-    prepared beside the run folder, unless `data.directory` says where.
+    Like `moebius train`, it prepares the data, starts `job.num_nodes × job.ranks_per_node` ranks as
+    processes, and resumes from the newest checkpoint in the run folder. Ctrl-C (in a notebook:
+    interrupt) ends the run at a step boundary with a checkpoint. The data are prepared beside the
+    run folder, unless `data.directory` is set.
 
     Args:
-        run_dir: a folder that is new, empty or holds this run.
-        show: print what happens.
+        config: of the run.
+        run_dir: a new or empty folder, or this run's.
+        show: print progress.
 
     Raises:
         ConfigError: the configuration does not fit its number of ranks, or the folder holds another
             run.
-        JobError: a job is at work in this folder.
+        JobError: a job is running in this folder.
         TrainingFailed: the run failed; the message is the root cause.
     """
     from rich.console import Console
@@ -351,7 +355,7 @@ def fit(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> J
 
 
 def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterator[str]:
-    """Yields overrides as the command line takes them, `section.key=value` with TOML values."""
+    """Yields overrides in the command line's form, `section.key=value` with TOML values."""
     for name, value in overrides.items():
         key = section + name.replace("__", ".")
         if isinstance(value, Mapping):
@@ -361,7 +365,9 @@ def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterato
 
 
 def _as_toml(value: object, key: str) -> str:
-    """Returns a value as TOML, which writes strings, truth and numbers as JSON does and has inf, nan."""
+    """Returns a value as TOML, which is like JSON for strings, booleans and numbers, plus inf and
+    nan.
+    """
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -375,13 +381,13 @@ def _as_toml(value: object, key: str) -> str:
         return json.dumps(value, default=os.fspath)
     except TypeError:
         raise ConfigError(
-            f"{key}: {value!r} is no value of a configuration; give a number, a text, True or "
+            f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
             "False, None, or a list of them"
         ) from None
 
 
 def _run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """The run folder that a path is or lies in, and the step that it names."""
+    """Returns the run folder that a path is or lies in, and the step that it names."""
     if (path / "config.json").exists() or not path.name.startswith("step_"):
         return path, step
     checkpoint = find_checkpoint(path.absolute(), step)

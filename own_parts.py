@@ -1,13 +1,13 @@
-"""Parts of the user's own, named as `module:name` in a configuration: a router, a loss, a source, ….
+"""A user's own parts (routers, losses, sources, …), named as `module:name` in a configuration.
 
-A key that selects a part by a known name takes `module:name` as well. The module is found as Python
-finds any module, and last in the folder that the command or the job was started from. Every process
-imports it when it needs the part, so on a cluster that folder must exist on every node, or the module
-must be installed or lie on PYTHONPATH there.
+Every key that selects a part by a known name also takes `module:name`. Python's import system finds
+the module, last in the folder that started the command or the job. Every process imports it on
+first use, so on a cluster that folder must exist on every node, or the module must be installed or
+on PYTHONPATH there.
 
-Where a function takes settings, these follow as in a URL: `module:function?length=32&letters=4`.
+A function's settings follow as in a URL: `module:function?length=32&letters=4`.
 
-This module lies below all rooms and imports nothing of ours.
+This module is below all packages and imports none of them.
 """
 
 import difflib
@@ -27,51 +27,51 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 PYTHON = "python:"
-"""What the name of an input or a tokenizer begins with that a function gives."""
+"""Prefix of an input's or tokenizer's name that a function provides."""
 FOLDER = "MOEBIUS_FOLDER"
-"""Names, in a job's processes, the folder that the job was started from."""
+"""Environment variable with the folder that a job was started from, in its processes."""
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _digests: dict[str, str] = {}
 
 
 class OwnPartError(ValueError):
-    """Says why a part of the user's own cannot be had, and what to do."""
+    """Reports why a user's own part cannot be loaded, and what to do."""
 
 
 def is_own(name: str) -> bool:
-    """Returns whether a text has the form `module:name`, settings allowed."""
+    """Returns whether a text has the form `module:name`, with or without settings."""
     return bool(_PATH.fullmatch(name.partition("?")[0]))
 
 
 def is_subclass(found: Any, base: type) -> bool:
-    """Returns whether something is a class below `base`."""
+    """Returns whether something is a class derived from `base`."""
     return isinstance(found, type) and issubclass(found, base)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns a question after the known word that is most like `word`; "" if none is like it."""
+    """Returns a question with the known word closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Describes the parts that one key takes: known ones, and what one of the user's own must be.
+    """Describes the parts that one key takes: known names, and the requirements of a user's own.
 
-    In `Annotated[str, …]` it is the type of such a key, and checks how its value is written. Nothing
-    is imported for that, so a configuration can be read where the user's module is absent.
+    In `Annotated[str, …]` it is the type of such a key and checks only the spelling of its value.
+    It imports nothing, so a configuration can be read without the user's module.
     """
 
     key: str  # of the configuration
     noun: str  # "a dispatcher"
     known: Mapping[str, Any]  # by name
-    own: str  # what a part of the user's own must be: "a function of a tensor"
+    own: str  # what a user's own part must be: "a function of a tensor"
     fits: Callable[[Any], bool] = callable
-    settings: bool = False  # whether a function of the user's own may be given some
+    settings: bool = False  # whether a user's own function may take settings
 
     def get(self, name: str) -> Any:
-        """Returns the part of that name; a function with settings has them bound.
+        """Returns the part of that name, with its settings bound.
 
         Raises:
             OwnPartError: there is none, or it is something else.
@@ -87,7 +87,7 @@ class Wanted:
         return partial(found, **settings) if settings else found
 
     def check(self, name: str) -> str:
-        """Returns the name if it is written as one.
+        """Returns the name if it is spelled correctly.
 
         Raises:
             OwnPartError: it is neither known nor `module:name`.
@@ -112,7 +112,7 @@ def named_function(
     """Returns the function of a name like `python:module:function?length=32`, and its settings.
 
     Raises:
-        OwnPartError: it is no such name, or there is no such function.
+        OwnPartError: the name is malformed, or the function does not exist.
     """
     path, settings = split_settings(name.removeprefix(PYTHON), where=where)
     if not is_own(path):
@@ -121,12 +121,10 @@ def named_function(
 
 
 def split_settings(path: str, *, where: str) -> tuple[str, dict[str, Any]]:
-    """Returns the function's path, and the settings that follow it.
-
-    A setting is a number where it reads as one, otherwise a text.
+    """Returns the function's path and its settings, numbers where they parse as such.
 
     Raises:
-        OwnPartError: what follows is no `name=value&name=value`, or names one twice.
+        OwnPartError: the settings are not `name=value&name=value`, or a name occurs twice.
     """
     path, mark, query = path.partition("?")
     if not mark:
@@ -154,16 +152,16 @@ def _number_or_text(value: str) -> int | float | str:
 
 
 def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool] = callable) -> Any:
-    """Returns what a path names.
+    """Imports the object that a path names.
 
     Args:
         path: `module:name`.
-        where: what names it, for messages.
+        where: the key that names it, for messages.
         wants: what it must be, for messages, for example "a function of a text".
-        fits: tells whether it is that.
+        fits: whether an object is that.
 
     Raises:
-        OwnPartError: there is no such part, or it is something else.
+        OwnPartError: there is no such object, or it is something else.
     """
     module_name, _, attributes = path.partition(":")
     found = _import_module(module_name, where)
@@ -179,19 +177,19 @@ def import_own(path: str, *, where: str, wants: str, fits: Callable[[Any], bool]
 
 
 def own_digests() -> dict[str, str]:
-    """Returns the sha256 of every module that parts were imported from so far in this process."""
+    """Returns the sha256 of every module that this process imported parts from."""
     return dict(_digests)
 
 
 def folder_of_job() -> str:
-    """Returns the folder that this command, or the job of this process, was started from."""
+    """Returns the folder that this command, or this process's job, was started from."""
     return os.environ.get(FOLDER) or os.getcwd()
 
 
 def _import_module(name: str, where: str) -> Any:
     folder = folder_of_job()
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file there hides a library
+        sys.path.append(folder)  # last, so that no file there shadows a library
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

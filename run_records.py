@@ -1,9 +1,10 @@
-"""Reads what runs have recorded, from their folders alone: half of what `import moebius` offers.
+"""Reads what runs recorded, from their folders alone: the half of `import moebius` without torch.
 
     for run_dir in moebius.find_runs("runs"):
-        losses = [line["loss"] for line in moebius.history(run_dir).records() if line["kind"] == "eval"]
+        losses = [line["loss"] for line in moebius.history(run_dir).records() if line["kind"] ==
+        "eval"]
 
-A run may be read while it trains, or years later. Nothing here imports torch.
+A run can be read during training or years later.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,11 @@ _ONCE_A_STEP = ("train", "eval")
 
 
 class RunHistory:
-    """Reads the records of one run as plain dictionaries, and reads on while the run goes on.
+    """Reads one run's records as plain dictionaries, also while the run continues.
 
-    Every record of the metrics has a `kind` ("start", "train", "eval", "checkpoint", …), a `time` in
-    seconds since the epoch, and mostly a `step`; docs/metrics.md lists their keys. Lines that a kill
-    has torn are skipped.
+    Every record has a `kind` ("start", "train", "eval", "checkpoint", …), a `time` in seconds since
+    the epoch, and usually a `step`; docs/metrics.md lists the keys. Lines cut off by a kill are
+    skipped.
     """
 
     def __init__(self, run_dir: Path):
@@ -34,25 +35,25 @@ class RunHistory:
         self._journal = JsonLinesTail(run_dir / JOURNAL)
 
     def records(self) -> list[Record]:
-        """Returns all metrics so far, in the order in which they were written.
+        """Returns all metrics so far, in the order of writing.
 
-        A run that resumes from a checkpoint records the steps after it once more: of each step the
-        last record counts.
+        A run that resumes from a checkpoint records later steps again; the last record of each step
+        counts.
         """
         found: dict[Any, Record] = {}
         for number, record in enumerate(JsonLinesTail(self.run_dir / METRICS).stream()):
             kind = record.get("kind")
             key = (kind, record["step"]) if kind in _ONCE_A_STEP else number
-            found.pop(key, None)  # so that it takes its later place
+            found.pop(key, None)  # move it to its later position
             found[key] = _with_numbers(record)
         return list(found.values())
 
     def new_records(self) -> Iterator[Record]:
-        """Yields the metrics that were written since the last call, repeated steps included."""
+        """Yields the metrics written since the last call, including repeated steps."""
         yield from map(_with_numbers, self._metrics.stream())
 
     def new_states(self) -> Iterator[Record]:
-        """Yields the states that the job entered since the last call.
+        """Yields the job's states since the last call.
 
         Each has the keys `time`, `state` ("RUNNING", "RECOVERING", …), `generation`, `reason` and
         `details`, a dictionary.
@@ -68,14 +69,14 @@ class RunHistory:
 
 
 def history(run_dir: str | PathLike[str]) -> RunHistory:
-    """Returns the reader of a run's records; a folder without any reads as an empty history."""
+    """Returns the reader of a run's records; a folder without any has an empty history."""
     return RunHistory(Path(run_dir))
 
 
 def find_runs(folder: str | PathLike[str]) -> list[Path]:
-    """Returns the run folders below a folder, three levels deep, the most recently active first.
+    """Returns the run folders up to three levels below a folder, most recently active first.
 
-    A run folder is its own only run.
+    A run folder contains only itself.
     """
     return sorted(_find_runs(Path(folder)), key=_active_at, reverse=True)
 
@@ -83,12 +84,12 @@ def find_runs(folder: str | PathLike[str]) -> list[Path]:
 def _active_at(run_dir: Path) -> float:
     try:
         return (run_dir / JOURNAL).stat().st_mtime
-    except OSError:  # the run was deleted meanwhile
+    except OSError:  # the run has been deleted
         return 0.0
 
 
 def _with_numbers(record: Record) -> Record:
-    """Returns a record whose loss is a number: JSON has no word for nan, so a file has a text."""
+    """Returns a record with a numeric loss; files hold nan as text, because JSON has no nan."""
     if isinstance(record.get("loss"), str):
         record["loss"] = float(record["loss"])
     return record

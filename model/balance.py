@@ -1,22 +1,21 @@
-"""Balancing losses, and what the monitor needs to know of a routing.
+"""Balancing losses of routers, and the load that each router reports.
 
-Every balancing loss here has the form Σ_e P_e · c_e: P_e the mean probability of expert e, through
-which the router gets its gradient, and c_e a number taken from a scope's statistics without
-gradient:
+Every balancing loss has the form Σ_e P_e · c_e. P_e is the mean probability of expert e and carries
+the router's gradient; c_e is computed from a scope's statistics without gradient:
 
     entropy   c_e = ln P_e(scope)        (the derivative of P ln P is ln P + 1, and Σ_e dP_e = 0, so nothing is lost)
     load      c_e = E · f_e(scope)       f_e: fraction of all choices that fell on e
 
-So a loss over all ranks costs one all-reduce of a few numbers per router, and every sequence's
-share of it adds up to the whole.
+A loss over all ranks therefore costs one all-reduce of a few numbers per router, and the sequences'
+shares add up to the whole.
 
-A layer group's weights serve several depth steps. Each returns its sums; they are added up and the
-loss is computed once at the end of the forward pass, so recomputing a layer cannot count it twice
-(MoEUT, arXiv 2405.16039, eq. 8 to 10).
+A layer group's weights serve several depth steps. Their sums are added up and the loss is computed
+once, at the end of the forward pass, so recomputing a layer cannot count it twice (MoEUT, arXiv
+2405.16039, eq. 8 to 10).
 
-Padding counts nowhere, and a loss over sequences can be one over documents (model/documents.py):
-the mean over a sequence's documents, each weighed by its tokens, so that a sequence's share of the
-whole stays what it was.
+Padding never counts. A loss over sequences can be taken over documents instead
+(model/documents.py): the mean over a sequence's documents, weighted by their tokens, so each
+sequence keeps its share.
 
 Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of a head, N experts
 in all (H·A), L depth steps, D documents of a micro-batch.
@@ -24,7 +23,6 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,11 +41,10 @@ BALANCE = Wanted(
 
 
 class RunningSum:
-    """Sums over the micro-batches of one optimizer step, and over ranks where `over_ranks` adds
-    them up.
+    """Sums statistics over the micro-batches of one optimizer step, and over ranks.
 
-    A global balancing loss reads it: with gradient accumulation micro-batch j sees the choices of
-    the micro-batches 1 … j, since those after it have not been routed yet.
+    Global balancing losses read it. With gradient accumulation, micro-batch j sees the choices of
+    micro-batches 1 … j, because later ones have not been routed yet.
     """
 
     def __init__(
@@ -57,30 +54,30 @@ class RunningSum:
         prefix: str = "",
         totals: dict[str, Tensor] | None = None,
     ) -> None:
-        """Takes `over_ranks`, which adds a small tensor up over all ranks; by default nothing."""
+        """Takes `over_ranks`, which sums a small tensor over all ranks; the default is one rank."""
         self._over_ranks, self._prefix = over_ranks, prefix
         self._totals: dict[str, Tensor] = {} if totals is None else totals
 
     def reset(self) -> None:
-        """Begins a new optimizer step: all sums become empty."""
+        """Clears all sums at the start of an optimizer step."""
         self._totals.clear()
 
     def add(self, name: str, local: Tensor) -> Tensor:
-        """Adds a detached tensor to the sum of that name, and returns the sum so far.
+        """Adds a detached tensor to the sum under `name`, and returns the sum so far.
 
-        Collective where there are ranks.
+        Collective across ranks.
         """
         key, added = self._prefix + name, self._over_ranks(local.detach())
         self._totals[key] = self._totals[key] + added if key in self._totals else added
         return self._totals[key]
 
     def named(self, prefix: str) -> "RunningSum":
-        """Returns the same sums under names of its own: one view for every router."""
+        """Returns a view of the same sums under a prefix, one for each router."""
         return RunningSum(self._over_ranks, prefix=f"{self._prefix}{prefix}/", totals=self._totals)
 
 
 def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tensor:
-    """Counts how often each expert stands in `index`, per sequence: (B, N) int64.
+    """Counts each expert's occurrences in `index`, per sequence: (B, N) int64.
 
     The first axis of `index` is rows, sequence-major.
     """
@@ -90,13 +87,11 @@ def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tens
 
 
 def count_routes(routes: Routes, batch_size: int) -> Tensor:
-    """Counts the routes of each sequence to each expert, however many a row has: (B, N) int64.
+    """Counts the routes from each sequence to each expert: (B, N) int64.
 
-    Targets are sequence-major.
+    Targets are sequence-major; rows may have any number of routes.
     """
-    if (
-        len(routes.expert_N) == routes.num_targets * routes.per_target
-    ):  # a sequence's stand together
+    if len(routes.expert_N) == routes.num_targets * routes.per_target:  # grouped by sequence
         return count_per_sequence(routes.expert_N, batch_size, routes.num_experts)
     sequence_N = routes.target_N // (routes.num_targets // batch_size)
     index_N = sequence_N * routes.num_experts + routes.expert_N
@@ -107,7 +102,7 @@ def count_routes(routes: Routes, batch_size: int) -> Tensor:
 
 
 def sum_per_sequence(values: Tensor, routing: Routing, batch_size: int) -> Tensor:
-    """Sums (T, …) over the rows of each sequence that are no padding: (B, …)."""
+    """Sums (T, …) over each sequence's rows without padding: (B, …)."""
     if routing.rows is not None and routing.rows.real_T is not None:
         padding = ~routing.rows.real_T.view(-1, *(1,) * (values.ndim - 1))
         values = values.masked_fill(padding, 0)
@@ -115,7 +110,7 @@ def sum_per_sequence(values: Tensor, routing: Routing, batch_size: int) -> Tenso
 
 
 def rows_per_sequence(routing: Routing, batch_size: int) -> Tensor:
-    """Counts the rows of each sequence that are no padding: (B,) float."""
+    """Counts each sequence's rows without padding: (B,) float."""
     logits_THA = routing.logits_THA
     if routing.rows is not None:
         return routing.rows.count_B.to(logits_THA.device)
@@ -124,11 +119,11 @@ def rows_per_sequence(routing: Routing, batch_size: int) -> Tensor:
 
 
 def count_chosen(index_TK: Tensor, routing: Routing, batch_size: int, num_experts: int) -> Tensor:
-    """Counts what `count_per_sequence` does, without the choices of padding: (B, N) int64."""
+    """Does what `count_per_sequence` does, ignoring the choices of padding: (B, N) int64."""
     if routing.rows is None or routing.rows.real_T is None:
         return count_per_sequence(index_TK, batch_size, num_experts)
     padding_TK = ~routing.rows.real_T.view(-1, *(1,) * (index_TK.ndim - 1))
-    index_TK = index_TK.masked_fill(padding_TK, num_experts)  # an expert that does not exist
+    index_TK = index_TK.masked_fill(padding_TK, num_experts)  # a dummy expert, cut off below
     return count_per_sequence(index_TK, batch_size, num_experts + 1)[:, :num_experts]
 
 
@@ -140,12 +135,11 @@ def choice_sums(
     with_load: bool = True,
     first_choices: bool = False,
 ) -> dict[str, Tensor]:
-    """Returns what the losses of a choice need, summed per sequence.
+    """Returns the statistics for the losses of a choice, summed per sequence without padding.
 
-    `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,).
-    With `first_choices` the load counts every row's first choice alone, as GShard, Switch and
-    torchscale publish it. Rows that are padding are left out. The form "entropy" reads no load:
-    without `with_load` nothing is counted.
+    `probability` (B, H, A), `rows` (B,), optionally `load` (B, N) int64 choices and `z` (B,). With
+    `first_choices` the load counts only each row's first choice, as GShard, Switch and torchscale
+    do. The form "entropy" needs no load.
     """
     logits_THA = routing.logits_THA
     sums = {
@@ -178,15 +172,16 @@ def _probability_sums(routing: Routing, batch_size: int) -> Tensor:
 def document_sums(
     routing: Routing, *, first_choices: bool = False, chosen_TK: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns what a loss over documents needs beside `choice_sums`; nothing where none is wanted.
-
-    `document_probability` (D, H, A), `document_load` (D, N) int64, and `document_rows` (D, B): the
-    rows of each document, in the column of its sequence.
+    """Returns the statistics for a loss over documents; empty if documents are not tracked.
 
     Args:
-        routing: knows the documents of its rows, if anybody asks for them.
-        first_choices: the load counts first choices alone.
-        chosen_TK: what the load counts; None: what rows asked for.
+        routing: the router's decisions, with documents in `rows`.
+        first_choices: count only first choices in the load.
+        chosen_TK: the choices to count; None: those that rows asked for.
+
+    Returns:
+        `document_probability` (D, H, A), `document_load` (D, N) int64 and `document_rows` (D, B),
+        which holds each document's row count in the column of its sequence.
     """
     rows = routing.rows
     if rows is None or rows.length_D is None:
@@ -204,7 +199,7 @@ def document_sums(
     load.scatter_add_(0, document_N * num_experts + expert_N, torch.ones_like(expert_N))
     real_RHA = probabilities_THA if rows.real_R is None else probabilities_THA[rows.real_R]
     return {
-        # in one order, whatever the device; `unsafe`: the lengths are ours, and are not looked at
+        # deterministic on every device; `unsafe` skips the check of our own lengths
         "document_probability": torch.segment_reduce(
             real_RHA, "sum", lengths=rows.length_D, axis=0, unsafe=True
         ),
@@ -214,18 +209,18 @@ def document_sums(
 
 
 def _wanted(routing: Routing, *, first_choices: bool) -> Tensor | None:
-    """Returns the choices that a loss counts, (T, K'); None: the routes tell."""
+    """Returns the choices that a loss counts, (T, K'); None: count the routes."""
     if not first_choices:
         return routing.wanted_TK
-    assert routing.wanted_TK is not None, "only a router that says what was wanted knows its order"
+    assert routing.wanted_TK is not None, "the order of choices needs wanted_TK"
     return routing.wanted_TK[:, :1]
 
 
 def _chosen_pairs(
     routing: Routing, rows: DocumentRows, document_T: Tensor, chosen_TK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns document and expert of every choice that is not padding's, each (N,) int64."""
-    if chosen_TK is None:  # the routes; padding has none
+    """Returns the document and the expert of every choice except padding's, each (N,) int64."""
+    if chosen_TK is None:  # read the routes, which exclude padding
         routes = routing.routes
         token_N = routes.target_N // (routes.num_targets // rows.num_rows)
         return document_T[token_N], routes.expert_N
@@ -236,14 +231,14 @@ def _chosen_pairs(
 
 
 def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: RunningSum) -> Tensor:
-    """Computes the balancing loss, (B,): shares whose mean over the batch is the scope's loss.
+    """Computes the balancing loss as per-sequence shares, (B,), whose mean is the scope's loss.
 
     Args:
-        sums: of `choice_sums`, added up over repeats; with those of `document_sums` the scope is
+        sums: from `choice_sums`, added up over repeats; with those of `document_sums` the scope is
             the document.
-        form: "load", 1 at perfect balance and E where all choices and all probability fall on one
-            expert; or "entropy", negative, −ln A at perfect balance, averaged over heads; or the
-            user's own c_e, a function of the scope's P and f, each (B or 1, H, A).
+        form: "load" is 1 at perfect balance and E when one expert takes all choices and
+            probability. "entropy" is negative, −ln A at perfect balance, averaged over heads.
+            Otherwise the user's own c_e, a function of the scope's P and f, each (B or 1, H, A).
         scope: "sequence", "micro_batch" or "global_batch".
         running: sums over the global batch so far.
     """
@@ -256,9 +251,8 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
         mean_HA = _in_scope(sums["probability"], "probability", scope, running)
         mean_HA = mean_HA / rows.view(-1, 1, 1)
     if form == "entropy":
-        tiny = torch.finfo(
-            p_BHA.dtype
-        ).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
+        # an expert whose softmax underflows everywhere adds 0 instead of NaN
+        tiny = torch.finfo(p_BHA.dtype).tiny
         return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
@@ -268,9 +262,9 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
 
 
 def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum) -> Tensor:
-    """Computes each sequence's mean over its documents, weighed by their rows: (B,).
+    """Computes each sequence's mean over its documents, weighted by their rows: (B,).
 
-    A sequence of nothing but padding has 0.
+    A sequence that is all padding gets 0.
     """
     rows_DB = sums["document_rows"]
     value_D = balance_value(
@@ -286,26 +280,8 @@ def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum
     return (rows_DB / rows_DB.sum(0).clamp_min(1)).T.to(value_D.dtype) @ value_D
 
 
-def normalised_coefficient(
-    published: float, *, choices: Literal["first", "all"], top_k: int = 1, summed_layers: int = 1
-) -> float:
-    """Converts a published coefficient of the load balancing loss to the loss here.
-
-    Ours is 1 at perfect balance, and a mean over layers.
-
-    Args:
-        published: the coefficient of E·Σ_e (n_e/T)·P_e.
-        choices: what n_e counts: "first" choices only (Switch, GShard, torchscale; 1 at perfect
-            balance) or "all" choices (flaxformer, llm-random; K at perfect balance).
-        top_k: K.
-        summed_layers: the number of sparse layers where the published loss adds them up; 1 where it
-            takes their mean.
-    """
-    return published * (top_k if choices == "all" else 1) * summed_layers
-
-
 def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) -> Tensor:
-    """Returns the sum over the scope, without gradient: (B, …), or (1, …) where all share it."""
+    """Returns the sum over the scope, without gradient: (B, …), or (1, …) if it is shared."""
     if scope == "sequence":
         return per_sequence.detach()
     micro_batch = per_sequence.detach().sum(0, keepdim=True)
@@ -314,20 +290,20 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
 
 @dataclass(frozen=True)
 class RouterReport:
-    """Reports what one router did in one depth step."""
+    """Reports one router's decisions in one depth step."""
 
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
-    # Routes that were served, int64 or int32: of each expert, (N,); or where each expert's start in
-    # sorted order, (N + 1,), of which a pass makes the loads of all its depth steps at once.
+    # Served routes, int64 or int32: per expert, (N,), or each expert's start in sorted order,
+    # (N + 1,), from which a pass derives the loads of all its depth steps at once.
     load_N: Tensor | None
     starts_N1: Tensor | None
-    wanted: int | None  # routes that were asked for; None: those that were served
-    # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
+    wanted: int | None  # requested routes; None: equal to the served ones
+    # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
 
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
-    """Reports a routing for the monitor, beside the router's own statistics."""
+    """Builds a router's report for the monitor, together with its statistics."""
     device = routing.logits_THA.device
     if isinstance(routing.plan, Mixture):
         groups, _, slots = routing.plan.merge_GMP.shape
@@ -345,7 +321,7 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Adds up the statistics of one router over the depth steps that it served."""
+    """Adds up one router's statistics over its depth steps."""
     if len(repeats) == 1:
         return repeats[0]
     if len(repeats) == 2:
@@ -358,15 +334,12 @@ class DepthLoad:
     """Holds the load of one kind of router over the depth steps of one forward pass."""
 
     load_LN: Tensor  # int64: routes per depth step and expert
-    wanted_L: Tensor  # int64: routes asked for; more than were served where a capacity refused some
+    wanted_L: Tensor  # int64: requested routes, including those a capacity refused
     gate_sum_L: Tensor  # float32
 
 
 def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
-    """Stacks the reports of all depth steps, per kind of router.
-
-    Depth steps without that kind are left out.
-    """
+    """Stacks the reports of all depth steps by kind of router, skipping steps without it."""
     kinds = {kind: None for step in steps for kind in step}
     found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}
     return {kind: _depth_load(reports) for kind, reports in found.items()}
@@ -376,9 +349,9 @@ def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:
     load_LN = _loads(reports).to(torch.int64)
     gate_sum_L = torch.stack([report.gate_sum for report in reports])
     asked = [report.wanted for report in reports if report.wanted is not None]
-    if len(asked) < len(reports):  # a router says it in every depth step, or never
+    if len(asked) < len(reports):  # a router reports it in every depth step or never
         return DepthLoad(load_LN, load_LN.sum(1), gate_sum_L)
-    # Filled in on the device: a list would be copied there, and a GPU would wait for it.
+    # Filled on the device: copying a list there would make a GPU wait.
     if len(set(asked)) == 1:
         return DepthLoad(load_LN, load_LN.new_full((len(asked),), asked[0]), gate_sum_L)
     asked_L = torch.stack([load_LN.new_full((), number) for number in asked])

@@ -1,16 +1,15 @@
 """What a model costs: its parameters, and its FLOPs per token by formula and as torch counts them.
 
-A multiply-accumulate is two FLOPs; only matrix products count, as in torch's FlopCounterMode, with
-which `forward_flops` agrees to the last one. Attention counts all S × S scores, masked or not,
-which is what the plain product computes. The backward pass is two products for each of the
-forward's, so training costs three times the forward; what recomputation adds is not counted.
+A multiply-accumulate is two FLOPs. Only matrix products count, as in torch's FlopCounterMode, which
+agrees with `forward_flops` exactly. Attention counts all S × S scores, masked or not, because the
+plain product computes them all. The backward pass has two products for each forward one, so
+training costs three times the forward pass. Recomputation is not counted.
 
-Where a capacity may refuse rows or a token may halt early, the formula and the counter both take
-all of them: an upper bound. A transition costs what it does while it mixes.
+Capacities and halting are ignored: the formula and the counter serve every row, which gives an
+upper bound. A transition costs what it does while mixing.
 
-Parameters are counted on the model itself, built on the meta device in milliseconds: nothing is
-allocated. FLOPs by formula take no time; counting runs forward and backward on the meta device,
-about 0.03 s for a depth step.
+Parameters are counted on a model built on the meta device, which takes milliseconds and no memory.
+Counting FLOPs with torch runs forward and backward there, about 0.03 s per depth step.
 
 Legend: S positions, D model width, W heads × their channels, F hidden width of an expert, E
 experts, K of them chosen.
@@ -35,22 +34,22 @@ from .transformer import Layer, Transformer
 class Parameters:
     """Counts a model's parameters.
 
-    Active are those that serve one token in one pass over the distinct layers: all that is dense
-    (the embedding's whole table included, as published figures have it) and the experts of one
-    token. Further repeats may choose others.
+    Active parameters serve one token in one pass over the distinct layers: everything dense (with
+    the whole embedding table, as in published figures) and one token's experts. Further repeats may
+    choose others.
     """
 
     total: int
-    in_layers: int  # of the distinct layers; the halting gate, which every depth step asks, too
+    in_layers: int  # of the distinct layers, including the halting gate
     active: int
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Counts the FLOPs of one token in one forward pass, by what they are spent on."""
+    """Counts the FLOPs of one token in one forward pass, by part."""
 
     attention_projections: float  # Q, K, V, O, dense or by experts
-    attention_scores: float  # and the results that they weigh
+    attention_scores: float  # scores, and the weighted sums of values
     feed_forward: float  # routed and shared experts, and dense layers
     sub_tokens: float  # head and merge maps of Multi-Head MoE
     # routers of feed-forward and attention, merging and emitting of mixtures, halting
@@ -59,12 +58,12 @@ class Flops:
 
     @property
     def forward(self) -> float:
-        """Returns the FLOPs of the forward pass, all parts together."""
+        """Returns the FLOPs of the forward pass."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def training(self) -> float:
-        """Returns the FLOPs of the forward and the backward pass."""
+        """Returns the FLOPs of the forward and backward pass."""
         return 3 * self.forward
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -86,7 +85,7 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
-    """Computes the FLOPs of one token by formula, in sequences of `seq_len` positions."""
+    """Computes one token's forward FLOPs by formula, in sequences of `seq_len` positions."""
     sparse = [config.has_experts(step.member) for step in config.schedule]
     parts = [_attention(config, seq_len)] * len(sparse)
     if config.experts is not None:
@@ -105,9 +104,8 @@ def is_upper_bound(config: ModelConfig) -> bool:
 
 
 def counted_flops(config: ModelConfig, seq_len: int) -> float:
-    """Counts the training FLOPs of one token with torch, forward and backward.
-
-    It runs one group of sequences on the meta device.
+    """Counts one token's training FLOPs with torch, on one group of sequences on the meta
+    device.
     """
     batch = config.group_sequences
     with torch.device("meta"):
@@ -124,7 +122,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _idle(config: ModelConfig, layer: Layer, seq_len: int) -> float:
-    """Counts the parameters of the experts that do not serve one token."""
+    """Counts the parameters of experts that do not serve one token."""
     idle, attention, experts = 0.0, config.attention, config.experts
     for bank in layer.attention.modules():
         if isinstance(bank, SparseLayer) and isinstance(attention, SwitchHeadConfig | MoMHAConfig):
@@ -141,7 +139,6 @@ def _flops(**parts: float) -> Flops:
 
 
 def _attention(config: ModelConfig, seq_len: int) -> Flops:
-    """Computes the FLOPs of one layer's attention."""
     attention, d_model = config.attention, config.d_model
     width = attention.num_heads * attention.d_head
     projection, scores = 2 * d_model * width, 4 * seq_len * width
@@ -164,19 +161,18 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
 
 
 def _dense(config: ModelConfig) -> Flops:
-    """Computes the FLOPs of one dense feed-forward."""
     dense = config.feed_forward
     return _flops(feed_forward=_mlp(dense.activation, config.d_model, dense.d_feed_forward))
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops:
-    """Computes the FLOPs of a feed-forward with experts: its rows are tokens or sub-tokens."""
+    """Computes the FLOPs of a feed-forward with experts, whose rows are tokens or sub-tokens."""
     rows, d_row = experts.sub_tokens, config.d_model // experts.sub_tokens
     expert = _mlp(experts.activation, d_row, experts.d_expert)
     routed = rows * experts.experts_per_row(seq_len) * expert
     d_shared = experts.num_shared_experts * experts.d_expert
     shared = _mlp(experts.activation, config.d_model, d_shared)
-    # In peri-layernorm router and experts read different rows, so the head map is applied to both.
+    # In peri-layernorm, router and experts read different rows, so the head map runs twice.
     maps = 0 if rows == 1 else 3 if config.norm == "peri" else 2
     return _flops(
         feed_forward=routed + shared,

@@ -1,24 +1,23 @@
-"""Which document every token of a micro-batch belongs to, and what of a pass respects it.
+"""Which document every token of a micro-batch belongs to, and what respects it.
 
-Rows are cut out of a stream of documents, or packed from several. A document is a run of equal ids
-in a row; −1 is padding, of which nothing is asked. Respected are, each for itself:
+Rows are cut from a stream of documents or packed from several. A document is a run of equal ids in
+a row; −1 is padding. Three things respect documents, each enabled separately:
 
-    attention   a position sees its own document up to itself, and positions count from the
-                document's first token: a document's rows are those that it would have alone
+    attention   a position sees only its own document, and positions count from its first token: a document's
+                outputs are those that it would have alone
     balancing   a loss over sequences (MoEUT's entropy, DeepSeek's sequence-wise loss) is taken over
-                documents instead, each weighed by its tokens
-    padding     whatever else is wanted: it has no expert, no place in a capacity, and no part in
-                any statistic, halting's depth included
+                documents instead, weighted by their tokens
+    padding     always: it has no expert, takes no place in a capacity, and enters no statistic,
+                halting's depth included
 
-The paper (MoEUT, arXiv 2405.16039) respects none: its rows are cut without regard to documents, and
-without document ids everything is as published, bit for bit. What looks across sequences by design
-still does: mixtures and expert choice meet other rows position by position, and a mixture takes
-padding for a token like any other, since a group without it may be too small to be a mixture
-(model/routers/mixture.py).
+The paper (MoEUT, arXiv 2405.16039) respects none of them; without document ids everything is as
+published, bit for bit. Routers that look across sequences by design still do: mixtures and expert
+choice read other rows position by position. A mixture treats padding as a token, because a group
+without it may be too small to mix (model/routers/mixture.py).
 
-Cost: one mask of B·S·S bytes for all depth steps, and attention that computes all S·S scores where
-the causal one computes half; a table of rotations per row instead of one for all. Where there is
-padding the routes of the rest are a list without a rule, as under halting.
+Cost: one mask of B·S·S bytes for all depth steps; attention computes all S·S scores instead of the
+causal half; the rotation table has one entry per row. With padding the remaining routes follow no
+rule, as under halting.
 
 Legend: B sequences, S positions, T = B·S tokens (or h·T sub-tokens), R of them no padding, D
 documents.
@@ -34,23 +33,23 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Says which rows of a layer are no padding, and how those of one document lie together.
+    """Marks a layer's rows that are not padding, and how documents group them.
 
-    All tensors are on the model's device but for the numbers.
+    All tensors are on the model's device.
     """
 
     num_rows: int  # T
     num_real: int  # R
     count_B: Tensor  # float32: real rows of each sequence
-    real_R: Tensor | None = None  # int64, rising: the rows that are no padding; None: all are
+    real_R: Tensor | None = None  # int64, ascending: the rows that are not padding; None: all
     real_T: Tensor | None = None  # bool: the same
-    # Only where balancing respects documents:
-    document_T: Tensor | None = None  # int64, 0 … D−1; of padding 0, which nobody may ask for
+    # Only when balancing respects documents:
+    document_T: Tensor | None = None  # int64, 0 … D−1; meaningless for padding
     length_D: Tensor | None = None  # int64: rows of each document
     length_DB: Tensor | None = None  # float32: the same, in the column of the document's sequence
 
     def repeated(self, times: int) -> "DocumentRows":
-        """Returns the same of rows that were each split into as many neighbours."""
+        """Returns the same for rows that were each split into `times` neighbours."""
         if times == 1:
             return self
 
@@ -78,17 +77,17 @@ class DocumentRows:
 
 @dataclass(frozen=True)
 class Documents:
-    """Holds what the layers of one pass must know of documents, made once for all depth steps."""
+    """Holds what the layers of one pass know about documents, built once for all depth steps."""
 
-    # Where attention respects documents, else None:
-    positions_BS: Tensor | None  # int64: from the document's first token on, which is 0
+    # None unless attention respects documents:
+    positions_BS: Tensor | None  # int64: the document's first token has position 0
     visible_B1SS: Tensor | None  # bool: which position (third) sees which (fourth)
-    # Where there is padding, or balancing respects documents, else None
+    # None without padding, unless balancing respects documents
     rows: DocumentRows | None
 
     @property
     def real_BS(self) -> Tensor | None:
-        """Returns which tokens are no padding, bool; None where there is no padding."""
+        """Returns which tokens are not padding, bool; None: there is no padding."""
         if self.rows is None or self.rows.real_T is None:
             return None
         return self.rows.real_T.view(len(self.rows.count_B), -1)
@@ -97,14 +96,14 @@ class Documents:
 def mark_documents(
     ids_BS: Tensor, device: torch.device, *, attention: bool, balance: bool
 ) -> Documents:
-    """Reads document ids, and returns what a pass over these tokens must know.
+    """Builds what a pass over these tokens must know about documents.
 
     Args:
-        ids_BS: of the input tokens, any integers, below 0: padding. On the host, so that numbers of
-            documents and rows are known without asking the device.
+        ids_BS: document ids of the input tokens, any integers; negative: padding. On the host, so
+            that counting documents and rows does not wait for the device.
         device: the model's.
-        attention: attention keeps to documents, and positions begin anew with each.
-        balance: losses over sequences are taken over documents.
+        attention: restrict attention to documents, and restart positions with each.
+        balance: take losses over sequences over documents instead.
     """
     num_rows, length = ids_BS.numel(), ids_BS.shape[1]
     begins_BS = torch.ones_like(ids_BS, dtype=torch.bool)

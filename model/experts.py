@@ -1,7 +1,4 @@
-"""Banks of experts: weights and the kernel operation they go through.
-
-They never ask which rank they are on.
-"""
+"""Banks of experts: their weights and the kernel operation that applies them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +16,7 @@ from .routing import Routes
 class ExpertMLPs(nn.Module):
     """Holds E two-layer perceptrons, W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e].
 
-    The biases are there only where asked for.
+    Biases exist only with `bias_inits`.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class ExpertMLPs(nn.Module):
         self.backend, self.activation = backend, activation
         self.own_activation = activation_function(activation) if is_own(activation) else None
         self.products_dtype: torch.dtype | None = None
-        # weight gradients may wait for all repeats; set from outside where that would keep too much
+        # weight gradients wait for all repeats; turned off from outside if that keeps too much
         self.defer = True
         columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, init=up_init)
@@ -52,11 +49,11 @@ class ExpertMLPs(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the products; sharded weights are in it once they are gathered."""
+        """Returns the dtype of the products; sharded weights have it once gathered."""
         return self.products_dtype or self.w_up.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """Sends (U, D) rows through their experts to (num_targets, D) sums of weighted outputs."""
+        """Applies experts to (U, D) rows and returns weighted sums, (num_targets, D)."""
         if self.own_activation is not None:
             return self._by_two_products(x_UD, routes, self.own_activation)
         return routed_mlp(
@@ -74,9 +71,9 @@ class ExpertMLPs(nn.Module):
     def _by_two_products(
         self, x_UD: Tensor, routes: Routes, activate: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Applies an activation of the user's own between two products, which every backend has.
+        """Applies a user's own activation between two products, on any backend.
 
-        It costs the hidden rows of all routes, before and after it, which are kept.
+        Keeps the hidden rows of all routes, before and after the activation.
         """
         given = {"backend": self.backend, "defer": self.defer}
         own_N = torch.arange(len(routes.expert_N), device=x_UD.device)
@@ -107,15 +104,15 @@ class ExpertLinears(nn.Module):
         super().__init__()
         self.backend = backend
         self.products_dtype: torch.dtype | None = None
-        # weight gradients may wait for all repeats; set from outside where that would keep too much
+        # weight gradients wait for all repeats; turned off from outside if that keeps too much
         self.defer = True
         self.weight = parameter(num_experts, d_in, d_out, init=init)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the products; sharded weights are in it once they are gathered."""
+        """Returns the dtype of the products; sharded weights have it once gathered."""
         return self.products_dtype or self.weight.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """Sends (U, d_in) rows through their experts to (num_targets, d_out) weighted sums."""
+        """Applies experts to (U, d_in) rows and returns weighted sums, (num_targets, d_out)."""
         return routed_linear(x_UD, self.weight, routes, backend=self.backend, defer=self.defer)

@@ -1,21 +1,20 @@
 """Stick-breaking adaptive computation time of the Sparse Universal Transformer (arXiv 2310.07096).
 
-Every token has a stick of length 1. After each depth step a gate breaks off a share of what is
-left, and the token's answer is the sum of its states, weighed by the pieces. Once less than 1 − τ
-is left the token has halted: no expert computes for it any more, and what it has by then is its
-answer, which the other tokens go on reading. f is the shared layer, and with y⁰ = f(x, x), s⁰ = y⁰,
-v⁰ = 1, a⁰ = 0, D⁰ = 0 for l = 1 … L − 1:
+Every token has a stick of length 1. After each depth step a gate breaks off a share of the rest,
+and the token's answer is the sum of its states weighted by the pieces. Once less than 1 − τ is left
+the token has halted: no expert serves it, and other tokens keep reading its answer. With f the
+shared layer, y⁰ = f(x, x), s⁰ = y⁰, v⁰ = 1, a⁰ = 0, D⁰ = 0, for l = 1 … L − 1:
 
-    p   = vˡ⁻¹·halt(yˡ⁻¹)            vˡ = vˡ⁻¹·continue(yˡ⁻¹)         what is broken off, and what is left
+    p   = vˡ⁻¹·halt(yˡ⁻¹)            vˡ = vˡ⁻¹·continue(yˡ⁻¹)         the piece broken off, and the rest
     aˡ  = aˡ⁻¹ + p·yˡ⁻¹              Dˡ = Dˡ⁻¹ + (l − 1)·p            answer so far, and its expected depth
     w   = vˡ if vˡ ≥ 1 − τ else 0
     yˡ  = f(yˡ⁻¹, keys and values of sˡ⁻¹; no routes where w = 0)
     sˡ  = aˡ + w·yˡ where w > 0, else sˡ⁻¹
 
-The answer is s of the last step. The loss is the mean over tokens of Dˡ + w·l, of the last step
-only (the SUT authors' code) or summed over all steps (the port by the MoEUT authors, arXiv
-2405.16039, which weighs shallow steps more). At the start every gate says ½: with τ = 0.999 every
-token has halted by depth step 10, so 18 steps cost 10.
+The answer is s of the last step. The loss is the mean over tokens of Dˡ + w·l, either of the last
+step only (the SUT authors' code) or summed over all steps (the MoEUT authors' port, arXiv
+2405.16039, which weights shallow steps more). Every gate starts at ½: with τ = 0.999 every token
+has halted by depth step 10, so 18 steps cost 10.
 
 Legend: B sequences, S positions, D model width, L depth steps.
 """
@@ -34,31 +33,29 @@ from .layers import Linear
 
 @dataclass(frozen=True)
 class Unhalted:
-    """Tells a depth step which tokens still compute, and what keys and values are made of."""
+    """Tells a depth step which tokens still compute, and what keys and values read."""
 
-    memory_BSD: Tensor  # what keys and values are made of
-    weight_BS: Tensor  # w: the probability that the token has not halted; 0: it is skipped
+    memory_BSD: Tensor  # what keys and values read
+    weight_BS: Tensor  # w: the probability of not having halted; 0: skip the token
 
     def weight_of_rows(self, num_rows: int) -> Tensor:
-        """Returns w of every row: a token's own, shared by its sub-tokens where it is split."""
+        """Returns w of every row; sub-tokens share their token's."""
         return self.weight_BS.flatten().repeat_interleave(num_rows // self.weight_BS.numel())
 
 
 @dataclass(frozen=True)
 class Halted:
-    """Holds the tokens' answers, the halting loss and the depth that was computed."""
+    """Holds the tokens' answers, the halting loss and the computed depth."""
 
     answer_BSD: Tensor
-    # the expected depth, or its sum over the steps, per sequence, without its coefficient
-    loss_B: Tensor
-    depth_B: Tensor  # detached: depth steps that were computed for a token, on average
+    loss_B: Tensor  # per sequence: the expected depth, or its sum over the steps, unweighted
+    depth_B: Tensor  # detached: mean number of depth steps computed per token
 
 
 class Halting(nn.Module):
-    """Holds the halting gate, and runs the loop over depth steps that it drives.
+    """Holds the halting gate and runs the depth steps that it controls.
 
-    The gate's second layer starts at zero, so that every token halts with probability ½ at every
-    step.
+    The gate's second layer starts at zero, so every token first halts with probability ½.
     """
 
     def __init__(self, config: HaltingConfig, d_model: int) -> None:
@@ -69,7 +66,9 @@ class Halting(nn.Module):
         self.output = Linear(d_model, 2, init=zeros)
 
     def gate(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the probabilities to go on and to halt after this state, each (B, S) float32."""
+        """Returns the probabilities to continue and to halt after this state, each (B, S)
+        float32.
+        """
         probability_BS2 = self.output(F.gelu(self.hidden(y_BSD))).softmax(-1)
         return probability_BS2[..., 0], probability_BS2[..., 1]
 
@@ -84,10 +83,11 @@ class Halting(nn.Module):
         """Applies `layer(depth step, state, unhalted)` at every depth step.
 
         Args:
+            layer: the shared layer.
             x_BSD: the embedded tokens.
             schedule: the depth steps of the pass, at least one.
-            real_BS: bool: False for padding, which has halted before the first step and has no part
-                in loss and depth; None: there is none.
+            real_BS: bool: False for padding, which starts halted and does not count in loss or
+                depth; None: no padding.
         """
         left_BS = torch.ones_like(x_BSD[..., 0])
         if real_BS is not None:

@@ -1,24 +1,22 @@
-"""The read-out, and its cross-entropy without all logits at once.
+"""The read-out, and its cross-entropy without materialising all logits.
 
-Logits are by far the widest rows of a model: V columns, where the residual stream has D. Kept whole
-they cost a training step T·V numbers four times over (logits, their log-softmax in float32, two
-gradients), and none of them is wanted once the gradients of hidden rows, weight and bias are known.
-So the loss goes through the tokens chunk by chunk: logits, log-softmax, loss, gradient of the
-logits, and from it at once the chunk's share of all three gradients. What waits for the backward
-pass are these: T·D and V·D numbers. The backward pass only multiplies them by the gradient of the
-loss.
+Logits are the widest rows of a model: V columns, where the residual stream has D. Keeping them
+costs a training step T·V numbers four times (logits, their float32 log-softmax, two gradients),
+none of which is needed once the gradients of rows, weight and bias are known. So the loss processes
+tokens in chunks: logits, log-softmax, loss, gradient of the logits, and at once the chunk's share
+of the three gradients. Those wait for the backward pass, T·D and V·D numbers, which only multiplies
+them by the gradient of the loss.
 
-Chunks are of tokens, not of the vocabulary. Both bound the memory; but a row's softmax needs the
-whole row, so with pieces of the vocabulary every logit must be computed twice (a fourth product
-beside the three), while with chunks of tokens the formulas are those of the plain loss and each
-row's loss has its bits. The price is that V·D sums are read and written once per chunk, so chunks
-are as large as the cache (CPU) or the products (GPU) like; `benchmarks/head_loss.py` measures both.
+Chunks are of tokens, not of the vocabulary. A softmax needs the whole row, so chunks of the
+vocabulary would compute every logit twice (a fourth product beside the three). With chunks of
+tokens the formulas are the plain loss's and each row's loss has the same bits. The price: V·D sums
+are read and written once per chunk, so a chunk is as large as the cache (CPU) or the products (GPU)
+prefer. `benchmarks/head_loss.py` measures both.
 
-Where only some targets count (prompts, padding), the others' rows are left out of the chunks: they
-cost no product, and their gradient is 0.
+If only some targets count (prompts, padding), the other rows are in no chunk: they cost no product,
+and their gradient is 0.
 
-One op for the device and for torch.compile: the compiler could put the chunks side by side and undo
-what they are for.
+The whole loss is one op, because torch.compile could otherwise compute the chunks side by side.
 
 Legend: B sequences, S positions, T = B·S tokens, C of them whose targets count, D model width, V
 vocabulary.
@@ -34,22 +32,22 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .layers import Linear, wide_dtype
 
-# of a chunk: with fewer the sums of the weight's gradient cost too much beside its products
+# per chunk: with fewer, summing the weight's gradient costs too much beside its products
 _LEAST_ROWS = 256
 _TILE = 128
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB in float32
 
 
 class ReadOut(Linear):
-    """Reads the next token's logits out, or their summed cross-entropy."""
+    """Computes the next token's logits, or their summed cross-entropy."""
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, counted_C: Tensor | None = None
     ) -> Tensor:
         """Computes logits, (B, S, V) in the weight's dtype; with targets their cross-entropy.
 
-        Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64. `counted_C` are
-        as `head_loss` wants them.
+        Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64. For `counted_C`
+        see `head_loss`.
         """
         if targets is None:
             return super().forward(x)
@@ -65,15 +63,17 @@ def head_loss(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """Sums cross_entropy(W·x + b, target) over tokens, never holding all logits at once.
+    """Sums cross_entropy(W·x + b, target) over tokens without materialising all logits.
 
-    Logits are computed in the weight's dtype and the rest in float32.
+    Logits are computed in the weight's dtype, the rest in float32.
 
     Args:
-        x_TD: in any precision, as the bias is; their gradients have it too.
+        x_TD: any precision, as is the bias; their gradients have the same.
+        weight_VD: W.
+        bias_V: b.
         targets_T: int64, 0 … V−1.
-        counted_C: int64: the tokens whose targets count, in rising order; None: all of them.
-        rows: tokens of a chunk; None: as many as suit the device.
+        counted_C: int64, ascending: the tokens whose targets count; None: all.
+        rows: tokens of a chunk; None: chosen for the device.
     """
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, weight_VD, bias_V)
@@ -85,13 +85,13 @@ def head_loss(
 
 
 def rows_of_chunk(vocab_size: int, device_type: str) -> int:
-    """Returns how many tokens' logits exist at a time, at most, in whole tiles of the product."""
+    """Returns how many tokens' logits exist at a time, in whole tiles of the product."""
     logits = _LOGITS_ON_CPU if device_type == "cpu" else _LOGITS_ELSEWHERE
     return max(_LEAST_ROWS, logits // vocab_size // _TILE * _TILE)
 
 
-# The op returns, beside the loss, its gradients: of x in its dtype, of weight and bias summed in
-# float32. Empty if not wanted.
+# The op returns the loss and its gradients: of x in its dtype, of weight and bias in float32. They
+# are empty unless wanted.
 
 
 @torch.library.custom_op("moebius::head_loss", mutates_args=())
@@ -107,16 +107,16 @@ def _head_loss(
     wide, low = wide_dtype(weight), None if bias is None else bias.to(weight.dtype)
     loss, *grads = outputs = _outputs(x, weight, bias, wanted)
     if counted is not None:
-        grads[0].zero_()  # rows that do not count are in no chunk
+        grads[0].zero_()  # uncounted rows are in no chunk
     for first in range(0, len(targets if counted is None else counted), rows):
         part = slice(first, first + rows)
         if counted is not None:
             part = counted[part]
         x_RD, targets_R1 = x[part].to(weight.dtype), targets[part][:, None]
         log_p_RV = F.linear(x_RD, weight, low).log_softmax(-1, dtype=wide)
-        loss -= log_p_RV.gather(1, targets_R1).sum()  # in place, as all sums here
+        loss -= log_p_RV.gather(1, targets_R1).sum()
         if wanted:
-            grad_RV = log_p_RV.exp_()  # of the logits: the softmax, less one at the target
+            grad_RV = log_p_RV.exp_()  # of the logits: softmax minus one at the target
             grad_RV.scatter_(1, targets_R1, grad_RV.gather(1, targets_R1) - 1)
             _add_gradients(grads, part, grad_RV, x_RD, weight)
     return outputs
@@ -127,7 +127,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocates the loss and the gradients of x, weight and bias.
 
-    They are sums over chunks that begin at 0, but for that of x.
+    All but the gradient of x start at 0, being sums over chunks.
     """
     wide = wide_dtype(weight)
     return (
@@ -141,10 +141,7 @@ def _outputs(
 def _add_gradients(
     grads: list[Tensor], part: slice | Tensor, grad_RV: Tensor, x_RD: Tensor, weight: Tensor
 ) -> None:
-    """Adds one chunk's share to the gradients; its rows of x have theirs from it alone.
-
-    Products are in the weight's dtype.
-    """
+    """Adds one chunk's share to the gradients, with products in the weight's dtype."""
     grad_x, grad_weight, grad_bias = grads
     if len(grad_bias):
         grad_bias += grad_RV.sum(0)
@@ -165,12 +162,12 @@ def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, weight, bias, *_ = inputs
     _, *grads = output
     ctx.mark_non_differentiable(*grads)
-    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
+    ctx.set_materialize_grads(False)  # no zeros for non-differentiable outputs
     ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(*grads)
 
 
-@once_differentiable  # what was saved has no history: a second derivative would lack its terms
+@once_differentiable  # the saved gradients have no history
 def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     if grad is None:
         return (None,) * 7

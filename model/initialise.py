@@ -1,22 +1,23 @@
-"""Starting values. Every parameter is made together with the rule that it starts by, so a new layer
-or router says it itself.
+"""Starting values. A parameter is created together with its initializer, so each layer or router
+states its own.
 
 Every tensor has its own random stream, keyed by (seed, name), and is drawn whole before a rank
-keeps its share: so the start is the same for every number of ranks, and no rank ever holds more
+keeps its share. The start is therefore the same for any number of ranks, and no rank holds more
 than one full tensor beyond its own.
 
-`Initializers` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct
+`Initializers` collects the published rules. With c = √(2/L), L the depth *steps* (not the distinct
 layers); c = 1 in post-norm:
   paper, release   up-projections, routers, Q, K, V   N(0, c/√D)
                    down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
                    O                                  N(0, c/√(H·C))
   scaled           truncated normal of std √(scale / fan-in), cut at ±2·scale; a down-projection's fan-in is F
                    (Switch, arXiv 2101.03961, §2.4; Mixture of Tokens, arXiv 2310.15961)
-  sut              expert tensors U(±1/fan-in), not of its root; expert biases U(±1/√fan-out); routers and the halting gate
-                   torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2 (released code of arXiv 2310.07096)
+  sut              expert tensors U(±1/fan-in), without the root; expert biases U(±1/√fan-out); routers and the halting gate
+                   torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2
+                   (released code of arXiv 2310.07096)
   all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1,
-                   and with head=scaled the head's weight is as every other, its bias 0
-Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly
+                   and head=scaled treats the head's weight like any other, with bias 0
+Dense layers under `paper`: truncated normal, rescaled to a standard deviation of exactly
 √(2/(L·fan-in)); biases 0.
 """
 
@@ -32,23 +33,22 @@ Initializer = Callable[[torch.Size, torch.Generator], Tensor]
 
 
 def parameter(*shape: int, init: Initializer) -> nn.Parameter:
-    """Makes a parameter without values that knows its initializer."""
+    """Creates a parameter without values that knows its initializer."""
     value = nn.Parameter(torch.empty(shape))
     value.initializer = init  # type: ignore[attr-defined]
     return value
 
 
 def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
-    """Draws the starting value of one parameter, whole, float32 on the CPU.
+    """Draws one parameter's starting value, whole, float32 on the CPU.
 
     Raises:
-        ValueError: the parameter was made without a rule, which is a fault of its layer.
+        ValueError: the parameter has no initializer, which is a bug of its layer.
     """
     init: Initializer | None = getattr(parameter, "initializer", None)
     if init is None:
         raise ValueError(
-            f"no starting value is known for {name!r} of shape {tuple(parameter.shape)}: make it "
-            "with "
+            f"{name!r} of shape {tuple(parameter.shape)} has no initializer: create it with "
             "`parameter(..., init=...)`"
         )
     return init(parameter.shape, torch.Generator().manual_seed(_stream(seed, name)))
@@ -56,16 +56,14 @@ def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fills a whole model with starting values (every expert on this rank)."""
+    """Fills a whole model, with every expert on this rank, with starting values."""
     for name, value in model.named_parameters():
         value.copy_(draw(name, value, seed))
 
 
 def _stream(seed: int, name: str) -> int:
-    return (
-        int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
-        >> 1
-    )
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -84,12 +82,12 @@ def constant(value: float) -> Initializer:
 
 
 def normal(std: float) -> Initializer:
-    """Draws all elements from N(0, std), where `std` is the standard deviation."""
+    """Draws from a normal distribution of mean 0 and standard deviation `std`."""
     return lambda shape, generator: torch.empty(shape).normal_(0, std, generator=generator)
 
 
 def uniform(bound: float) -> Initializer:
-    """Draws all elements from the uniform distribution U(−bound, bound)."""
+    """Draws from the uniform distribution U(−bound, bound)."""
     return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -118,10 +116,7 @@ def exact_std(std: float) -> Initializer:
 
 
 def equal_rows(init: Initializer) -> Initializer:
-    """Gives every row equal norm and keeps the global standard deviation.
-
-    So no expert starts ahead of the others.
-    """
+    """Gives every row equal norm and keeps the global std, so no expert starts ahead."""
 
     def equal(shape: torch.Size, generator: torch.Generator) -> Tensor:
         weight = init(shape, generator)
@@ -132,7 +127,7 @@ def equal_rows(init: Initializer) -> Initializer:
 
 
 def rescaled_rows(init: Initializer) -> Initializer:
-    """Scales rows to unit norm, then by own std / global std: as published, nearly no change."""
+    """Scales rows to unit norm, then by own std / global std; as published, almost no change."""
 
     def rescaled(shape: torch.Size, generator: torch.Generator) -> Tensor:
         weight = init(shape, generator)
@@ -155,14 +150,14 @@ def unit_expert_axis(init: Initializer) -> Initializer:
 
 @dataclass(frozen=True)
 class Initializers:
-    """Gathers the initializers of one architecture's parts; sizes are the model's."""
+    """Collects the initializers of one architecture; sizes are the model's."""
 
     rule: str  # paper, release, scaled or sut
     d_model: int
     num_layers: int  # L of c = √(2/L); 2 stands for c = 1
     scale: float | None  # of the rule scaled
     expert_axis_norm: bool
-    scaled_head: bool = False  # the read-out starts as every other matrix does
+    scaled_head: bool = False  # the read-out starts like any other matrix
 
     def router(self, d_row: int) -> Initializer:
         """Returns the initializer of the feed-forward's router."""
@@ -172,22 +167,22 @@ class Initializers:
         return equal_rows(init) if self.rule == "release" else init
 
     def expert_up(self, d_in: int) -> Initializer:
-        """Returns the initializer of the projection into an expert."""
+        """Returns the initializer of an expert's up-projection."""
         return uniform(1 / d_in) if self.rule == "sut" else self._sparse(d_in)
 
     def expert_down(self, num_experts: int, d_expert: int) -> Initializer:
-        """Returns the initializer of the projection out of an expert.
+        """Returns the initializer of an expert's down-projection.
 
-        In the MoEUT rule the fan-in is that of all experts.
+        The MoEUT rule counts all experts as fan-in.
         """
         if self.rule == "sut":
             return uniform(1 / d_expert)
         return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
 
     def expert_biases(self, d_out: int, d_expert: int) -> tuple[Initializer, Initializer]:
-        """Returns the initializers of the up- and of the down-projection's bias.
+        """Returns the initializers of the up- and the down-projection's bias.
 
-        SUT asks for the fan-in of an [in, out] matrix and so gets the output width.
+        SUT's code asks for the fan-in of an [in, out] matrix, which gives it the output width.
         """
         if self.rule == "sut":
             return uniform(d_expert**-0.5), uniform(d_out**-0.5)
@@ -212,13 +207,13 @@ class Initializers:
         return xavier_uniform(2**-0.5) if self.rule == "sut" else self._sparse(fan_in)
 
     def dense(self, fan_in: int) -> Initializer:
-        """Returns the initializer of a dense layer's attention and feed-forward."""
+        """Returns the initializer of dense attention and dense feed-forwards."""
         if self.rule == "scaled":
             return self._sparse(fan_in)
         return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
 
     def embedding(self) -> Initializer:
-        """Returns the initializer of the tokens' and of learned positions' embeddings."""
+        """Returns the initializer of token embeddings and learned positions."""
         return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
 
     def head(self) -> Initializer:
@@ -226,7 +221,7 @@ class Initializers:
         return self._sparse(self.d_model) if self.scaled_head else uniform(self.d_model**-0.5)
 
     def head_bias(self) -> Initializer:
-        """Returns the initializer of the read-out's bias: zero beside a scaled weight."""
+        """Returns the initializer of the read-out's bias: zero with a scaled weight."""
         return zeros if self.scaled_head else uniform(self.d_model**-0.5)
 
     def _sparse(self, fan_in: int) -> Initializer:

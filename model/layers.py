@@ -1,4 +1,4 @@
-"""Small parts: layer norm in float32, matrices, the dense feed-forward, rotary positions."""
+"""Small parts: norms, matrices, the dense feed-forward, rotary positions."""
 
 from typing import Any
 
@@ -14,10 +14,7 @@ from .initialise import Initializer, ones, parameter, zeros
 
 
 class LayerNorm(nn.Module):
-    """Normalises rows with eps 1e-5, always in float32 (float64 where the input is).
-
-    Affine with bias unless told otherwise.
-    """
+    """Normalises rows with eps 1e-5, always in float32 (float64 for float64 input)."""
 
     eps = 1e-5
 
@@ -28,7 +25,7 @@ class LayerNorm(nn.Module):
         self.bias = parameter(width, init=zeros) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises (…, D) in any dtype to (…, D) float32; bfloat16 where the weight is stored so."""
+        """Normalises (…, D) in any dtype to (…, D) float32; bfloat16 if the weight is stored so."""
         weight, bias = self.weight, self.bias
         dtype = wide_dtype(x) if weight is None else own_dtype(x, weight)
         return F.layer_norm(
@@ -44,22 +41,21 @@ NORM = Wanted(
     "model.norm_layer",
     "a norm",
     {"layernorm": LayerNorm},
-    "a subclass of torch.nn.Module that is built of a row's width",
+    "a subclass of torch.nn.Module whose argument is a row's width",
     lambda found: is_subclass(found, nn.Module),
 )
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of norms, routers and the residual: float32, or float64 of float64."""
+    """Returns the dtype of norms, routers and the residual: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def own_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Returns the precision in which a norm or a router computes, which its weight decides.
+    """Returns the dtype in which a norm or a router computes, which its weight decides.
 
-    It is `wide_dtype`, unless the weight is stored in bfloat16: that is so under
-    train.precision="bfloat16_only" alone (model/execution/precision.py), for low precision otherwise casts no
-    weight of a norm or a router.
+    It is `wide_dtype` unless the weight is stored in bfloat16, which only
+    train.precision="bfloat16_only" does (model/execution/precision.py).
     """
     return weight.dtype if weight.dtype == torch.bfloat16 else wide_dtype(x)
 
@@ -67,19 +63,17 @@ def own_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Returns x Wᵀ (T, E), computed in the router's own precision.
 
-    It is float32 or float64: logits that were rounded to bfloat16 are widened, so that what is made
-    of them has one type everywhere.
+    Always float32 or float64: bfloat16 logits are widened so that their dtype is the same
+    everywhere.
     """
     dtype = own_dtype(x_TD, weight_ED)
     return (x_TD.to(dtype) @ weight_ED.to(dtype).T).to(wide_dtype(x_TD))
 
 
 class Linear(nn.Module):
-    """Computes y = W x (+ b) in the weight's dtype whatever the input's.
+    """Computes y = W x (+ b) in the weight's dtype, whatever the input's.
 
-    Precision is a property of the weights.
-
-    `init` gives the weight's values; the bias starts by `bias_init`, at 0 unless told otherwise.
+    `init` draws the weight, `bias_init` the bias, which starts at 0 by default.
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class Linear(nn.Module):
 
 
 class DenseMLP(nn.Module):
-    """Computes W_down a(W_up x + b) + b': the baseline's feed-forward, and a shared expert."""
+    """Computes W_down a(W_up x + b) + b': a dense feed-forward, or a shared expert."""
 
     def __init__(
         self,
@@ -128,11 +122,11 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 def rotary_table(positions: Tensor, width: int, base: float) -> RotaryTable:
-    """Returns cosine and sine of any positions, each (*positions, width), in the positions' dtype.
+    """Returns cosine and sine of the positions, each (*positions, width), in their dtype.
 
-    inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated
-    for the second. The first half's sines are negative: what is added to a channel is its partner
-    in the other half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
+    inv_freq_i = base^(−2i/width). The angles of the first half of the rotated channels repeat in
+    the second, and the first half's sines are negated: each channel adds its partner in the other
+    half times this. Source: RoFormer, arXiv 2104.09864, eq. 15.
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
     angles = positions[..., None] * base ** (-exponents / max(width, 1))
@@ -143,8 +137,8 @@ def rotary_table(positions: Tensor, width: int, base: float) -> RotaryTable:
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
     """Rotates the first channels of every head in "half-split" form; the rest pass.
 
-    The table is of (S, W), the same for all sequences, or of (B, 1, S, W). Computed in its
-    precision: float32, and float64 for float64 rows.
+    The table is (S, W), shared by all sequences, or (B, 1, S, W). It sets the precision: float32,
+    or float64 for float64 rows.
     """
     return x_BHSC if table[0].shape[-1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
 
@@ -154,8 +148,8 @@ def rotate_scaled(
 ) -> tuple[Tensor, Tensor]:
     """Scales and rotates queries and keys.
 
-    Where `backend`, that of the expert layers, is Triton's on a GPU, one kernel does it for both,
-    and rounds once (kernels/fused/rotary.py); elsewhere plain operations do.
+    If the expert backend is Triton's on a GPU, one kernel does both and rounds once
+    (kernels/fused/rotary.py).
     """
     if runs_fused(backend, q_BHSC, table[0]):
         return rotate_pair(q_BHSC, k_BHSC, *table, scale=scale)
@@ -163,7 +157,7 @@ def rotate_scaled(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates; being linear in x, its backward pass rotates back and needs the table only."""
+    """Rotates; the backward pass rotates back and needs only the table."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""One sparse layer: token view → router → dispatch → experts → combine (+ shared). One rank or a
-thousand, these are the lines.
+"""One sparse layer: token view → router → dispatch → experts → combine (+ shared), on one rank or a
+thousand.
 
-A router returns routes, or a mixture; a mixture's rows are merged here, travel as routes of known
+A router returns routes or a mixture. A mixture's rows are merged here, travel as routes of known
 counts, and are emitted here.
 
-On one rank `LocalDispatcher` returns what it was given: no copy, no sort. Across ranks another
-dispatcher (distributed/) takes its place; the layer, its experts and their kernels stay the same.
+On one rank `LocalDispatcher` returns its input: no copy, no sort. Across ranks a dispatcher from
+distributed/ replaces it; the layer, its experts and their kernels stay the same.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from .routing import Mixture, Routes, Routing, slot_routes
 
 
 class Dispatched(Protocol):
-    """Rows of one pass that this rank's experts must serve, and the way home for their outputs."""
+    """Holds the rows that this rank's experts serve in one pass, and returns their outputs."""
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows where they are still under way."""
+        """Waits for the rows if they are still in flight."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Dispatched(Protocol):
         ...
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Sends the experts' outputs home and adds them up there, (num_targets, D).
+        """Returns the experts' outputs to their ranks and adds them up, (num_targets, D).
 
         Collective over the dispatcher's ranks.
 
@@ -54,7 +54,7 @@ class Dispatcher(Protocol):
     """Moves rows to the ranks that hold their experts, and the outputs back."""
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send every row to the ranks of its experts, and does not wait for it.
+        """Starts sending every row to the ranks of its experts, without waiting.
 
         Collective over the dispatcher's ranks, with or without rows.
         """
@@ -63,18 +63,18 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Rows of a rank that serves itself."""
+    """Holds the rows of a rank that serves itself."""
 
     x_UD: Tensor
     routes: Routes
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Returns the outputs, which the experts have added up already."""
+        """Returns the outputs, which the experts have already added up."""
         return y_TD
 
 
 class LocalDispatcher:
-    """Leaves every row where it is, for this rank has all experts."""
+    """Leaves every row in place, because this rank has all experts."""
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRows:
         """Returns rows and routes as they are."""
@@ -82,7 +82,7 @@ class LocalDispatcher:
 
 
 class SparseLayer(nn.Module):
-    """A bank of experts behind a dispatcher: the one place where rows may leave this rank."""
+    """Puts a bank of experts behind a dispatcher: the only place where rows leave this rank."""
 
     def __init__(self, experts: ExpertMLPs | ExpertLinears) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class SparseLayer(nn.Module):
 
         `beside` is called while the rows travel.
         """
-        # In the experts' own precision before they travel: half the bytes in bfloat16, and sums of
-        # the same rounding on one rank and on many.
+        # Cast to the experts' dtype before travelling: bfloat16 halves the bytes, and sums round
+        # alike on one rank and on many.
         dispatched = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
         if beside is not None:
             beside()
@@ -105,12 +105,12 @@ class SparseLayer(nn.Module):
 
 
 class SubTokens(nn.Module):
-    """The token view of Multi-Head MoE (arXiv 2404.15045): a row becomes h rows of width D/h, and
-    one again.
+    """Splits a row into h sub-tokens of width D/h, and joins them (Multi-Head MoE, arXiv
+    2404.15045).
 
-    The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h
-    times as many positions. With `residual` a sub-token is added to its experts' output, as the
-    paper writes it; its released code does not.
+    A row's sub-tokens are neighbours. Rows stay sequence-major, so a router sees h times as many
+    positions. With `residual` a sub-token is added to its experts' output, as the paper writes it;
+    its released code does not.
     """
 
     def __init__(self, d_model: int, num_heads: int, *, residual: bool) -> None:
@@ -136,10 +136,9 @@ class SubTokens(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """The feed-forward of every architecture here that has experts.
+    """Routes rows through experts: the sparse feed-forward of every architecture here.
 
-    Router and experts may read different inputs: in peri-layernorm the router sees the normalised
-    row, the experts the raw one.
+    In peri-layernorm the router reads the normalised row and the experts the raw one.
     """
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
@@ -201,7 +200,7 @@ class SparseFeedForward(nn.Module):
     ) -> tuple[Tensor, Routing]:
         """Returns the outputs, (B, S, D), and the routing for losses and metrics.
 
-        Tokens that have halted cost no expert, and neither does padding, of which `rows` knows.
+        Halted tokens and padding (marked in `rows`) cost no expert.
         """
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
@@ -228,14 +227,14 @@ class SparseFeedForward(nn.Module):
         return y_BSD, routing
 
     def _share(self, x_BSD: Tensor, out: list[Tensor]) -> None:
-        """Lets the shared experts work while the rows of the others travel."""
+        """Runs the shared experts while the routed rows travel."""
         if self.shared is not None:
             out.append(self.shared(x_BSD))
 
     def expert_outputs(
         self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None
     ) -> Tensor:
-        """Returns the experts' outputs for T rows, as the plan says."""
+        """Returns the experts' outputs for T rows, following the plan."""
         if isinstance(plan, Routes):
             return self.sparse(x_TD, plan, beside)
         dtype = self.sparse.experts.dtype
@@ -254,7 +253,7 @@ class SparseFeedForward(nn.Module):
 
 
 def _sum_weights(config: ExpertsConfig) -> tuple[float, float]:
-    """Returns the weights of the routed and of the shared experts' outputs."""
+    """Returns the weights of the routed and the shared experts' outputs."""
     if config.shared_sum == "plain":
         return 1.0, 1.0
     k = config.router.active_experts(config.num_experts, sequence_rows=1)

@@ -1,10 +1,10 @@
-"""The residual stream between two maps of a layer: add, norm, and what each reader is handed.
+"""The residual stream between two maps of a layer: add, normalise, and hand rows to each reader.
 
-By plain operations every matrix casts its own input. Where Triton's kernels run, the addition, the
-norm after it and the casts are one pass over the rows (kernels/fused/norm.py), which then hands
-every reader rows in the precision of its products. The numbers are the same but for float32
-rounding and one sum: where a shared expert and routed ones read the same copy in bfloat16, their
-two gradients are added in bfloat16, at most 2⁻⁹ of the sum. All others are added in float32.
+With plain operations every matrix casts its own input. With Triton's kernels the addition, the norm
+and the casts are one pass over the rows (kernels/fused/norm.py), which gives each reader rows in
+its products' dtype. Results agree up to float32 rounding and one sum: if a shared expert and routed
+experts read the same bfloat16 copy, their two gradients are added in bfloat16, an error of at most
+2⁻⁹ of the sum. All other sums are float32.
 
 Legend: B sequences, S positions, D model width.
 """
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..kernels.fused.norm import Copied, add_norm, runs_fused
 from .layers import LayerNorm
 
-# residual: what the map's outputs are added to; routers read the norm in its own precision;
-# queries, which keys go with, and values, which experts go with, are operands of products.
+# residual: the stream that outputs are added to. routers: the norm in its own precision. queries
+# (and keys) and values (and experts): operands of products.
 Reader = Literal["residual", "routers", "queries", "values"]
 Order = Literal["pre", "peri", "post"]
 
@@ -34,17 +34,17 @@ def read_residual(
     low: torch.dtype,
     backend: str,
 ) -> dict[Reader, Tensor]:
-    """Adds y to the residual stream, normalises, and returns what every reader reads, (B, S, D).
+    """Adds y to the residual stream, normalises, and returns each reader's rows, (B, S, D).
 
     Args:
         x_BSD: the residual stream.
-        y_BSD: what the map before has computed; None: nothing is added.
-        norm: of the sum; None: there is none here, and all read the sum.
-        order: "pre": all but the residual read the norm; "peri": values do not either; "post": the
-            norm is the residual.
-        readers: who reads beside the residual; the others may be absent from the result.
+        y_BSD: the previous map's output; None: add nothing.
+        norm: applied to the sum; None: all readers read the sum.
+        order: "pre": all but the residual read the norm; "peri": values read the raw sum too;
+            "post": the norm is the residual.
+        readers: the readers other than the residual; the result may omit any others.
         low: the dtype of products.
-        backend: the one of the expert layers: with Triton's, where it runs, all of it is one pass.
+        backend: of the expert layers; Triton's does all of it in one pass.
     """
     if isinstance(norm, LayerNorm) and runs_fused(backend, x_BSD, y_BSD, norm.weight, low):
         return _in_one_pass(x_BSD, y_BSD, norm, order=order, readers=readers, low=low)

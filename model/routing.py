@@ -1,21 +1,21 @@
 """What a router decides: a list of routes, or a soft mixture.
 
-A route says: read this source row, send it through this expert, weigh the output so much, add it
-into this target row. Every sparse layer is such a list, so one dispatcher and one set of kernels
-serve them all:
+A route says: read this source row, send it through this expert, weight the output, add it to this
+target row. Every sparse layer is such a list, so one dispatcher and one set of kernels serve them
+all:
 
 | layer | source row | experts | target row |
 |---|---|---|---|
 | feed-forward (σ-MoE) | token | E | the same token |
 | V projection of SwitchHead | token | H·N_A: head h picks among its own N_A | (token, head) |
 | O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
-| Q projection of MoMHA | token | N_A | (token, slot): every picked expert's queries stay apart |
+| Q projection of MoMHA | token | N_A | (token, slot): each picked expert's queries stay separate |
 | O projection of MoMHA | (token, slot) | N_A | token: slots add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
-A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum
-of the rows of a group, and every row gets a weighted sum of the slots' outputs. Between the two
-stands again a list of routes, one per mixed row (`slot_routes`).
+In a mixture (Mixture of Tokens, Soft MoE) every expert slot reads a weighted sum of a group's rows,
+and every row gets a weighted sum of the slots' outputs. In between, `slot_routes` lists one route
+per mixed row.
 
 Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members,
 P slots (equally many for each of E experts).
@@ -36,15 +36,15 @@ from .execution.recompute import save_decision
 
 @dataclass(frozen=True)
 class Routes:
-    """N routes over `num_experts` experts, in the order in which a target row's outputs are added
-    up.
+    """Lists N routes over `num_experts` experts, in the order in which a target row's outputs are
+    summed.
 
-    `per_source` and `per_target` are positive where route n belongs to source row n // per_source
-    and target row n // per_target, which lets a backend sum without an index; 0 where there is no
-    such rule. `equal_blocks` is positive where a token's routes go, equally many, to each of so many
-    equal blocks of experts, in their order: heads with experts of their own. `per_expert` is
-    positive where route n goes through expert n // per_expert, on every rank alike: counts are
-    known without asking, and nothing is sorted.
+    The last fields describe regular lists, which need no index; 0 means that the rule does not
+    hold. `per_source` and `per_target`: route n has source row n // per_source and target row n //
+    per_target, so a backend sums without an index. `per_expert`: route n goes through expert n //
+    per_expert, on every rank alike, so counts are known and nothing is sorted. `equal_blocks`: each
+    token has equally many routes to each of so many equal blocks of experts, in order, as heads
+    with their own experts do.
     """
 
     source_N: Tensor  # int64
@@ -60,25 +60,24 @@ class Routes:
 
     @property
     def sorting(self) -> Sorting:
-        """Returns the routes sorted by expert; they are sorted once, when first asked for."""
-        known = (
-            None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")
-        )  # the compiler keeps its own
+        """Returns the routes sorted by expert; sorts on first use and keeps the result."""
+        keeps = not torch.compiler.is_compiling()  # the compiler caches by itself
+        known = self.__dict__.get("_sorting") if keeps else None
         if known is None:
             known = sort_routes(self.expert_N, self.num_experts, per_expert=self.per_expert)
-            if not torch.compiler.is_compiling():
-                object.__setattr__(self, "_sorting", known)  # frozen, and still the same routes
+            if keeps:
+                object.__setattr__(self, "_sorting", known)
         return known
 
     def known_starts(self) -> Tensor | None:
-        """Returns where each expert's routes start in sorted order, (E + 1,) int32, if they are sorted.
+        """Returns each expert's start in sorted order, (E + 1,) int32; None: not sorted yet.
 
-        A tensor of its own: what kernels keep with the sorting's goes with that (triton/routing.py).
+        A separate tensor, because kernels attach data to the sorting's own (triton/routing.py).
         """
         return self.sorting.starts_E1.detach() if "_sorting" in self.__dict__ else None
 
     def counts(self) -> Tensor:
-        """Counts the routes of each expert, (E,) int64; int32 where there is a sorting to read."""
+        """Counts the routes of each expert, (E,) int64; int32 if already sorted."""
         if "_sorting" in self.__dict__:
             return self.sorting.starts_E1.diff()
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_N.device)
@@ -89,31 +88,29 @@ class Routes:
         return replace(self, weight_N=weight_N)
 
     def kept(self, keep_N: Tensor) -> "Routes":
-        """Returns the routes where `keep_N` is true, in the same order.
+        """Returns the routes where `keep_N` is true, in order; their number is read from the
+        device.
 
-        Their number is read from the device.
-
-        On the meta device, where nothing can be read, all stay: shapes and costs are then those of
-        the full list.
+        On the meta device, which has no values, all routes stay: shapes and costs are the full
+        list's.
         """
         if keep_N.is_meta:
             return self
         return self._at(save_decision(lambda: keep_N.nonzero().squeeze(1)))
 
     def without_padding(self, rows: DocumentRows) -> "Routes":
-        """Returns the routes of tokens that are no padding, in the same order.
+        """Returns the routes of tokens that are not padding, in order.
 
-        Where experts choose rows, equally many for each, all stay: such a router takes padding last
-        and by itself.
+        Routes of experts that choose rows all stay: such a router itself takes padding last.
         """
         if rows.real_R is None or rows.real_T is None or self.per_expert:
             return self
-        if self.per_source and self.per_target:  # a token's routes stand together, as many for each
+        if self.per_source and self.per_target:  # equally many routes per token, side by side
             return self._at(with_neighbours(rows.real_R, len(self.expert_N) // rows.num_rows))
         return self.kept(rows.real_T[self.target_N // (self.num_targets // rows.num_rows)])
 
     def _at(self, index: Tensor) -> "Routes":
-        """Returns the routes that stand there; they follow no rule any more."""
+        """Returns the routes at these positions, which no longer follow a rule."""
         return Routes(
             self.source_N[index],
             self.expert_N[index],
@@ -128,16 +125,15 @@ class Routes:
 
 @dataclass(frozen=True)
 class _RuledRoutes(Routes):
-    """Routes whose source and target rows follow from their rules; they are listed when first read.
+    """Routes that compute their source and target rows by rule on first read.
 
-    Kernels do not read them: where rows stay on their rank, nobody does. Built with None in their
-    places.
+    Local kernels never read them. Built with None in their places.
     """
 
     def __post_init__(self) -> None:
         for name in ("source_N", "target_N"):
             if self.__dict__[name] is None:
-                del self.__dict__[name]  # so that its first reader makes it
+                del self.__dict__[name]  # the first read computes it
 
     @cached_property
     def source_N(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -146,7 +142,7 @@ class _RuledRoutes(Routes):
 
     @cached_property
     def target_N(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Returns the row that each route is added into: the same list, where the rule is."""
+        """Returns the row that each route adds to; the same list if the rules agree."""
         if self.per_target == self.per_source:
             return self.source_N
         return _rows_by_rule(self.expert_N, self.per_target)
@@ -163,13 +159,13 @@ def routes_by_rule(
     per_expert: int = 0,
     equal_blocks: int = 0,
 ) -> Routes:
-    """Returns the routes of which route n reads row n // per_source and is added into n // per_target.
+    """Returns routes in which route n reads row n // per_source and adds to row n // per_target.
 
-    Rows are listed when somebody reads the lists. The rules are positive, and divide N.
+    The rules are positive and divide N. The rows are listed on first read.
     """
     rows: tuple[Any, Any] = (None, None)
     kind: type[Routes] = _RuledRoutes
-    if torch.compiler.is_compiling():  # it leaves out by itself what nobody reads
+    if torch.compiler.is_compiling():  # the compiler drops unread tensors
         kind = Routes
         rows = _rows_by_rule(expert_N, per_source), _rows_by_rule(expert_N, per_target)
     return kind(
@@ -193,14 +189,14 @@ def _rows_by_rule(expert_N: Tensor, per_row: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Soft routing: no choice is made, rows are mixed (Mixture of Tokens, arXiv 2310.15961; Soft
-    MoE, arXiv 2308.00951).
+    """Mixes rows without choosing (Mixture of Tokens, arXiv 2310.15961; Soft MoE, arXiv
+    2308.00951).
 
     Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the output of slot
     p). Slot p belongs to expert p // (P / E).
     """
 
-    rows_GM: Tensor  # int64: which rows form a group; every row is a member of exactly one
+    rows_GM: Tensor  # int64: the rows of each group; every row is in exactly one
     merge_GMP: Tensor  # float32, differentiable
     emit_GMP: Tensor  # float32, differentiable; the same object as merge_GMP in Mixture of Tokens
     num_experts: int
@@ -208,19 +204,17 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router returns: what to do with the rows, and what losses and metrics need."""
+    """Holds a router's plan for the rows, and the values that losses and metrics need."""
 
     plan: Routes | Mixture
     logits_THA: Tensor  # float32, before the gate's nonlinearity; the feed-forward has H = 1
-    # What a balancing loss averages, (T, H, A), summing to 1 over A; None: softmax of the logits.
+    # The balancing loss's probabilities, (T, H, A), summing to 1 over A; None: softmax of the logits.
     probabilities_THA: Tensor | None = None
-    # The experts that the rows asked for, before any was refused, (T, K'); None: those of the
-    # routes.
+    # The requested experts before any refusal, (T, K'); None: those of the routes.
     wanted_TK: Tensor | None = None
-    # Under halting (T,): how much each row counts in the losses; rows of weight 0 are skipped.
-    # None: all count alike.
+    # Under halting (T,): each row's weight in the losses, 0 for skipped rows. None: equal weights.
     row_weight_T: Tensor | None = None
-    # Which rows are padding and how they form documents; None: no padding, nobody asks for documents
+    # Padding and documents; None: no padding, and documents are not tracked.
     rows: DocumentRows | None = None
 
     @property
@@ -232,21 +226,18 @@ class Routing:
         """
         if isinstance(self.plan, Mixture):
             raise TypeError(
-                "a soft mixture has no routes of its rows; `slot_routes` lists those of its slots"
+                "a soft mixture has no routes for its rows; `slot_routes` lists those of its slots"
             )
         return self.plan
 
     def of_weighted_rows(self, weight_T: Tensor) -> "Routing":
-        """Returns the same decisions where rows count by their weight.
-
-        Rows of weight 0 have no routes.
-        """
+        """Returns the same decisions with weighted rows; rows of weight 0 lose their routes."""
         routes = self.routes
         kept = routes.kept(weight_T[routes.target_N] > 0)
         return replace(self, plan=kept, wanted_TK=None, row_weight_T=weight_T)
 
     def of_documents(self, rows: DocumentRows | None) -> "Routing":
-        """Returns the same decisions where padding has no route and counts nowhere; None: no padding."""
+        """Returns the same decisions without routes of padding, which then counts nowhere."""
         if rows is None:
             return self
         plan = self.plan
@@ -256,7 +247,7 @@ class Routing:
 
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:
-    """Routes every token through its K experts and back into the token."""
+    """Routes every token through its K experts and back to the token."""
     num_tokens, top_k = experts_TK.shape
     return routes_by_rule(
         experts_TK.reshape(-1),
@@ -271,7 +262,7 @@ def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) ->
 def token_to_head_routes(
     experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
 ) -> Routes:
-    """Routes every token into each of its H heads, through K experts for each (token, head).
+    """Routes every token to each of its H heads, through K experts for each (token, head).
 
     Experts are numbered over all heads. `own_experts`: each head has an equal block of them.
     """
@@ -290,7 +281,7 @@ def token_to_head_routes(
 def head_to_token_routes(
     experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int, own_experts: bool = False
 ) -> Routes:
-    """Routes every (token, head) row through its K experts into the token, which adds all up.
+    """Routes every (token, head) row through its K experts to the token, which sums them.
 
     `own_experts`: each head has an equal block of the experts.
     """
@@ -307,9 +298,7 @@ def head_to_token_routes(
 
 
 def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Routes:
-    """Routes rows that stand by expert, equally many for each, through their expert and back in
-    place.
-    """
+    """Routes rows sorted by expert, equally many for each, through it and back in place."""
     per_expert = num_rows // num_experts
     return routes_by_rule(
         torch.arange(num_rows, device=device) // per_expert,

@@ -5,13 +5,14 @@
         x = group[step.member](x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
-MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual
-scaling. SUT halts, and model/halting.py drives its depth steps. With G = L nothing is shared and
-this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer.
-The residual stream is as wide as the embedding is stored: float32, but for
-train.precision="bfloat16_only" (model/execution/precision.py). Cost of one token and depth step of MoEUT, in
-multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E
-+ 2·H·N_A)·D.
+MoEUT (arXiv 2405.16039) has nothing that depends on the step: no layer embedding, no halting, no
+residual scaling. SUT halts, and model/halting.py runs its depth steps. With G = L nothing is shared
+and this is an ordinary Transformer; with G = 1 and a dense feed-forward a plain Universal
+Transformer. The residual stream has the embedding's dtype: float32, except under
+train.precision="bfloat16_only" (model/execution/precision.py).
+
+Cost of MoEUT per token and depth step, in multiply-accumulates: attention (2 k_A + 2)·D·H·C plus
+the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
 
 Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R
 = L/G repeats.
@@ -47,20 +48,18 @@ from .routing import Routing
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Holds what one forward pass yields: logits, or with targets a loss; the routers' part."""
+    """Holds the result of one forward pass: logits or a loss, and the routers' losses and loads."""
 
-    # (B, S, V) float32: the next token's logits; with targets a scalar: their cross-entropy, nats,
-    # summed over all positions that count, without the logits, which never exist all at once
-    # (model/head_loss.py)
+    # (B, S, V) float32: the next token's logits. With targets a scalar: their cross-entropy in nats,
+    # summed over all counted positions without materialising the logits (model/head_loss.py).
     read_out: Tensor
-
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
-    # detached, per sequence: every auxiliary loss without its coefficient; with halting the depth too
+    # detached, per sequence: every auxiliary loss without its coefficient, and halting's depth
     auxiliary: dict[str, Tensor]
-    # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
+    # by router kind: feed_forward, value and output (SwitchHead), attention (MoMHA)
     loads: dict[str, DepthLoad]
-    # detached: what `after_step` is to be told, once summed over the whole step
+    # detached: sums for `after_step`, once added up over the whole step
     carried: dict[str, Tensor]
 
     @property
@@ -71,7 +70,7 @@ class ModelOutput:
 
     @property
     def cross_entropy(self) -> Tensor:
-        """Returns the targets' cross-entropy in nats, summed over those that count: a scalar."""
+        """Returns the summed cross-entropy of a pass with targets, a scalar in nats."""
         assert self.read_out.ndim == 0, "only a pass with targets has a loss"
         return self.read_out
 
@@ -79,9 +78,9 @@ class ModelOutput:
 class Layer(nn.Module):
     """Applies attention and feed-forward with their residual connections.
 
-    Peri-layernorm: a norm stands only before a map whose result goes into a softmax or sigmoid
-    (queries, keys, routers); values and experts read the raw residual, so an update scales with the
-    residual it is added to. Pre-layernorm: all read the normalised rows. Post-layernorm: all read
+    Peri-layernorm normalises only the input of maps that end in a softmax or sigmoid (queries,
+    keys, routers). Values and experts read the raw residual, so an update scales with the residual
+    it joins. Pre-layernorm: everything reads the normalised rows. Post-layernorm: everything reads
     the residual, and the norm follows the addition.
     """
 
@@ -96,8 +95,7 @@ class Layer(nn.Module):
         self.attention_norm = make_norm(config.d_model)
         self.attention = make_attention(config, initializers, backend=backend)
         sparse = config.has_experts(member)
-        # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a
-        # softmax or sigmoid.
+        # A dense feed-forward has no softmax or sigmoid, so peri-layernorm adds no norm there.
         self.feed_forward_norm = (
             make_norm(config.d_model) if sparse or config.norm != "peri" else None
         )
@@ -118,7 +116,7 @@ class Layer(nn.Module):
         self._feeds: tuple[Reader, ...] = ("values", *(("routers",) if sparse else ()))
 
     def routers(self) -> dict[str, Router]:
-        """Returns all routers of this layer, by the kind under which they report."""
+        """Returns this layer's routers by kind."""
         found = self.attention.routers()
         if isinstance(self.feed_forward, SparseFeedForward):
             found["feed_forward"] = self.feed_forward.router
@@ -130,7 +128,7 @@ class Layer(nn.Module):
         """Computes one depth step, (B, S, D) to (B, S, D), both in the residual's dtype.
 
         Returns:
-            The residual stream after it, and what the routers report, by their kind.
+            The new residual stream, and the routers' reports by kind.
         """
         if self.recompute == "none" or context.cache is not None or not torch.is_grad_enabled():
             return self._step(context, x_BSD)
@@ -142,7 +140,7 @@ class Layer(nn.Module):
     def _step(
         self, context: DepthContext, x_BSD: Tensor, *halting: Tensor
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        if halting:  # of a step that is recomputed
+        if halting:  # the step is recomputed
             context = replace(context, unhalted=Unhalted(*halting))
         is_post = self.norm == "post"
         read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
@@ -170,7 +168,7 @@ class Layer(nn.Module):
         norm: nn.Module | None,
         readers: Collection[Reader] = (),
     ) -> dict[Reader, Tensor]:
-        """Adds y, normalises, and returns what the next map and the residual read."""
+        """Adds y, normalises, and returns the rows for the next map and the residual."""
         return read_residual(
             x_BSD,
             y_BSD,
@@ -192,9 +190,9 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Builds MoEUT or one of its relatives, as `config` says.
+    """Builds MoEUT or a relative from its configuration.
 
-    Built without values: `initialise` (model/initialise.py) or a checkpoint fills them.
+    Parameters have no values until `initialise` (model/initialise.py) or a checkpoint fills them.
     """
 
     def __init__(self, config: ModelConfig, *, backend: str = "auto") -> None:
@@ -202,7 +200,7 @@ class Transformer(nn.Module):
         self.config = config
         self.running = RunningSum()
         self.depth_losses: tuple[WeightedLoss, ...] = ()  # in training; set from outside
-        # for a pass in lower precision; sharded weights are cast where they are gathered
+        # Whether a pass in lower precision casts weights; sharded ones are cast when gathered.
         self.casts_weights = True
         initializers = _initializers(config)
         self.embedding = parameter(config.vocab_size, config.d_model, init=initializers.embedding())
@@ -241,19 +239,20 @@ class Transformer(nn.Module):
         """Computes the next token's logits at every position; with targets their cross-entropy.
 
         Args:
-            tokens_BS: int64, 0 … V−1. With a cache, only the positions that are new.
+            tokens_BS: int64, 0 … V−1. With a cache, only the new positions.
             cache: one entry per depth step (`new_cache`), extended in place.
             targets_BS: int64, 0 … V−1: the token after every position.
-            loss_mask_BS: bool: which targets count; None: all. On the host it costs no wait for the
-                device.
-            documents: of the tokens (`mark_documents`); None: every row is one.
+            loss_mask_BS: bool: which targets count; None: all. A mask on the host does not wait for
+                the device.
+            documents: of the tokens (`mark_documents`); None: every row is one document.
 
         Raises:
-            ValueError: documents and a cache, or more positions than the model has learned.
+            ValueError: documents together with a cache, or more positions than the model has
+                learned.
         """
         if cache is not None and documents is not None:
             raise ValueError(
-                "a pass with a cache goes on with one document in every row: leave documents out"
+                "a pass with a cache continues one document per row: leave documents out"
             )
         counted_C = None
         if loss_mask_BS is not None:
@@ -272,7 +271,7 @@ class Transformer(nn.Module):
             context = DepthContext(rotary, past_keys, unhalted, documents)
             x_BSD, report = self.group[step.member](x_BSD, context)
             reports.append(report)
-            if keeps_states:  # else all of them would stay alive for nothing
+            if keeps_states:  # only losses on depth steps need them
                 states.append(x_BSD)
             return x_BSD
 
@@ -310,14 +309,13 @@ class Transformer(nn.Module):
         )
 
     def new_cache(self) -> list[LayerCache]:
-        """Returns an empty cache: one entry per depth step, not per layer.
-
-        A shared layer sees new keys at every repeat.
+        """Returns an empty cache with one entry per depth step: a shared layer has new keys at
+        every repeat.
         """
         return [LayerCache() for _ in self.config.schedule]
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
-        """Yields (group member, kind, router) of every router."""
+        """Yields (group member, kind, router) for every router."""
         for member, layer in enumerate(self.group):
             for kind, router in cast(Layer, layer).routers().items():
                 yield member, kind, router
@@ -328,16 +326,16 @@ class Transformer(nn.Module):
             cast(Layer, layer).recompute = mode
         for bank in self.modules():
             if isinstance(bank, ExpertMLPs | ExpertLinears):
-                bank.defer = mode == "none"  # what is deferred would keep all that is made again
+                bank.defer = mode == "none"  # deferring would keep what recomputation frees
 
     def before_step(self, step: int) -> None:
-        """Tells every router how many optimizer steps are done; a step's running sums begin."""
+        """Tells every router how many optimizer steps are done, and clears the running sums."""
         self.running.reset()
         for _, _, router in self.routers():
             router.before_step(step)
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Hands every router its share of `carried`, summed over micro-batches and ranks."""
+        """Gives every router its share of `carried`, summed over micro-batches and ranks."""
         for member, kind, router in self.routers():
             own = {name: totals[f"{member}/{kind}/{name}"] for name in router.carried}
             if own:
@@ -349,8 +347,8 @@ class Transformer(nn.Module):
             last = past + tokens_BS.shape[1]
             if last > len(self.position_embedding):
                 raise ValueError(
-                    f"{last} positions are more than max_positions={len(self.position_embedding)} "
-                    "that this model has learned"
+                    f"{last} positions exceed max_positions={len(self.position_embedding)} "
+                    "learned by this model: shorten the text"
                 )
             if positions_BS is None:
                 x_BSD = x_BSD + self.position_embedding[past:last]
@@ -358,13 +356,13 @@ class Transformer(nn.Module):
                 x_BSD = x_BSD + F.embedding(positions_BS, self.position_embedding)
         if self.embedding_norm is not None:
             n_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
-            x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight that says how exact it is to be
+            x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight to set its dtype
         return x_BSD
 
     def _rotary(
         self, x_BSD: Tensor, past: int, positions_BS: Tensor | None = None
     ) -> RotaryTable | None:
-        """Returns the table of the new positions, once for all depth steps."""
+        """Builds the rotary table of the new positions, once for all depth steps."""
         attention = self.config.attention
         if attention.kind == "momha":
             return None
@@ -378,12 +376,11 @@ class Transformer(nn.Module):
     def _losses(
         self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Adds up the auxiliary losses of all routers, each over all repeats of its weights.
+        """Sums the auxiliary losses of all routers, each over all repeats of its weights, and of
+        halting.
 
-        Halting's is among them; in evaluation mode there is none.
-
-        MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039,
-        §2.2).
+        Evaluation mode has none. MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per
+        sequence (arXiv 2405.16039, §2.2).
         """
         config = self.config
         regularisation_B = torch.zeros(tokens_BS.shape[0], device=tokens_BS.device)
@@ -412,9 +409,8 @@ class Transformer(nn.Module):
 
 
 def _initializers(config: ModelConfig) -> Initializers:
-    """Chooses the initializers; post-norm layers start at full size.
-
-    The norm after the addition keeps the residual's.
+    """Builds the initializers; post-norm layers start at full size, because their norm bounds the
+    residual.
     """
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation

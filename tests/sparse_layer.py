@@ -44,8 +44,9 @@ def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> 
     the start.
     """
     layer = layers(make_model(router, **sizes))[0].feed_forward
-    with torch.no_grad():
-        layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
+    if hasattr(layer.router, "weight"):
+        with torch.no_grad():
+            layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
     return layer
 
 

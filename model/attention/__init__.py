@@ -1,1 +1,1 @@
-"""Holds model/attention."""
+"""Attention layers: dense, SwitchHead and MoMHA."""

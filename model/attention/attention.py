@@ -1,5 +1,6 @@
-"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense
-relatives. MoMHA has its own file.
+"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and dense attention.
+
+MoMHA is in momha.py.
 
 Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A
 experts of a head.
@@ -23,14 +24,14 @@ from .momha import MoMHA
 
 
 class RotaryAttention(Attention):
-    """Holds dense queries and keys with rotary positions; V and O are the subclass's.
+    """Holds dense queries and keys with rotary positions; subclasses add V and O.
 
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
 
     def __init__(self, config: ModelConfig, *, init: Initializer, backend: str) -> None:
         super().__init__(config.attention)
-        self.backend = backend  # of the experts: it decides where positions are one kernel
+        self.backend = backend  # of the experts; Triton's rotates in one kernel
         width = self.num_heads * self.d_head
         self.query = Linear(config.d_model, width, init=init)
         self.key = Linear(config.d_model, width, init=init)
@@ -38,15 +39,15 @@ class RotaryAttention(Attention):
     def attend(self, n_BSD: Tensor, v_BHSC: Tensor, context: DepthContext) -> Tensor:
         """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
-        With a cache the new positions come after the cached ones: queries and keys are rotated by
-        their absolute positions, and every new query sees the whole past. Where documents say which
-        position sees which, there is no past.
+        With a cache the new positions follow the cached ones: queries and keys rotate by absolute
+        position, and every new query sees the whole past. A pass with document visibility has no
+        past.
         """
         assert context.rotary is not None
-        assert context.unhalted is None, "only MoMHA knows of tokens that have halted"
+        assert context.unhalted is None, "only MoMHA supports halting"
         cache, visible_B1SS = context.cache, context.visible_B1SS
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
-        # once for both products, which keep it for the backward pass
+        # cast once for both products, which keep it for the backward pass
         n_BSD = n_BSD.to(self.query.weight.dtype)
         scale = self.d_head**-0.25
         q_BHSC, k_BHSC = rotate_scaled(
@@ -70,12 +71,10 @@ class RotaryAttention(Attention):
 
 
 class SwitchHead(RotaryAttention):
-    """Makes V and O mixtures of experts, one independent mixture per head (arXiv 2312.07987).
-
-    The equations are its 7 to 10.
+    """Makes V and O mixtures of experts, one per head (arXiv 2312.07987, eq. 7 to 10).
 
     The V router decides for the key/value token ("source side"), the O router for the query token
-    ("destination side"); both, with Q and K, read the normalised rows, while the V experts read
+    ("destination side"). Both read the normalised rows, as do Q and K; the V experts read
     `value_input`.
     """
 
@@ -120,7 +119,7 @@ class SwitchHead(RotaryAttention):
         *,
         router_input_BSD: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """Attends with the experts of V and O that each head's routers choose."""
+        """Attends with the V and O experts that each head's routers choose."""
         batch, length, _ = n_BSD.shape
         heads, channels = self.num_heads, self.d_head
         n_TD = (n_BSD if router_input_BSD is None else router_input_BSD).flatten(0, 1)
@@ -144,11 +143,10 @@ class SwitchHead(RotaryAttention):
 
 
 class DenseAttention(RotaryAttention):
-    """Makes V and O dense matrices; SwitchHead with one expert per head also gates every head.
+    """Makes V and O dense matrices.
 
-    The gate is a sigmoid of the normalised row and multiplies each head's result.
-
-    The gated form is what the official MoEUT release makes of one attention expert per head.
+    SwitchHead with one expert per head becomes this plus a gate, a sigmoid of the normalised row
+    that multiplies each head's result, as in the official MoEUT release.
     """
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
@@ -174,7 +172,7 @@ class DenseAttention(RotaryAttention):
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Computes dense attention, and returns no routings."""
         same_input = value_input_BSD is n_BSD
-        n_BSD = n_BSD.to(self.query.weight.dtype)  # once for all products, which keep it
+        n_BSD = n_BSD.to(self.query.weight.dtype)  # cast once for all products
         v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
         attended_BSHC = self.attend(n_BSD, v_BHSC, context).transpose(1, 2)
         if self.head_gate is not None:
@@ -183,7 +181,7 @@ class DenseAttention(RotaryAttention):
 
 
 def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
-    """Builds the attention that `config` names."""
+    """Builds the attention that `config` selects."""
     if config.attention.kind not in ATTENTION.classes:
         return ATTENTION.entry(config.attention.kind)(config, initializers, backend=backend)
     if config.attention.kind == "momha":

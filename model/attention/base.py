@@ -1,4 +1,4 @@
-"""What every attention has: one signature, heads, and routers where it has experts.
+"""The interface of every attention: one signature, heads, and routers if it has experts.
 
 Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 """
@@ -19,9 +19,9 @@ from ..routing import Routing
 
 @dataclass
 class LayerCache:
-    """Holds what attention keeps of the positions of one depth step: keys and values, (B, H, past, C).
+    """Caches one depth step's keys and values, (B, H, past, C).
 
-    Keys are rotated where positions rotate, so that they keep their own.
+    Keys are stored after rotation.
     """
 
     keys: Tensor | None = None
@@ -29,11 +29,11 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Returns how many positions have been seen so far."""
+        """Returns how many positions are cached."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new positions' keys and values, and returns those of all positions."""
+        """Appends the new positions' keys and values, and returns those of all positions."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
         self.keys, self.values = keys, values
@@ -42,15 +42,13 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class DepthContext:
-    """Holds what a depth step reads beside its rows."""
+    """Holds a depth step's inputs other than its rows."""
 
-    # cosine and sine of the new positions, of width 0 where nothing rotates; None for an attention
-    # that has positions of its own
+    # Cosine and sine of the new positions, of width 0 if nothing rotates; None: attention has its own.
     rotary: RotaryTable | None = None
     cache: LayerCache | None = None  # of this depth step, extended in place
     unhalted: Unhalted | None = None  # which tokens still compute; None: all of them
-    # which positions see which, and which rows are padding; None: every position sees all before it,
-    # and none is. Not together with a cache
+    # Visibility and padding; None: each position sees all before it, no padding. Excludes a cache.
     documents: Documents | None = None
 
     @property
@@ -60,7 +58,7 @@ class DepthContext:
 
     @property
     def rows(self) -> DocumentRows | None:
-        """Returns which rows are padding, if any; under halting they have halted from the start."""
+        """Returns which rows are padding, if any; under halting, padding starts halted instead."""
         if self.documents is None or self.unhalted is not None:
             return None
         return self.documents.rows
@@ -69,7 +67,7 @@ class DepthContext:
 class Attention(nn.Module):
     """Attends causally; a subclass builds its weights and implements `forward`."""
 
-    Config: ClassVar[type[AttentionConfig]]  # of one of the user's own
+    Config: ClassVar[type[AttentionConfig]]  # set by a user's own attention
     key: Linear
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -82,7 +80,7 @@ class Attention(nn.Module):
         return self.key.weight.dtype
 
     def routers(self) -> dict[str, Router]:
-        """Returns the routers inside, by the kind under which their routings are reported."""
+        """Returns the routers by kind, which names their routings in reports."""
         return {}
 
     def forward(
@@ -93,19 +91,19 @@ class Attention(nn.Module):
         *,
         router_input_BSD: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """Attends from every position to itself and those before it.
+        """Attends from every position to itself and earlier ones.
 
         Args:
-            value_input_BSD: what values are made of; the same tensor as `n_BSD` but in peri-norm.
-            n_BSD: what queries and keys read.
+            value_input_BSD: input of values; differs from `n_BSD` only in peri-norm.
+            n_BSD: input of queries and keys.
             context: positions, cache, halting and documents.
-            router_input_BSD: what routers read: the same rows, in the norm's own precision where
-                `n_BSD` is in the products'; None: `n_BSD`.
+            router_input_BSD: input of routers: the same rows in the norm's own precision; None:
+                `n_BSD`.
 
         Returns:
-            (B, S, D), and the routing of every router, by its kind.
+            (B, S, D), and every router's routing by kind.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it attends")
+        raise NotImplementedError(f"{type(self).__name__} must implement forward")
 
     def _heads(self, x_BSW: Tensor) -> Tensor:
         """Splits (B, S, H·C) into heads: (B, H, S, C)."""

@@ -1,18 +1,17 @@
 """MoMHA, the Mixture of Multi-Head Attention of the Sparse Universal Transformer (arXiv 2310.07096;
 after MoA, arXiv 2210.05144).
 
-An attention expert is a pair of matrices: Q_e, which makes the queries of H heads, and O_e, which
-reads those heads' results. Every token picks K of them. Keys and values are dense and shared by all
-experts, so a cache costs as much as one expert's would.
+An attention expert is a pair of matrices: Q_e makes the queries of H heads, O_e reads those heads'
+results. Every token picks K experts. Keys and values are dense and shared by all experts, so a
+cache is as large as for one expert.
 
     q_j  = Q_jᵀ x                                      for each picked expert j
-    k, v = W_k m, W_v m                                m: the rows themselves, or what they have halted with
+    k, v = W_k m, W_v m                                m: the rows themselves, or their halted states
     out  = Σ_j g_j · O_jᵀ concat_heads(softmax(q_j·k / √C + rel) v)
     rel  = (q_j·C^(−¼)) · P[head, clip(key position − query position)]     learned, zero at the start, shared by all experts
 
-As published the scale is split over q and k and the relative term sees only q's share, and P has
-columns for later positions too, which a causal model never reads. Cost per token: K·H rows of
-scores, as much as K·H heads.
+As published, the scale is split over q and k, the relative term has only q's share, and P has
+columns for later positions, which a causal model never reads. Cost per token: K·H rows of scores.
 
 Legend: B sequences, S new positions, M all positions (S and the cached ones), T = B·S tokens, D
 model width, E experts, K experts of a token, H heads of an expert, C channels of a head, R
@@ -37,7 +36,7 @@ from .base import Attention, DepthContext
 
 
 class MoMHA(Attention):
-    """Attends with experts on Q and O, one routing for both."""
+    """Attends with experts on Q and O, which share one routing."""
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         super().__init__(config.attention)
@@ -75,7 +74,7 @@ class MoMHA(Attention):
         )
 
     def routers(self) -> dict[str, Router]:
-        """Returns the router that chooses the experts of Q and O, as "attention"."""
+        """Returns the router of Q and O, under "attention"."""
         return {"attention": self.router}
 
     def forward(
@@ -86,9 +85,9 @@ class MoMHA(Attention):
         *,
         router_input_BSD: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """Attends with the experts of Q and O that the router chooses; positions are its own.
+        """Attends with the Q and O experts that the router chooses; positions are relative.
 
-        Tokens that have halted get 0 and cost no expert, as padding does.
+        Halted tokens and padding get 0 and cost no expert.
         """
         batch, length, _ = n_BSD.shape
         router_input_BSD = n_BSD if router_input_BSD is None else router_input_BSD
@@ -115,9 +114,8 @@ class MoMHA(Attention):
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}
 
     def attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, context: DepthContext) -> Tensor:
-        """Lets every expert's queries attend to the same keys and values.
-
-        They count as more positions of one head.
+        """Attends from every expert's queries, treated as extra positions, to the shared keys and
+        values.
         """
         scale = self.config.d_head**-0.25
         q_BHKSC, k_BHSC, v_BHSC = (
@@ -136,11 +134,11 @@ class MoMHA(Attention):
         return attended_BHUC.view_as(q_BHKSC)
 
     def _relative_scores(self, q_BHKSC: Tensor, total: int) -> Tensor:
-        """Returns what the distance adds to a score, and −∞ where the key is later than the query.
+        """Returns each score's distance term, and −∞ where the key is later than the query.
 
         The scores of all distances are laid out from far to near, and each row is shifted by its
-        position (Transformer-XL, arXiv 1901.02860, appendix B): no index, so the backward is
-        deterministic.
+        position (Transformer-XL, arXiv 1901.02860, appendix B). Without an index the backward pass
+        is deterministic.
         """
         new, farthest = q_BHKSC.shape[3], self.config.max_distance - 1
         seen_HCR = self.relative[..., 1 : farthest + 2]  # from −farthest to 0
@@ -161,7 +159,7 @@ class MoMHA(Attention):
 
 
 def _choice(config: MoMHAConfig, experts: ExpertsConfig | None) -> SutConfig:
-    """Returns how tokens choose attention experts; the sign of the loss is the feed-forward's."""
+    """Returns the router's configuration; its loss has the sign of the feed-forward's."""
     router = None if experts is None else experts.router
     return SutConfig(
         top_k=config.top_k,

@@ -1,1 +1,1 @@
-"""Holds model/config."""
+"""The model's configuration: its sections, sizes and checks."""

@@ -1,7 +1,6 @@
-"""What the attention of a model is: one section of its configuration, `model.attention`.
+"""The section `model.attention` of the configuration.
 
-Legend of the symbols in the papers: H `num_heads`, C `d_head`, N_A `num_experts` (SwitchHead's: per
-head).
+Symbols in the papers: H `num_heads`, C `d_head`, N_A `num_experts` (SwitchHead's: per head).
 """
 
 from typing import Annotated, Literal, Self
@@ -36,17 +35,17 @@ class RotaryConfig(BaseModel):
 
 
 class LearnedPositionsConfig(BaseModel):
-    """Configures a learned vector for every position, added to the token's embedding."""
+    """Configures a learned vector per position, added to the token's embedding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["learned"] = "learned"
     max_positions: PositiveInt = 1024
-    """Positions that have an embedding of their own."""
+    """Positions that have an embedding."""
 
 
 class NoPositionsConfig(BaseModel):
-    """Leaves positions out: only the causal mask tells the order."""
+    """Configures no positions: only the causal mask gives the order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -64,7 +63,7 @@ AnyPositionsConfig = Annotated[
 
 
 class AttentionConfig(BaseModel):
-    """Describes what all kinds of attention have: `num_heads` heads of `d_head` channels."""
+    """Describes the keys of every attention: `num_heads` heads of `d_head` channels."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -77,7 +76,7 @@ class AttentionConfig(BaseModel):
 
     @property
     def expert_count(self) -> int:
-        """Returns how many experts each sparse layer inside has, over all heads; 0: none."""
+        """Returns the number of experts of each sparse layer, over all heads; 0: none."""
         return 0
 
     @property
@@ -97,7 +96,7 @@ class AttentionConfig(BaseModel):
 
 
 class WithPositionsConfig(AttentionConfig):
-    """Describes what the kinds of attention have that are told the positions from outside."""
+    """Describes the kinds of attention whose positions are configurable."""
 
     positions: AnyPositionsConfig = RotaryConfig()
 
@@ -131,8 +130,7 @@ class WithPositionsConfig(AttentionConfig):
         if width % 2 or not 0 <= width <= self.d_head:
             raise ValueError(
                 f"positions.width={width} with d_head={self.d_head}: channels rotate in pairs, so "
-                "the width must be even and at most d_head; "
-                f"{self._usual_width} is the usual choice"
+                f"choose an even width of at most d_head; {self._usual_width} is the default"
             )
         return self
 
@@ -157,21 +155,23 @@ class SwitchHeadConfig(WithPositionsConfig):
     """Weight δ of the entropy terms that balance the experts."""
 
     expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Chance that an expert of V or O cannot be chosen, in training; 0 in every published run."""
+    """Probability that an expert of V or O cannot be chosen, in training; 0 in every published
+    run.
+    """
 
     single_expert: Literal["output_gate", "gated_experts"] = "output_gate"
-    """What one expert per head means: "output_gate" has dense V and O and one sigmoid per head
-    (the official MoEUT release), "gated_experts" keeps the V and O gates (the paper's training
-    code)."""
+    """Meaning of one expert per head: "output_gate" has dense V and O and one sigmoid per head (the
+    official MoEUT release), "gated_experts" keeps the V and O gates (the paper's training code).
+    """
 
     @property
     def has_experts(self) -> bool:
-        """Returns whether V and O are mixtures; else they are dense, with a gate per head."""
+        """Returns whether V and O are mixtures; otherwise they are dense, with a gate per head."""
         return self.num_experts > 1 or self.single_expert != "output_gate"
 
     @property
     def expert_count(self) -> int:
-        """Returns how many experts V and O each have, over all heads; 0: they are dense."""
+        """Returns the number of experts of V and of O, over all heads; 0: they are dense."""
         return self.num_heads * self.num_experts if self.has_experts else 0
 
     @model_validator(mode="after")
@@ -187,7 +187,7 @@ class SwitchHeadConfig(WithPositionsConfig):
 class MoMHAConfig(AttentionConfig):
     """Describes Mixture of Multi-Head Attention (SUT, arXiv 2310.07096): experts on Q and O.
 
-    Every expert has `num_heads` heads of `d_head`. Positions are its own, learned per distance.
+    Every expert has `num_heads` heads of `d_head`. Positions are learned per relative distance.
     """
 
     kind: Literal["momha"] = "momha"
@@ -198,25 +198,24 @@ class MoMHAConfig(AttentionConfig):
     """Experts that a token uses."""
 
     sampled: NonNegativeInt = 0
-    """How many of the K are drawn by their probability, in training."""
+    """How many of the K experts are drawn by probability, in training."""
 
     balance: NonNegativeFloat = 0.001
     """Weight of the mutual-information loss."""
 
     max_distance: PositiveInt = 64
-    """Relative distances from `max_distance` − 1 on are treated alike."""
+    """Relative distances of `max_distance` − 1 or more share one value."""
 
     @property
     def expert_count(self) -> int:
-        """Returns how many experts Q and O each have."""
+        """Returns the number of experts of Q and of O."""
         return self.num_experts
 
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:
         if self.sampled > self.top_k:
             raise ValueError(
-                f"sampled={self.sampled} of top_k={self.top_k} experts are to be drawn: it may be "
-                "at most top_k"
+                f"sampled={self.sampled} is more than top_k={self.top_k}: sample at most top_k experts"
             )
         if self.top_k > self.num_experts:
             advice = ": set top_k=1" if self.num_experts == 1 else ""

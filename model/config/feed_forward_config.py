@@ -1,9 +1,6 @@
-"""What the feed-forward of a model is: one section of its configuration, `model.feed_forward`.
+"""The section `model.feed_forward` of the configuration, which contains the router.
 
-It comes in kinds. The router stands in it, for it routes to these experts:
-`model.feed_forward.router.kind`.
-
-Legend of the symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
+Symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
 """
 
 from typing import Annotated, Literal, Self
@@ -24,7 +21,7 @@ from .sections import Section
 
 
 class FeedForwardConfig(BaseModel):
-    """Describes dense layers, which all kinds have: they stand beside those with experts too."""
+    """Describes the dense layers that every kind has, beside layers with experts too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -46,12 +43,13 @@ class DenseFeedForwardConfig(FeedForwardConfig):
 
 
 class ExpertsConfig(FeedForwardConfig):
-    """Describes experts behind a router in the sparse layers; the group's others are dense."""
+    """Describes routed experts in the sparse layers; the group's other layers are dense."""
 
     kind: Literal["experts"] = "experts"
     sparse_layers: Literal["all", "last_half", "every_second"] | NonNegativeInt = "all"
-    """Which layers of the group have experts: all, the last half, every second, or all after the
-    first n."""
+    """Layers of the group with experts: all, the last half, every second, or all after the first
+    n.
+    """
 
     num_experts: PositiveInt = 16
     """Experts of a layer."""
@@ -64,26 +62,27 @@ class ExpertsConfig(FeedForwardConfig):
 
     router: AnyRouterConfig = SigmoidConfig()
     allow_future_leak: bool = False
-    """Allows a router that reads later positions; the loss is then not a language model's."""
+    """Allows a router that reads later positions; the loss is then no language-model loss."""
 
     sub_tokens: PositiveInt = 1
-    """Parts that a row is split into before routing (MH-MoE)."""
+    """Number of parts that a row is split into before routing (MH-MoE)."""
 
     sub_token_residual: bool = False
-    """Adds a sub-token to its experts' output: the paper's formula, not its released code."""
+    """Adds a sub-token to its experts' output, as in the paper's formula but not its code."""
 
     num_shared_experts: NonNegativeInt = 0
-    """Experts that every token uses, each of width `d_expert`, outside the router."""
+    """Experts of width `d_expert` that every token uses, outside the router."""
 
     shared_sum: Literal["plain", "mean"] = "plain"
-    """How shared and routed outputs add up: "plain" is their sum (DeepSeek), "mean" is (shared +
-    K·routed)/(K + 1), as in OLMo-core."""
+    """How shared and routed outputs combine: "plain" adds them (DeepSeek), "mean" is (shared +
+    K·routed)/(K + 1), as in OLMo-core.
+    """
 
     output_norm: bool = False
-    """Puts a LayerNorm on the experts' outputs."""
+    """Applies a LayerNorm to the experts' outputs."""
 
     def is_sparse(self, member: int, layers_per_group: int) -> bool:
-        """Returns whether one layer of the group has experts."""
+        """Returns whether this layer of the group has experts."""
         if isinstance(self.sparse_layers, int):
             return member >= self.sparse_layers
         first, step = {
@@ -94,14 +93,14 @@ class ExpertsConfig(FeedForwardConfig):
         return member >= first and (member - first) % step == 0
 
     def experts_per_row(self, seq_len: int) -> float:
-        """Returns how many experts serve one row, a token or a sub-token, on average."""
+        """Returns the mean number of experts that serve one token or sub-token."""
         return self.router.active_experts(self.num_experts, seq_len * self.sub_tokens)
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
         if self.shared_sum == "mean" and not self.num_shared_experts:
             raise ValueError(
-                'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh; leave it '
+                'shared_sum="mean" with num_shared_experts=0: no shared experts to average; leave it '
                 "out"
             )
         if self.sub_token_residual and self.sub_tokens == 1:
@@ -118,14 +117,14 @@ class ExpertsConfig(FeedForwardConfig):
         if self.shared_sum == "mean" and router.needs_length:
             raise ValueError(
                 'shared_sum="mean" weighs by the experts that serve a row, and '
-                f"router.kind={router.kind!r} as configured "
-                'has no such number without the length of a sequence: set shared_sum="plain"'
+                f"router.kind={router.kind!r} as configured has no such number without the sequence "
+                'length: set shared_sum="plain"'
             )
         if not router.promises.causal and not self.allow_future_leak:
             raise ValueError(
-                f"router.kind={router.kind!r} as configured lets a position read later ones, "
-                "so a language model's loss would be too low and its text worthless; set "
-                "model.feed_forward.allow_future_leak=true if that is what you study"
+                f"router.kind={router.kind!r} as configured lets a position read later ones, so a "
+                "language model's loss would be too low and its text worthless; set "
+                "model.feed_forward.allow_future_leak=true if you study this"
             )
         return self
 

@@ -1,11 +1,9 @@
-"""What a model is: its sizes and its named variants. Nothing here touches a device.
+"""The model's configuration: sizes and named variants. Nothing here touches a device.
 
-What belongs together stands together, in sections that come in kinds: `attention`
-(model/config/attention_config.py), `feed_forward` with its `router` (model/config/feed_forward_config.py),
-`initialisation`.
+Sections with kinds: `attention`, `feed_forward` with its `router`, and `initialisation`.
 
-Legend of the symbols in the papers: L `num_layers` (depth steps), G `layers_per_group` (distinct
-layers), R = L/G repeats.
+Symbols in the papers: L `num_layers` (depth steps), G `layers_per_group` (distinct layers), R = L/G
+repeats.
 """
 
 from collections.abc import Mapping
@@ -43,26 +41,28 @@ class HaltingConfig(BaseModel):
     """Weight of the loss on the expected depth."""
 
     loss_sum: Literal["last", "all"] = "last"
-    """Over which depth steps the loss is summed: "last" is the expected depth itself (the SUT
-    authors' code), "all" adds the running value of every step (the MoEUT authors' port)."""
+    """Depth steps that the loss sums over: "last" is the expected depth itself (the SUT authors'
+    code), "all" adds every step's running value (the MoEUT authors' port).
+    """
 
     threshold: float = Field(default=0.999, gt=0, le=1)
-    """A token is done once it has halted with this probability."""
+    """A token stops once it has halted with this probability."""
 
 
 class InitialisationConfig(BaseModel):
-    """Names the published rules that parameters start by (formulas in model/initialise.py).
+    """Selects the published rules of the starting values (formulas in model/initialise.py).
 
-    "paper": the training code's of MoEUT; "release": its official release's, which also gives every
-    router row equal norm; "sut": SUT's.
+    "paper": MoEUT's training code; "release": its official release, which also gives every router
+    row equal norm; "sut": SUT.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["paper", "release", "sut"] = "paper"
     expert_axis_norm: bool = False
-    """Gives the weights of V and O unit norm across the expert axis at the start, as in the
-    paper's runs from 126M parameters on."""
+    """Gives V and O weights unit norm across the expert axis at the start, as in the paper's runs
+    from 126M parameters on.
+    """
 
 
 class ScaledInitialisationConfig(BaseModel):
@@ -72,14 +72,15 @@ class ScaledInitialisationConfig(BaseModel):
 
     kind: Literal["scaled"] = "scaled"
     scale: PositiveFloat = 0.1
-    """Factor of the standard deviation of every matrix."""
+    """Factor of every matrix's variance."""
 
     head: Literal["uniform", "scaled"] = "uniform"
-    """How the read-out starts: "uniform" like the embedding's other side, U(±1/√D), or "scaled"
-    like every other matrix (llm-random, arXiv 2310.15961)."""
+    """Start of the read-out: "uniform" is U(±1/√D), "scaled" is like every other matrix
+    (llm-random, arXiv 2310.15961).
+    """
 
     expert_axis_norm: bool = False
-    """Gives the weights of V and O unit norm across the expert axis at the start."""
+    """Gives V and O weights unit norm across the expert axis at the start."""
 
 
 INITIALISATION = Section(
@@ -97,7 +98,7 @@ AnyInitialisationConfig = Annotated[
     InitialisationConfig | ScaledInitialisationConfig, BeforeValidator(INITIALISATION.read)
 ]
 
-# The sections of a model that come in kinds, by their path.
+# The sections that have kinds, by path.
 SECTIONS = {
     section.path: section
     for section in (ATTENTION, POSITIONS, FEED_FORWARD, ROUTER, INITIALISATION)
@@ -106,10 +107,10 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class DepthStep:
-    """One step of a pass: its place in the depth, and the layer that it applies."""
+    """Locates one step of a pass: its position in depth, and the layer that it applies."""
 
-    index: int  # from 0: of its cache and its report
-    member: int  # of the group: the layer whose weights it uses
+    index: int  # from 0, also of its cache and its report
+    member: int  # the layer of the group that it applies
 
     @property
     def depth(self) -> int:
@@ -118,15 +119,15 @@ class DepthStep:
 
 
 class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers know it hashes
-    """Describes one Transformer, its sizes and variants: MoEUT (arXiv 2405.16039) or a relative.
+    """Describes one Transformer, MoEUT (arXiv 2405.16039) or a relative.
 
-    The model applies `layers_per_group` distinct layers `num_layers / layers_per_group` times each.
+    It applies `layers_per_group` distinct layers `num_layers / layers_per_group` times each.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     vocab_size: PositiveInt = 8000
-    """Token ids of the embedding and the read-out."""
+    """Number of token ids in the embedding and the read-out."""
 
     d_model: PositiveInt = 128
     """Width of the residual stream."""
@@ -135,26 +136,30 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     """Depth steps of a pass, repeats included."""
 
     layers_per_group: PositiveInt = 2
-    """Layers that have weights of their own; the group is repeated up to `num_layers`."""
+    """Layers with their own weights; the group repeats up to `num_layers`."""
 
     order: Literal["abab", "aabb"] = "abab"
-    """Order of the repeats: "abab" runs the whole group again and again, "aabb" repeats each layer
-    before the next."""
+    """Order of the repeats: "abab" repeats the whole group, "aabb" repeats each layer before the
+    next.
+    """
 
     norm: Literal["peri", "pre", "post"] = "peri"
-    """With "peri", a norm only before what ends in a softmax or sigmoid. "pre": before every block.
-    "post": after the addition."""
+    """Where norms stand: "peri" only before what ends in a softmax or sigmoid, "pre" before every
+    block, "post" after the addition.
+    """
 
     norm_layer: Annotated[str, NORM] = "layernorm"
-    """What normalises; a subclass of torch.nn.Module of your own returns float32 rows."""
+    """The norm; your own subclass of torch.nn.Module returns float32 rows."""
 
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()
     halting: HaltingConfig | None = Field(default=None, examples=[{"loss": 0.01}])
-    """Stick-breaking halting of a Universal Transformer; none: every token takes all depth steps."""
+    """Stick-breaking halting of a Universal Transformer; none: every token takes all depth
+    steps.
+    """
 
     final_norm: bool = True
-    """Puts a LayerNorm before the read-out; a post-norm model never has one."""
+    """Applies a LayerNorm before the read-out; a post-norm model never has one."""
 
     head_bias: bool = True
     """Gives the read-out a bias."""
@@ -163,24 +168,23 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @classmethod
     def from_dotted(cls, values: Mapping[str, Any]) -> Self:
-        """Builds a model's configuration from flat values under dotted keys.
+        """Builds a model's configuration from values under dotted keys and defaults.
 
-        For example {"d_model": 64, "attention.kind": "dense"}. Sections that are not named are the
-        default's, of its kind.
+        For example {"d_model": 64, "attention.kind": "dense"}.
 
         Raises:
-            ValidationError: a key is unknown, or values do not fit each other.
+            ValidationError: a key is unknown, or values conflict.
         """
         return cls().changed(values)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Returns the same model with single values changed, under dotted keys.
+        """Returns the same model with values changed under dotted keys.
 
-        Another `kind` of a section keeps only what means the same in both; a mapping takes the
-        place of a whole section.
+        A new `kind` of a section keeps only the keys with the same meaning in both; a mapping
+        replaces a whole section.
 
         Raises:
-            ValidationError: a key is unknown, or values do not fit each other.
+            ValidationError: a key is unknown, or values conflict.
         """
         plain = self.model_dump()
         for path in sorted(values, key=kinds_first):
@@ -194,7 +198,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def schedule(self) -> tuple[DepthStep, ...]:
-        """Returns the depth steps of a pass: the one place that decides the order of layers."""
+        """Returns the depth steps of a pass, in order."""
         group, repeats = self.layers_per_group, self.num_repeats
         return tuple(
             DepthStep(index, index % group if self.order == "abab" else index // repeats)
@@ -203,11 +207,11 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """Returns the section of the experts and their router; None where all layers are dense."""
+        """Returns the experts' section; None: all layers are dense."""
         return self.feed_forward if isinstance(self.feed_forward, ExpertsConfig) else None
 
     def has_experts(self, member: int) -> bool:
-        """Returns whether the feed-forward of this group member has experts."""
+        """Returns whether this group member's feed-forward has experts."""
         return self.experts is not None and self.experts.is_sparse(member, self.layers_per_group)
 
     @property
@@ -221,9 +225,8 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return tuple(step.depth for step in self.schedule if self.has_experts(step.member))
 
     def expert_counts(self) -> dict[str, int]:
-        """Returns how many experts each kind of sparse layer has.
-
-        An expert-parallel degree must not be more than any of them.
+        """Returns the number of experts of each kind of sparse layer: upper limits of expert
+        parallelism.
         """
         counts = {} if self.experts is None else {"feed_forward": self.experts.num_experts}
         if self.attention.expert_count:
@@ -237,29 +240,23 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def evaluation_group_sequences(self) -> int:
-        """Returns how many consecutive samples are routed together in evaluation."""
+        """Returns how many consecutive samples route together in evaluation."""
         return 1 if self.experts is None else self.experts.router.evaluation_group_sequences
 
     @property
     def promises(self) -> Promises:
-        """Returns what the model as a whole guarantees, from embedding to logits.
-
-        Attention's routers keep all but the balance.
-        """
-        everything = Promises(causal=True, batch_invariant=True, dropless=True, balanced=True)
-        kept = everything if self.experts is None else self.experts.router.promises
-        return replace(kept, balanced=kept.balanced and not self.attention.expert_count)
+        """Returns what the whole model guarantees; attention's routers only lose the balance."""
+        return self._kept(self.experts and self.experts.router.promises)
 
     @property
     def evaluation_promises(self) -> Promises:
-        """Returns what the model as a whole guarantees in evaluation mode.
-
-        Capacities and random choices may be of training alone, as GShard's are: what such a model
-        cannot promise there it can promise here.
+        """Returns what the whole model guarantees in evaluation, without capacities or random
+        choices of training.
         """
-        if self.experts is None:
-            return self.promises
-        kept = self.experts.router.evaluation_promises
+        return self._kept(self.experts and self.experts.router.evaluation_promises)
+
+    def _kept(self, router: Promises | None) -> Promises:
+        kept = router or Promises(causal=True, batch_invariant=True, dropless=True, balanced=True)
         return replace(kept, balanced=kept.balanced and not self.attention.expert_count)
 
     @model_validator(mode="after")
@@ -267,14 +264,14 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         if self.num_layers % self.layers_per_group:
             raise ValueError(
                 f"num_layers={self.num_layers} is not divisible by "
-                f"layers_per_group={self.layers_per_group}: every layer of the group is repeated "
-                f"equally often; choose num_layers as a multiple of {self.layers_per_group}"
+                f"layers_per_group={self.layers_per_group}: every layer of the group repeats equally "
+                f"often; choose num_layers as a multiple of {self.layers_per_group}"
             )
         if self.experts is not None and not self.sparse_members:
             raise ValueError(
                 f"feed_forward.sparse_layers={self.experts.sparse_layers!r} with "
-                f"layers_per_group={self.layers_per_group} leaves no layer with experts; write "
-                'feed_forward.kind="dense" if that is meant'
+                f"layers_per_group={self.layers_per_group} leaves no layer with experts; set "
+                'feed_forward.kind="dense" if you want none'
             )
         return self
 
@@ -283,7 +280,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         if self.experts is not None and self.d_model % self.experts.sub_tokens:
             raise ValueError(
                 f"feed_forward.sub_tokens={self.experts.sub_tokens} does not divide "
-                f"d_model={self.d_model}"
+                f"d_model={self.d_model}; choose a divisor"
             )
         return self
 
@@ -291,8 +288,8 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     def _check_momha(self) -> Self:
         if self.attention.kind == "momha" and self.norm == "peri":
             raise ValueError(
-                'attention.kind="momha" makes keys and values of the same rows, which norm="peri" '
-                'would not: write norm="post", as SUT does, or "pre"'
+                'attention.kind="momha" computes keys and values from the same rows, unlike '
+                'norm="peri": set norm="post", as SUT does, or "pre"'
             )
         return self
 
@@ -304,7 +301,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         given = (self.layers_per_group, self.norm, self.attention.kind, router)
         if given != (1, "post", "momha", "sut"):
             raise ValueError(
-                "halting needs one shared layer of SUT: "
+                "halting requires one shared layer of SUT: "
                 f"layers_per_group=1 (given {self.layers_per_group}), "
                 f'norm="post" (given {self.norm!r}), '
                 f'attention.kind="momha" (given {self.attention.kind!r}) and '
@@ -313,6 +310,6 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         if self.experts is not None and self.experts.num_shared_experts:
             raise ValueError(
                 f"halting with num_shared_experts={self.experts.num_shared_experts}: shared "
-                "experts would go on working for tokens that have halted; leave them out"
+                "experts would keep serving halted tokens; leave them out"
             )
         return self

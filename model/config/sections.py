@@ -1,8 +1,8 @@
-"""Sections of a configuration that come in kinds: a kind has keys of its own and no others.
+"""Configuration sections with kinds: `kind` selects the class that reads a section.
 
-`kind` chooses the class that reads the section, so that a dense attention has no key for experts,
-and an error can name the keys that there are. The same table says which keys outlive a change of
-kind: those that mean the same in the new one.
+Each kind has only its own keys, so dense attention has no key for experts and an error can list the
+valid keys. The table also says which keys survive a change of kind: those that mean the same in the
+new one.
 """
 
 import difflib
@@ -17,18 +17,18 @@ from ...own_parts import Wanted, is_own
 
 @dataclass(frozen=True)
 class Section:
-    """Describes one section of a configuration, and the classes that read its kinds."""
+    """Describes one section of a configuration and the classes that read its kinds."""
 
-    path: str  # as it is written in an override, from the model on: "attention.positions"
-    noun: str  # what one is called in an error: "attention"
+    path: str  # below the model, as in an override: "attention.positions"
+    noun: str  # in errors: "attention"
     classes: Mapping[str, Any]  # by kind
     config_of: Callable[[Any], type[BaseModel]] = lambda entry: entry  # an entry's configuration
-    kept: tuple[str, ...] = ()  # keys that outlive a change of kind, where the new kind has them
-    own: str = ""  # what a kind of the user's own must be; "": there can be none
-    fits: Callable[[Any], bool] = callable  # tells whether it is that
+    kept: tuple[str, ...] = ()  # keys that survive a change of kind, if the new kind has them
+    own: str = ""  # what a user's own kind must be; "": not allowed
+    fits: Callable[[Any], bool] = callable  # whether an object is that
 
     def entry(self, kind: str) -> Any:
-        """Returns the entry of a kind, which may be one of the user's own (`module:Class`).
+        """Returns the entry of a kind, including a user's own (`module:Class`).
 
         Raises:
             OwnPartError: there is none.
@@ -37,16 +37,16 @@ class Section:
         return Wanted(key, noun, self.classes, self.own, self.fits).get(kind)
 
     def has(self, kind: Any) -> bool:
-        """Returns whether a kind is known, or written as one of the user's own."""
+        """Returns whether a kind is known, or written as a user's own."""
         return isinstance(kind, str) and (kind in self.classes or (bool(self.own) and is_own(kind)))
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Returns the annotations of a kind's keys, `kind` left out."""
+        """Returns the annotations of a kind's keys, without `kind`."""
         fields = self.config_of(self.entry(kind)).model_fields
         return {name: field.annotation for name, field in fields.items() if name != "kind"}
 
     def of_kind(self, values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-        """Returns the keys of `values` that remain when the section becomes one of another kind."""
+        """Returns the keys of `values` that survive a change to another kind."""
         if not self.has(kind):
             return {}
         known = self.fields(kind)
@@ -56,7 +56,7 @@ class Section:
         """Reads the section from plain values, by their `kind`.
 
         Raises:
-            ValueError: the kind or a key is unknown, or a value is not valid.
+            ValueError: the kind or a key is unknown, or a value is invalid.
         """
         if isinstance(value, BaseModel):
             return value
@@ -103,14 +103,15 @@ def merge(
     sections: Mapping[str, Section],
     path: str = "",
 ) -> dict[str, Any]:
-    """Returns `base` with the values of `changes`, section by section.
+    """Returns `base` updated with `changes`, section by section.
 
-    A section of another kind takes the place of the old one, of which it keeps what
-    `Section.kept` names.
+    A section of another kind replaces the old one and keeps the keys in `Section.kept`.
 
     Args:
-        sections: those that come in kinds, by their path from `base` on.
-        path: where `base` itself stands.
+        base: plain values.
+        changes: nested values to set.
+        sections: those with kinds, by their path from `base`.
+        path: the path of `base` itself.
     """
     merged = dict(base)
     if "kind" in changes and changes["kind"] != base.get("kind"):
@@ -125,12 +126,14 @@ def merge(
 def set_value(
     values: dict[str, Any], path: str, value: Any, sections: Mapping[str, Section]
 ) -> None:
-    """Sets one value under a dotted key, in place; another `kind` empties the section it stands in.
-
-    What `Section.kept` names stays.
+    """Sets one value under a dotted key, in place; a new `kind` clears its section but for
+    `Section.kept`.
 
     Args:
-        sections: those that come in kinds, by their path from `values` on.
+        values: plain values.
+        path: the dotted key.
+        value: the new value.
+        sections: those with kinds, by their path from `values`.
 
     Raises:
         ValueError: the path leads through something that is not a section.
@@ -152,5 +155,5 @@ def set_value(
 
 
 def kinds_first(path: str) -> bool:
-    """Sorts dotted keys so that a section's kind is set before its other keys."""
+    """Sort key for dotted keys that sets a section's kind before its other keys."""
     return not path.endswith(".kind")

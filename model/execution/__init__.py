@@ -1,1 +1,1 @@
-"""Holds model/execution."""
+"""How a pass runs: precision, recomputation, compilation, depth losses."""

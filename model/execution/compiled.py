@@ -1,14 +1,13 @@
-"""torch.compile for the dense parts of a layer: norms, attention between its experts, dense
+"""torch.compile for a layer's dense parts: norms, attention between its experts, dense
 feed-forwards, the read-out.
 
-What routes stays as it is: dispatchers talk to other ranks and read counts on the host, experts run
-hand-written kernels are custom ops, routers decide. So every part is compiled by itself and as
-a whole (`fullgraph`): a part that cannot be is an error, and never runs half compiled. Weights are
-read at every call, so copies in low precision and gathered ones work.
+Routing is not compiled: dispatchers talk to other ranks and read counts on the host, experts are
+hand-written custom ops, routers decide. Each part is compiled separately and whole (`fullgraph`),
+so a part that cannot be compiled is an error. Weights are read at every call, so low-precision
+copies and gathered weights work.
 
-Parts of one class and shape share a graph: a model of any depth has as many as it has kinds of
-parts, once for training and once for evaluation. Another batch size costs one more of each, which
-then fits all further ones.
+Parts of one class and shape share a graph, one for training and one for evaluation, whatever the
+depth. Another batch size compiles each once more; that graph then fits all further sizes.
 """
 
 import importlib.util
@@ -35,16 +34,16 @@ _METHODS = {
 
 
 def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> None:
-    """Lets every dense part compile itself when it is first called.
-
-    That takes seconds for each kind of part, once per process.
+    """Makes every dense part compile itself on its first call, which takes seconds per kind of
+    part.
 
     Args:
-        backend: torch's name of what makes code of a graph; "aot_eager" makes none, and runs the
-            operations of the graph.
+        model: changed in place.
+        backend: torch's compiler backend; "aot_eager" runs the graph's operations without code
+            generation.
 
     Raises:
-        ValueError: this machine has not what a compiler needs.
+        ValueError: this machine lacks a compiler.
     """
     if backend == "inductor":
         check_compiler(model.embedding.device)
@@ -53,7 +52,7 @@ def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that code for that device can be compiled here; else ValueError."""
+    """Raises ValueError unless code for that device can be compiled here."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ValueError(
             "train.compile=true needs Triton on GPUs: pip install triton, or set "

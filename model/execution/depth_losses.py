@@ -1,8 +1,8 @@
-"""Losses of the user's own on the states of the residual stream, one state per depth step.
+"""A user's own losses on the residual stream's state after every depth step.
 
-`train.losses` names the functions with their weights. The model calls them at the end of every
-forward pass in training; evaluation has none. The states are kept for the backward pass in any case,
-so a loss costs what it computes; a read-out costs as much as the model's own.
+`train.losses` names the functions and their weights. The model calls them at the end of every
+training forward pass; evaluation has none. The backward pass keeps the states anyway, so a loss
+costs only its own computation; a read-out costs as much as the model's.
 
 Legend: B sequences, S positions, D model width, L depth steps.
 """
@@ -17,14 +17,14 @@ from ...own_parts import OwnPartError, Wanted
 
 @dataclass(frozen=True)
 class DepthStates:
-    """Holds what a loss on depth steps sees of one forward pass."""
+    """Holds the inputs of a depth loss from one forward pass."""
 
-    states_L: tuple[Tensor, ...]  # (B, S, D) after every depth step, as wide as the embedding
+    states_L: tuple[Tensor, ...]  # (B, S, D) after every depth step, in the embedding's dtype
     tokens_BS: Tensor  # int64: the input
     targets_BS: Tensor  # int64: the token after every position
     loss_mask_BS: Tensor | None  # bool: which targets count; None: all
-    # (B, S, D) to (B,): the cross-entropy of reading the targets out of a state, nats per position;
-    # the mean of the micro-batch, for each of its sequences
+    # (B, S, D) to (B,): the cross-entropy of the targets read out of a state, nats per position;
+    # every sequence gets the micro-batch's mean
     read_out: Callable[[Tensor], Tensor]
 
 
@@ -40,7 +40,7 @@ DEPTH_LOSS = Wanted(
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """Holds a loss on depth steps, with its name and its weight in the whole loss."""
+    """Holds a depth loss with its name and its weight."""
 
     path: str
     weight: float
@@ -48,7 +48,7 @@ class WeightedLoss:
 
     @property
     def name(self) -> str:
-        """Returns the name in the metrics: the function's, with its settings."""
+        """Returns the metric's name: the function's, with its settings."""
         return self.path.partition(":")[2]
 
     def value(self, states: DepthStates) -> Tensor:
@@ -69,10 +69,10 @@ class WeightedLoss:
 
 
 def weighted_losses(weights: Mapping[str, float]) -> tuple[WeightedLoss, ...]:
-    """Imports the losses of `train.losses`.
+    """Imports the losses named in `train.losses`.
 
     Raises:
-        OwnPartError: there is no such function.
+        OwnPartError: a function does not exist.
     """
     return tuple(
         WeightedLoss(path, weight, DEPTH_LOSS.get(path)) for path, weight in weights.items()

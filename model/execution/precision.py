@@ -1,18 +1,16 @@
-"""Low precision for the matrix products only: weights are cast once per pass, not once per depth
-step.
+"""Low precision for matrix products only: weights are cast once per pass, not once per depth step.
 
-A shared layer's weights serve R repeats, so casting them where they are used would cost R casts and
-keep R copies for the backward. Here the forward pass runs on cast copies of the matrices; their
-gradients add up over the repeats and come back to the float32 master weights in one cast. Routers,
-norms, biases, embeddings and the residual stream stay float32.
+A shared layer's weights serve R repeats; casting on use would cost R casts and keep R copies for
+the backward pass. Here the forward pass runs on cast copies of the matrices. Their gradients add up
+over the repeats and return to the float32 master weights in one cast. Routers, norms, biases,
+embeddings and the residual stream stay float32.
 
-train.precision="bfloat16_only" is something else: all parameters and buffers are stored in
-bfloat16, so gradients and AdamW's moments have it too, and norms, routers and the residual stream
-compute in it (the protocol by which Mixture of Tokens, arXiv 2310.15961, was tried without mixed
-precision). Each part asks its own weight how exact it is to be (`own_dtype` in model/layers.py),
-so nothing is told to it. Two things stay float32: the sums inside of a reduction (softmax, norms,
-the loss, gradients over ranks), as in PyTorch's own bfloat16 operations, and the loss itself, for
-three digits of it would measure nothing.
+train.precision="bfloat16_only" instead stores all parameters and buffers in bfloat16. Gradients and
+AdamW's moments then have that dtype too, and norms, routers and the residual stream compute in it,
+as in Mixture of Tokens' runs without mixed precision (arXiv 2310.15961). Each part takes its
+precision from its own weight (`own_dtype` in model/layers.py). Sums inside a reduction (softmax,
+norms, the loss, gradients over ranks) and the loss itself stay float32: three digits of a loss
+measure nothing.
 """
 
 import torch
@@ -23,27 +21,27 @@ from ..config.model_config import Precision
 from ..documents import Documents
 from ..transformer import ModelOutput, Transformer
 
-_FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules, at any depth
+_FULL_PRECISION = ("router", "norm", "halting")  # suffixes of module names
 
-# What bfloat16 does round, beside the products' inputs: the sum of a shared weight's gradients over
-# its repeats, sums of input gradients over the routes of one row, gate weights inside the experts,
-# and the head's logits.
+# Beside the products' inputs, bfloat16 rounds the sum of a shared weight's gradients over its repeats,
+# sums of input gradients over one row's routes, gate weights inside experts, and the head's logits.
 
 
 def products_dtype(precision: Precision) -> torch.dtype:
-    """Returns the type in which a run of that precision multiplies matrices."""
+    """Returns the dtype in which a run of that precision multiplies matrices."""
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:
-    """Returns the type in which a run of that precision keeps its parameters and buffers."""
+    """Returns the dtype in which a run of that precision keeps parameters and buffers."""
     return torch.bfloat16 if precision == "bfloat16_only" else torch.float32
 
 
 def store_in(model: Transformer, dtype: torch.dtype) -> None:
-    """Stores all parameters and floating buffers of a model in `dtype`; no pass casts them again.
+    """Stores a model's parameters and floating buffers in `dtype`, so that no pass casts them
+    again.
 
-    A model that is stored in float32 already stays as it is.
+    A float32 model stays as it is.
     """
     if dtype == torch.float32:
         return
@@ -60,7 +58,7 @@ def forward_in(
     loss_mask_BS: Tensor | None = None,
     documents: Documents | None = None,
 ) -> ModelOutput:
-    """Runs the model with its matrix products in `dtype`; float32 is the model as it stands."""
+    """Runs the model with matrix products in `dtype`; float32 runs it unchanged."""
     given = {"targets_BS": targets_BS, "loss_mask_BS": loss_mask_BS, "documents": documents}
     if dtype == torch.float32 or not model.casts_weights:
         return model(tokens_BS, **given)

@@ -1,36 +1,33 @@
-"""Activation recomputation: a depth step keeps its input, and is run again when its backward pass
-comes.
+"""Activation recomputation: a depth step keeps its input, and runs again in its backward pass.
 
-    none        all that the backward pass needs waits for it
-    selective   a step keeps its input, its routing decisions and what was exchanged: the rows that
-                were received, the sum of the outputs
-    full        a step keeps its input and its routing decisions; rows are sent once more
+    none        keeps everything that the backward pass needs
+    selective   keeps a step's input, its routing decisions and its exchanges: the received rows and the sum of
+                the outputs
+    full        keeps a step's input and its routing decisions; rows are sent again
 
-The second run must decide as the first did, whatever the rounding: one token at another expert, and
-ranks would disagree about how many rows pass between them. So every decision is made with
-`save_decision`, which returns in the second run what it gave in the first. Exchanges are started
-with `save_dispatch` or `skip_combine`, and their sum goes through `save_combine`. Side effects
-(counters, checks) ask `recomputing`. Without recomputation all of these only call what they are
-given.
+The second run must decide as the first did, whatever the rounding: with one token at another
+expert, ranks would disagree about how many rows to exchange. So every decision is made with
+`save_decision`, which returns the first run's value in the second. `save_dispatch` and
+`skip_combine` start exchanges, and their sum goes through `save_combine`. Side effects (counters,
+checks) ask `recomputing`. Without recomputation all of them only call their argument.
 
-The second run sees the same random numbers, for the generators are set back. That holds only while
-both runs draw equally many: numbers are drawn beside `save_decision`, never inside.
+The generators are reset so that the second run sees the same random numbers. Both runs must draw
+equally many, so draw beside `save_decision`, never inside.
 
-The second run begins where the backward pass enters the step, and not where the first tensor
-happens to be missing: with `full` it exchanges rows, so its place among the exchanges of the
-backward pass must not depend on which rows a rank has.
+The second run begins when the backward pass enters the step, not when the first tensor is missing.
+With `full` it exchanges rows, so its place among the backward pass's exchanges must not depend on
+which rows a rank has.
 
-Why not torch's selective checkpointing (`create_selective_checkpoint_contexts`), whose policies
-name operators? It can replay an asynchronous exchange, if both the collective and the tensor that
-it fills are saved; but a policy can only save a result or make it again. The outputs that come back
-must be neither: their values are not needed, only their sum is, which is K times smaller where K
-ranks send, so `selective` would hold K times as much or send all of it once more. Both exchanges
-are the same operator, and what is decided on the host is none. And it sees every operator in
-Python: a step of a MoEUT of width 64 on one core took 209 ms instead of 158.
+Torch's selective checkpointing (`create_selective_checkpoint_contexts`) does not fit. Its policies
+name operators and can only save or recompute a result. The returned outputs need neither: only
+their sum is needed, which is K times smaller if K ranks send, so `selective` would hold K times as
+much or send everything again. Both exchanges are the same operator, and host decisions are none. It
+also sees every operator in Python: one step of a MoEUT of width 64 took 209 ms on one core instead
+of 158.
 
-Cost: `selective` and `full` do every layer's forward pass twice. Per token and depth step remain
-the 4·D bytes of the residual stream and 8 of every route; with `selective`, across ranks, also the
-received rows and one row of outputs per target row.
+Cost: `selective` and `full` run every layer's forward pass twice. Per token and depth step they
+keep the 4·D bytes of the residual stream and 8 bytes per route; `selective` across ranks also keeps
+the received rows and one output row per target row.
 """
 
 from collections.abc import Callable
@@ -50,29 +47,29 @@ Recompute = Literal["none", "selective", "full"]
 T = TypeVar("T")
 
 
-# For the code of a step ----------------------------------------------------------------------------------------------
+# Called inside a step ------------------------------------------------------------------------------------------------
 
 
 def recomputing() -> bool:
-    """Returns whether this is a second run, whose side effects have happened already."""
+    """Returns whether this is a second run, whose side effects have already happened."""
     saved = _saved.get()
     return saved is not None and saved.replaying
 
 
 def save_decision(make: Callable[[], T]) -> T:
-    """Returns make(), or in a second run what it returned in the first.
+    """Returns make(), or in a second run the first run's value.
 
-    For decisions: without gradient, and without random draws.
+    Decisions have no gradient and draw no random numbers.
     """
     saved = _saved.get()
     return make() if saved is None else saved.save(make)
 
 
 def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` largest scores along the last axis, differentiable, and where they stand,
-    which is a decision.
+    """Returns the `count` largest scores along the last axis, differentiable, and their indices, a
+    decision.
 
-    In float32 on a CPU with a C++ compiler the first of equal scores is taken; else any.
+    Among equal scores, float32 on a CPU with a C++ compiler takes the first; otherwise any.
     """
     if _saved.get() is None and not finds_first(scores):
         found = scores.topk(count, dim=-1)
@@ -86,7 +83,7 @@ def save_choice(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns choose(None): logits, experts and gates, of which the experts are a decision.
 
-    In a second run returns choose(experts of the first), which takes them instead of choosing.
+    A second run returns choose(the first run's experts), which takes them instead of choosing.
     """
     saved = _saved.get()
     if saved is not None and saved.replaying:
@@ -97,24 +94,22 @@ def save_choice(
 
 
 def gather_unique(scores: Tensor, index: Tensor) -> Tensor:
-    """Gathers entries along the last axis, none twice.
-
-    Unlike `gather` it does not keep the scores for the backward pass.
+    """Gathers distinct entries along the last axis; unlike `gather` it keeps no scores for
+    backward.
     """
     return _GatherUnique.apply(scores, index)  # pyright: ignore[reportReturnType]
 
 
 def save_dispatch(start: Callable[[], Tensor]) -> Tensor:
-    """Starts an exchange of rows; in a second run with `selective` returns those of the first."""
+    """Starts an exchange of rows; a second run with `selective` returns the first run's rows."""
     saved = _saved.get()
     return saved.save(start) if saved is not None and saved.saves_exchanges else start()
 
 
 def skip_combine(start: Callable[[], Tensor]) -> Tensor:
-    """Starts an exchange of outputs; in a second run with `selective` returns zeros of that shape
-    without memory.
+    """Starts an exchange of outputs; a second run with `selective` returns zeros without memory.
 
-    Their values do not matter there: the sum that is made of them goes through `save_combine`.
+    Their values are not used there, because their sum goes through `save_combine`.
     """
     saved = _saved.get()
     if saved is None or not saved.saves_exchanges:
@@ -127,14 +122,14 @@ def skip_combine(start: Callable[[], Tensor]) -> Tensor:
 
 
 def save_combine(sums: Tensor) -> Tensor:
-    """Returns outputs that were added up; in a second run with `selective` their first values."""
+    """Returns summed outputs; a second run with `selective` returns the first run's values."""
     saved = _saved.get()
     if saved is None or not saved.saves_exchanges:
         return sums
     return _SaveForward.apply(sums, saved)  # pyright: ignore[reportReturnType]
 
 
-# For the owner of a step ---------------------------------------------------------------------------------------------
+# Called by the owner of a step ---------------------------------------------------------------------------------------
 
 
 def run_recomputed(
@@ -144,12 +139,10 @@ def run_recomputed(
     x: Tensor,
     *others: Tensor,
 ) -> tuple[Tensor, T]:
-    """Returns step(x, *others), and makes its activations again in the backward pass.
+    """Returns step(x, *others), and recomputes its activations in the backward pass.
 
-    `step` is a method of `layer`.
-
-    The second run sees the weights of the first, where these were put in from outside (copies in
-    low precision). Hooks on `layer` itself run once, since this happens inside of it.
+    `step` is a method of `layer`. The second run sees the first run's weights, including
+    low-precision copies set from outside. Hooks on `layer` run once, outside of this call.
     """
     copies: dict[str, Tensor] = {
         f"layer.{name}": weight
@@ -170,7 +163,7 @@ def run_recomputed(
 
 
 class _WithWeights(nn.Module):
-    """Lets `functional_call` put weights into a layer whose hooks have run already."""
+    """Lets `functional_call` replace a layer's weights without running its hooks again."""
 
     def __init__(self, layer: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -182,7 +175,7 @@ class _WithWeights(nn.Module):
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor's shape, dtype and device, without its values."""
+    """Holds a tensor's shape, dtype and device without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -197,7 +190,7 @@ class _Shape:
 
 
 class _SavedValues:
-    """Values that a step saves in its first run, in the order in which they were made."""
+    """Holds the values that a step saves in its first run, in order."""
 
     def __init__(self, *, saves_exchanges: bool) -> None:
         self.saves_exchanges, self.replaying = saves_exchanges, False
@@ -205,7 +198,7 @@ class _SavedValues:
         self._next = 0
 
     def begin_run(self, *, replaying: bool) -> None:
-        """Begins a run. There may be several second ones: a graph can be retained."""
+        """Begins a run; a retained graph has several second runs."""
         self.replaying, self._next = replaying, 0
 
     def save(self, make: Callable[..., Any]) -> Any:
@@ -215,27 +208,25 @@ class _SavedValues:
             return value
         if self._next == len(self._values):
             raise AssertionError(
-                f"a second run asked for more than the {len(self._values)} values of the first"
+                f"a second run requested more than the first run's {len(self._values)} values"
             )
         self._next += 1
         return _detached(self._values[self._next - 1])
 
 
 def _detached(value: Any) -> Any:
-    """The same memory as another tensor: autograd writes a history into the one that a function
-    returns.
+    """Returns another tensor on the same memory, because autograd attaches history to returned
+    tensors.
     """
     return value.detach() if isinstance(value, Tensor) else value
 
 
-_saved: ContextVar[_SavedValues | None] = ContextVar(
-    "saved",
-    default=None,  # of one thread: ranks may be threads
-)
+# Per thread, because ranks may be threads.
+_saved: ContextVar[_SavedValues | None] = ContextVar("saved", default=None)
 
 
 class _Run:
-    """The context of one run of a step; can be entered again."""
+    """The re-enterable context of one run of a step."""
 
     def __init__(self, saved: _SavedValues, *, replaying: bool) -> None:
         self._values, self._replaying = saved, replaying
@@ -275,9 +266,7 @@ class _SaveForward(torch.autograd.Function):
 
 
 class _BeginBackward(torch.autograd.Function):
-    """The last operation of a step and so the first of its backward pass: asks for a tensor, and
-    the second run begins.
-    """
+    """Starts the second run: a step's last operation is the first of its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""One router per module, and the table that names them."""
+"""Routers, one per module, and the table that names them."""

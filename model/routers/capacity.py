@@ -1,24 +1,23 @@
-"""Capacity: how many rows an expert serves at most, and who is refused when more want it.
+"""Capacity: how many rows an expert serves at most, and which ones it refuses.
 
 The routing group is one rank's micro-batch of n rows. An expert serves C = ⌈f·K·n/E⌉ routes, at
-least 1, f the capacity factor (GShard, arXiv 2006.16668, §3.2; Switch, arXiv 2101.03961, eq. 3). A
-refused route is no route: the row keeps its residual, and the other gate weights stay as they were,
-renormalised before anything was refused. Rounding differs between code bases: up (V-MoE), down
-after rounding n/E up (torchscale, Tutel); here up, in exact arithmetic, so that f = 1.1 means 11 of
-10.
+least 1, with f the capacity factor (GShard, arXiv 2006.16668, §3.2; Switch, arXiv 2101.03961, eq.
+3). A refused route disappears: the row keeps its residual, and the other gate weights stay as
+renormalised before. Code bases round differently: up (V-MoE), or down after rounding n/E up
+(torchscale, Tutel). Here C rounds up in exact arithmetic, so f = 1.1 means 11 for 10.
 
-Who is refused depends on the order in which routes ask:
+`drop_order` decides in which order routes request a place:
 
-    position_major   by (position, sequence, choice): nobody loses a place to a later position, so the model stays causal
-    token_major      by (sequence, position, choice): the order of the rows; later positions of earlier sequences take places
+    position_major   by (position, sequence, choice): later positions never take a place, so the model stays causal
+    token_major      by (sequence, position, choice): the order of rows; later positions of earlier sequences take places
     slot_major       all first choices, then all second ones (GShard): a later first choice evicts an earlier second choice
-    priority         as slot_major, but rows with the largest probability ask first (V-MoE, arXiv 2106.05974, algorithm 2)
+    priority         as slot_major, but rows with the largest probability first (V-MoE, arXiv 2106.05974, algorithm 2)
 
-With a capacity, an output depends on the other rows of the micro-batch, and so on its size and on
-the length of its sequences: a text that is cut short gets a smaller capacity, and one that is
-written token by token another one at each token. In `position_major` nothing that stands at a later
-position matters, but how many there are does. Cost: two sorts of N = T·K small integers, and one
-number read from the device (how many routes are left). Nothing of size T·E·C exists.
+With a capacity, an output depends on the micro-batch's other rows, its size and its sequence
+length: a truncated text has a smaller capacity, and token-by-token generation another one at each
+token. Under `position_major` later positions matter only by their number. Cost: two sorts of N =
+T·K small integers and one number read from the device (the remaining routes). Nothing of size T·E·C
+exists.
 
 Legend: T rows, E experts, K experts chosen, N routes (T·K, row-major), C capacity.
 """
@@ -38,7 +37,7 @@ DropOrder = Literal["position_major", "token_major", "slot_major", "priority"]
 
 
 class CapacityConfig(TopKConfig, ChoiceConfig):
-    """Describes what every router has in common that may refuse a row."""
+    """Describes the keys of every router that may refuse rows."""
 
     capacity_factor: PositiveFloat | None = None
     """Capacity of an expert in training, relative to an even load; none: dropless."""
@@ -47,14 +46,14 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
     """Capacity of an expert in evaluation; none: dropless."""
 
     drop_order: DropOrder = "position_major"
-    """Which routes are refused first when an expert is full."""
+    """Which routes a full expert refuses first."""
 
     capacity_rounding: Literal["routes", "rows"] = "routes"
-    """With "routes", C = ⌈f·K·n/E⌉. "rows", as torchscale: C = ⌊f·K·⌈n/E⌉⌋."""
+    """With "routes", C = ⌈f·K·n/E⌉. With "rows", as in torchscale, C = ⌊f·K·⌈n/E⌉⌋."""
 
     @property
     def random_second(self) -> bool:
-        """Returns whether a row's second expert is asked at random, in training.
+        """Returns whether training uses a row's second expert at random.
 
         The probability is min(1, 2·its gate weight).
         """
@@ -82,16 +81,16 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
 
 
 class CapacityRouter(ChoiceRouter):
-    """Routes to experts that may be full; a subclass implements `choose`, first choice first."""
+    """Routes to experts that may be full; a subclass implements `choose`, best choice first."""
 
     config: CapacityConfig
 
     def admit(
         self, choice: Choice, routes: Routes, batch_size: int, real_T: Tensor | None
     ) -> Routes:
-        """Returns the routes that are asked for and find a place; padding does not ask.
+        """Returns the requested routes that find a place; padding requests none.
 
-        The capacity is that of all rows, padding included: it follows from shapes.
+        The capacity counts padding rows, because it follows from shapes.
         """
         config = self.config
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
@@ -107,7 +106,7 @@ class CapacityRouter(ChoiceRouter):
         else:
             capacity = expert_capacity(factor, num_rows * top_k, num_experts=self.num_experts)
         expert_N = routes.expert_N
-        if asked_TK is not None:  # those who do not ask queue at an expert that does not exist
+        if asked_TK is not None:  # the others queue at a dummy expert
             expert_N = expert_N.where(asked_TK.flatten(), self.num_experts)
         turn_N = serving_order(choice, config.drop_order, batch_size)
         return routes.kept(
@@ -115,7 +114,7 @@ class CapacityRouter(ChoiceRouter):
         )
 
     def _asked(self, choice: Choice) -> Tensor | None:
-        """Draws GShard's random second expert (arXiv 2006.16668, algorithm 1); None: ask all."""
+        """Draws GShard's random second expert (arXiv 2006.16668, algorithm 1); None: use all."""
         if not self.training or not self.config.random_second:
             return None
         second_T = choice.weights_TK[:, 1].detach()
@@ -124,20 +123,17 @@ class CapacityRouter(ChoiceRouter):
 
 
 def expert_capacity(factor: float, num_routes: int, *, num_experts: int) -> int:
-    """Returns C = ⌈factor · routes / experts⌉, at least 1.
-
-    The factor counts as the decimal number that was written.
-    """
+    """Returns C = ⌈factor · routes / experts⌉, at least 1, with the factor as an exact decimal."""
     return max(1, math.ceil(Fraction(str(factor)) * num_routes / num_experts))
 
 
 def row_capacity(factor: float, num_rows: int, *, top_k: int, num_experts: int) -> int:
-    """Returns torchscale's C: ⌊factor · K · ⌈rows / experts⌉⌋, at least 1; of two choices 2⌈n/E⌉."""
+    """Returns torchscale's C: ⌊factor · K · ⌈rows / experts⌉⌋, at least 1."""
     return max(1, math.floor(Fraction(str(factor)) * top_k * math.ceil(num_rows / num_experts)))
 
 
 def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:
-    """Returns the routes' numbers, (N,), in the order in which they ask for a place."""
+    """Returns the routes' numbers, (N,), in the order in which they request a place."""
     experts_TK = choice.experts_TK
     route_TK = torch.arange(experts_TK.numel(), device=experts_TK.device).view_as(experts_TK)
     match order:
@@ -153,9 +149,9 @@ def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:
 
 
 def has_place(expert_N: Tensor, turn_N: Tensor, *, capacity: int) -> Tensor:
-    """Returns whether each route is among the first `capacity` of its expert: (N,) bool.
+    """Returns whether each route is among its expert's first `capacity`: (N,) bool.
 
-    Route turn_N[i] asks as the i-th.
+    Route turn_N[i] is the i-th to ask.
     """
     queue_N, index_N = expert_N[turn_N].sort(stable=True)
     place_N = torch.arange(len(queue_N), device=queue_N.device) - torch.searchsorted(

@@ -1,21 +1,20 @@
-"""X-MoE: rows and experts meet on a sphere of few dimensions (arXiv 2204.09179).
+"""X-MoE: rows and experts are compared on a low-dimensional sphere (arXiv 2204.09179).
 
 A linear router's gradient pulls rows into the span of the expert embeddings (rank E − 1), and so
-together. Here a row is projected to d_e = E/2 dimensions, both sides are L2-normalised, and a
-learnable temperature makes up for the bounded scores:
+together. Here rows are projected to d_e = E/2 dimensions, both sides are L2-normalised, and a
+learnable temperature compensates the bounded scores:
 
     s_e = cos(W h, e_e),   gate softmax(s/τ) or sigmoid(s/τ), not renormalised
     balancing loss over softmax(s/τ₀) with fixed τ₀ = 0.3 (softmax gate), 0.07 (sigmoid gate)
 
-τ is kept as its logarithm, so that no step can make it negative; it starts at τ₀, as the paper
-names no other value. The gradient into a row then has rank d_e at most.
+τ is stored as its logarithm, so it stays positive, and starts at τ₀, as the paper names no other
+value. The gradient into a row has rank d_e at most.
 
-The released code (torchscale) does something else, and `behaviour="torchscale"` does it too: width
-16 whatever E, expert embeddings that are rescaled in place to norm 1.5, rows that are *not*
-normalised (their norm is the temperature), no τ, no τ₀, softmax only, and with two experts GShard's
-renormalised gates and random second expert. It rescales in every forward pass; here that happens in
-`before_step`, which is the same, since only the optimizer changes a norm and the scores do not
-depend on it.
+The released code (torchscale) differs, and `behaviour="torchscale"` follows it: width 16 for any E,
+expert embeddings rescaled in place to norm 1.5, rows that are *not* normalised (their norm is the
+temperature), no τ, no τ₀, softmax only, and with two experts GShard's renormalised gates and random
+second expert. It rescales in every forward pass, here `before_step` does. Both agree, since only
+the optimizer changes norms and scores ignore them.
 
 Cost of a row: 2·D·d_e + 2·d_e·E FLOPs. Legend: T rows, D their width, E experts, K experts chosen,
 R dimensions of the sphere.
@@ -41,7 +40,7 @@ _PAPER_TEMPERATURE = {"softmax": 0.3, "sigmoid": 0.07}
 
 
 class CosineConfig(CapacityConfig):
-    """Describes X-MoE's router as in the paper, or as its released code behaves."""
+    """Describes X-MoE's router, as in the paper or in its released code."""
 
     kind: Literal["cosine"] = "cosine"
     gate: Literal["softmax", "sigmoid"] = "softmax"
@@ -51,7 +50,7 @@ class CosineConfig(CapacityConfig):
     """Width d_e of the sphere; none: half the number of experts."""
 
     behaviour: Literal["paper", "torchscale"] = "paper"
-    """With "torchscale", does as the released code does, where it differs from the paper."""
+    """With "torchscale", follows the released code where it differs from the paper."""
 
     initial_temperature: PositiveFloat | None = None
     """Start of the learned temperature τ; none: 0.3 for softmax gates, 0.07 for sigmoid gates."""
@@ -61,7 +60,7 @@ class CosineConfig(CapacityConfig):
 
     @property
     def random_second(self) -> bool:
-        """Returns whether a row's second expert is asked at random."""
+        """Returns whether training uses a row's second expert at random."""
         return self.behaviour == "torchscale" and self.top_k == 2
 
     def width(self, num_experts: int) -> int:
@@ -89,14 +88,13 @@ class CosineConfig(CapacityConfig):
                 f'behaviour="torchscale" with gate={self.gate!r}, '
                 f"top_k={self.top_k}{', ' + given if given else ''}: "
                 f"the released code has softmax gates, one or two experts, width {_RELEASED_WIDTH} "
-                "and no temperature; leave "
-                'these out or use behaviour="paper"'
+                'and no temperature; leave these out or set behaviour="paper"'
             )
         return self
 
 
 class CosineRouter(CapacityRouter):
-    """Scores experts by cosine on a low-dimensional sphere, top-k, dropless or with a capacity."""
+    """Scores experts by cosine on a low-dimensional sphere, top-k, with or without a capacity."""
 
     Config = CosineConfig
     config: CosineConfig
@@ -106,8 +104,7 @@ class CosineRouter(CapacityRouter):
     ) -> None:
         super().__init__(config, d_row, num_experts, init=init)
         width, released = config.width(num_experts), config.behaviour == "torchscale"
-        # The length of a released row is its temperature, so there the projection starts as
-        # published.
+        # In the released code a row's norm is its temperature, so start the projection as published.
         self.projection = parameter(width, d_row, init=uniform(d_row**-0.5) if released else init)
         self.expert_embedding = parameter(
             num_experts,
@@ -149,7 +146,7 @@ class CosineRouter(CapacityRouter):
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
-        """Scales every expert embedding to norm 1.5, for torchscale's behaviour.
+        """Rescales every expert embedding to norm 1.5, for torchscale's behaviour.
 
         A second call changes no bit, so an evaluation leaves no trace.
         """
@@ -164,7 +161,7 @@ class CosineRouter(CapacityRouter):
 
 
 def finite(scores_TE: Tensor) -> Tensor:
-    """Replaces scores that are not finite by the smallest that is, without gradient."""
+    """Replaces non-finite scores by the smallest finite one, without gradient."""
     known_TE = scores_TE.isfinite()
     smallest = scores_TE.detach().masked_fill(~known_TE, torch.inf).amin()
     return torch.where(known_TE, scores_TE, smallest)

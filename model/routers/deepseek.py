@@ -1,16 +1,15 @@
-"""DeepSeek's gate: balanced by a bias that only selects, with a limit on the groups of experts that
-a row may use.
+"""DeepSeek's gate: a bias balances the selection, and a row may use only some groups of experts.
 
     s = sigmoid(x W)                          V2: softmax
     selected by s + b                         from the best `kept_groups` of `num_groups` groups of neighbouring experts
-    gate weight = route_scale · s / Σ s       over the selected; the bias b never weighs. V2: not renormalised
+    gate weight = route_scale · s / Σ s       over the selected, without the bias b. V2: not renormalised
     b ← b + γ·sign(mean n − n_e)              after each step, n the choices of the whole global batch (arXiv 2408.15664, alg. 1)
 
-DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 20) has 256 experts in 8 groups, keeps 4, chooses 8, γ =
-0.001 and 0 for the last 3 % of the tokens, a sequence-wise loss of 1e-4 and no capacity. V2 (arXiv
-2405.04434, eq. 20 to 22): softmax, group_score="max", no renormalisation, no bias. The bias is a
-buffer: no gradient, no weight decay, float32, saved with the weights. It comes from earlier steps,
-so it tells a row nothing of its own future.
+DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 20) has 256 experts in 8 groups, keeps 4 groups, chooses 8
+experts, uses γ = 0.001 (0 for the last 3 % of the tokens), a sequence-wise loss of 1e-4 and no
+capacity. V2 (arXiv 2405.04434, eq. 20 to 22): softmax, group_score="max", no renormalisation, no
+bias. The bias is a float32 buffer without gradient or weight decay, saved with the weights. It
+comes from earlier steps, so it reveals nothing about a row's future.
 
 Legend: T rows, D their width, E experts, K experts chosen, G groups of experts, B sequences.
 """
@@ -31,7 +30,7 @@ from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConf
 
 
 class DeepSeekConfig(TopKConfig, ChoiceConfig):
-    """Describes DeepSeek's gate: V3 by default, V2 with other values.
+    """Describes DeepSeek's gate: V3 by default.
 
     V2 has scores="softmax", group_score="max", renormalise=false, bias_rate=0.
     """
@@ -44,13 +43,13 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
     """How logits become scores."""
 
     num_groups: PositiveInt = 1
-    """Groups that the experts are divided into."""
+    """Number of groups of experts."""
 
     kept_groups: PositiveInt = 1
-    """Groups that a token may choose its experts from."""
+    """Number of groups that a token may choose experts from."""
 
     group_score: Literal["top2", "max"] = "top2"
-    """Score of a group: the sum of its best two biased scores, or its best one."""
+    """Score of a group: the sum of its two best biased scores, or its best one."""
 
     renormalise: bool = True
     """Makes the K gate weights sum to 1."""
@@ -59,16 +58,16 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
     """Factor of the gate weights."""
 
     bias_rate: NonNegativeFloat = 0.001
-    """How far γ the bias moves per step; 0: it stays 0."""
+    """Step size γ of the bias; 0: no bias."""
 
     bias_until_step: NonNegativeInt | None = None
-    """The bias moves only in the steps before this one; none: always."""
+    """First step in which the bias stays fixed; none: never."""
 
     balance: NonNegativeFloat = 1e-4
     """Weight of the balancing loss."""
 
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    """Rows that the balancing loss is taken over."""
+    """Rows that the balancing loss averages over."""
 
     @property
     def promises(self) -> Promises:
@@ -80,8 +79,7 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
         if self.top_k == 1 and self.renormalise:
             raise ValueError(
                 "top_k=1 with renormalise=true makes every gate weight the same, and the router "
-                "learns nothing from the "
-                "experts; set renormalise=false, or choose more experts"
+                "learns nothing from the experts; set renormalise=false, or top_k to 2 or more"
             )
         if self.kept_groups > self.num_groups:
             raise ValueError(
@@ -105,8 +103,8 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
         if groups > 1 and self.group_score == "top2" and members < 2:
             raise ValueError(
                 'router.group_score="top2" needs groups of at least two experts, and '
-                f"num_groups={groups} of "
-                f'num_experts={num_experts} have one; use fewer groups or group_score="max"'
+                f"num_groups={groups} of num_experts={num_experts} have one; use fewer groups or "
+                'group_score="max"'
             )
 
 
@@ -126,11 +124,10 @@ class DeepSeekRouter(ChoiceRouter):
         self.register_buffer("selection_bias", torch.zeros(num_experts))
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """Chooses the K largest biased scores of the kept groups, weighed by the unbiased."""
+        """Chooses the K largest biased scores within the kept groups, weighted without the bias."""
         config = self.config
         logits_TE = router_logits(x_TD, self.weight)
-        # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores
-        # underflow.
+        # In logarithms renormalising is a softmax, which has no 0/0 if all scores underflow.
         log_scores_TE = (
             F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
         )
@@ -145,7 +142,7 @@ class DeepSeekRouter(ChoiceRouter):
         )
 
     def _within_groups(self, biased_TE: Tensor) -> Tensor:
-        """Returns minus infinity for every expert outside the row's best groups."""
+        """Returns the scores with −∞ for experts outside the row's best groups."""
         config = self.config
         if config.kept_groups == config.num_groups:
             return biased_TE
@@ -173,7 +170,7 @@ class DeepSeekRouter(ChoiceRouter):
 
     @torch.no_grad()
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Moves the bias one step towards the experts that had less than their share."""
+        """Moves the bias one step towards the experts with less than their share."""
         until = self.config.bias_until_step
         if until is None or step < until:
             load_E = totals["load"]

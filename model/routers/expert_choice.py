@@ -1,16 +1,16 @@
-"""Expert choice: every expert takes the tokens that suit it best, equally many for each (Zhou et
-al., arXiv 2202.09368).
+"""Expert choice: every expert takes its best tokens, equally many for each (Zhou et al., arXiv
+2202.09368).
 
     p = softmax over experts of x Wᵀ
     expert e takes the C tokens of a group with the largest p[·, e];  C = round(k/E · group size)
     y_t = Σ over the experts that took t of p[t, e] · expert_e(x_t)
 
-Balanced without a loss, and its counts are known in advance; but a token may be taken by many
-experts or by none, and then only the residual carries it. A choice among all tokens of a batch
-reads their future: a language model would learn to use that. The causal form, of the granularity
-study (arXiv 2402.07871) and of Mixture of Tokens' comparison, chooses among the tokens at one
-position of `sequences_per_group` sequences. Those authors put a LayerNorm on the layer's output
-(`output_norm` of the model), which matters for experts smaller than a dense layer.
+It is balanced without a loss and its counts are known in advance, but a token may be taken by many
+experts or by none, which leaves only the residual. Choosing among all tokens of a batch reads their
+future, which a language model would learn to exploit. The causal form, from the granularity study
+(arXiv 2402.07871) and Mixture of Tokens' comparison, chooses among the tokens at one position of
+`sequences_per_group` sequences. Those authors add a LayerNorm to the layer's output (the model's
+`output_norm`), which matters for experts smaller than a dense layer.
 
 Legend: B sequences, T rows, D their width, G groups of M members, C members that an expert takes, E
 experts, N = E·G·C routes.
@@ -38,11 +38,12 @@ class ExpertChoiceConfig(RouterConfig):
     """Sequences M that compete for an expert at each position; scope "flat" ignores it."""
 
     mean_experts: PositiveFloat = 1.0
-    """Experts per token, on average."""
+    """Mean number of experts per token."""
 
     scope: Literal["position", "flat"] = "position"
-    """With "position", tokens at the same position of a group compete. "flat": all tokens of a
-    micro-batch do, which reads the future."""
+    """Tokens that compete: "position", those at the same position of a group; "flat", all of a
+    micro-batch, which reads the future.
+    """
 
     @property
     def promises(self) -> Promises:
@@ -67,7 +68,7 @@ class ExpertChoiceConfig(RouterConfig):
         return self.scope == "flat"
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Returns how many experts take a row; flat, as if one sequence were the micro-batch."""
+        """Returns how many experts take a row; flat counts one sequence as the micro-batch."""
         members = self.sequences_per_group if self.scope == "position" else sequence_rows
         return self.taken(num_experts, members) * num_experts / members
 
@@ -84,17 +85,17 @@ class ExpertChoiceConfig(RouterConfig):
         """Returns C: how many of a group's `members` an expert takes.
 
         Raises:
-            ValueError: an expert would take no row at all.
+            ValueError: an expert would take no row.
         """
         wanted = self.mean_experts * members / num_experts
         if wanted < 0.5:
+            least = -(-num_experts // (2 * self.mean_experts))
+            by_position = self.scope == "position"
+            unit = "sequences (router.sequences_per_group)" if by_position else "rows"
             raise ValueError(
                 f"an expert would take round(router.mean_experts={self.mean_experts} · {members} "
-                "rows of a group / "
-                f"num_experts={num_experts}) = 0 rows: make groups of at least "
-                f"{-(-num_experts // (2 * self.mean_experts)):.0f}"
-                f"{' sequences (router.sequences_per_group)' if self.scope == 'position' else ' rows'}, or "
-                "raise router.mean_experts"
+                f"rows of a group / num_experts={num_experts}) = 0 rows: make groups of at least "
+                f"{least:.0f} {unit}, or raise router.mean_experts"
             )
         return min(members, max(1, round(wanted)))
 
@@ -114,22 +115,21 @@ class ExpertChoiceRouter(Router):
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Routes the rows that experts take from every group, expert by expert, G·C for each.
 
-        Padding is taken last: only where a group has fewer other rows than places.
+        Padding is taken last, only if a group has fewer other rows than places.
 
         Raises:
-            ValueError: the rows are not whole groups.
+            ValueError: the rows do not form whole groups.
         """
         logits_TE = router_logits(x_TD, self.weight)
         rows_GM = self._groups(x_TD.shape[0], batch_size, x_TD.device)
         taken = self.config.taken(self.num_experts, rows_GM.shape[1])
-        # Rounded where the router is stored in bfloat16: there equals are made, and the first win.
+        # A router stored in bfloat16 rounds here, which makes ties; the first of equals wins.
         p_TE = logits_TE.softmax(-1).to(own_dtype(x_TD, self.weight)).to(logits_TE.dtype)
         p_EGM = p_TE.T[:, rows_GM]
         wish_EGM = p_EGM.detach()
         if real_T is not None:
             wish_EGM = wish_EGM.masked_fill(~real_T[rows_GM], -1.0)  # below every probability
-        # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first
-        # ones.
+        # A stable sort takes exactly C, the first of equals; a threshold might take more.
         members_EGC = save_decision(
             lambda: wish_EGM.sort(dim=-1, descending=True, stable=True).indices[..., :taken].clone()
         )

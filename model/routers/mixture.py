@@ -1,30 +1,28 @@
-"""Mixture of Tokens: no choice is made; every expert reads one mixture of the tokens of a group
-(arXiv 2310.15961).
+"""Mixture of Tokens: without choosing, every expert reads one mixture of a group's tokens (arXiv
+2310.15961).
 
-A group holds M consecutive sequences, taken at the same position. So a token reads other sequences
-up to its own position, and never a later one: a language model stays causal, but no sequence is
-independent of its group context. For tokens x_m of a group,
+A group holds the same position of M consecutive sequences. A token reads other sequences up to its
+own position but never later, so a language model stays causal, while no sequence is independent of
+its group context. For tokens x_m of a group,
 
     L = x Cᵀ                        logits of every token and expert, no bias
     W[m, e] = softmax_m(L[m, e]/τ)  over the tokens, for every expert separately
     y_m = Σ_e W[m, e] · expert_e(Σ_i W[i, e] · x_i)
 
-with the same W merging and emitting. Every token learns from every expert; the load is equal and
-known in advance. With E = M·m experts of width F/m a token costs as much as in a dense layer of
-width F, and mixing adds 6·D·E FLOPs per token: 2 % of the experts' for m = 1 at D = 512, 37 % for m
-= 16. W takes T·E numbers per layer.
+The same W merges and emits. Every token learns from every expert, and the load is equal and known
+in advance. With E = M·m experts of width F/m, a token costs as much as a dense layer of width F.
+Mixing adds 6·D·E FLOPs per token: at D = 512, 2 % of the experts' for m = 1 and 37 % for m = 16. W
+takes T·E numbers per layer.
 
-A group of one is refused: a softmax over one token is 1 for every expert, so the token would get
-the plain sum of all E outputs (for 32 experts at the start, outputs up to 32·√32 = 181 times as
-large as in a group of 32; measured 155).
+A group of one is refused. A softmax over one token is 1 for every expert, so the token would get
+the plain sum of all E outputs (for 32 experts at the start, up to 32·√32 = 181 times those of a
+group of 32; measured 155).
 
-Padding (model/documents.py) is a token of its group like any other. To leave it out would make the
-group smaller, down to that group of one, and a token's output would depend on how full the other
-rows are.
+Padding (model/documents.py) is mixed like any token. Omitting it would shrink the group, down to a
+group of one, and make outputs depend on how full the other rows are.
 
-Beside the published layer the authors' code has switches that are off here by default. Its
-learnable temperature does not reach the softmax in the current version unless the positive form is
-chosen; here both forms do.
+The authors' switches beyond the published layer are off by default. In their current code a
+learnable temperature reaches the softmax only in the positive form; here in both.
 
 Legend: B sequences, S positions, T = B·S rows, D their width, G groups of M members, E experts.
 """
@@ -42,35 +40,38 @@ from .router import Promises, Router, RouterConfig
 
 
 class TokenMixingConfig(RouterConfig):
-    """Describes Mixture of Tokens; all options beside the group size are off as published."""
+    """Describes Mixture of Tokens; everything beyond the group size is off, as published."""
 
     kind: Literal["mixture_of_tokens"] = "mixture_of_tokens"
     sequences_per_group: PositiveInt = 32
-    """Tokens M that are mixed: of so many sequences, or with axis "sequence" so many neighbours of
-    one."""
+    """Tokens M that are mixed: from as many sequences, or with axis "sequence" from one."""
 
     temperature: PositiveFloat = 1.0
-    """Temperature τ of the mixing weights, or the start of a learned one."""
+    """Temperature τ of the mixing weights, or its start if learned."""
 
     learnable_temperature: Literal["none", "scalar", "per_expert"] = "none"
-    """Learns a factor of the temperature: one for all experts, or one per expert."""
+    """Learns a factor of the temperature: one for all experts, or one each."""
 
     temperature_form: Literal["direct", "positive"] = "direct"
-    """How a learned factor t, which starts at 1, enters: τ·t, or τ·exp(t − 1), which stays
-    positive."""
+    """How a learned factor t, starting at 1, applies: τ·t, or τ·exp(t − 1), which stays
+    positive.
+    """
 
     separate_emit_temperature: bool = False
-    """Gives emission a learned temperature of its own."""
+    """Learns a separate temperature for emission."""
 
     emit: Literal["merge", "softmax_over_experts"] = "merge"
     """Weights of emission: those of merging, or a softmax over a token's experts as in Soft MoE."""
 
     axis: Literal["position", "sequence"] = "position"
     """What is mixed: the same position of several sequences, or neighbours in one sequence, which
-    reads the future."""
+    reads the future.
+    """
 
     discrete_evaluation: bool = False
-    """Evaluates with only the largest weight, as 1: how far from a sparse layer is it?"""
+    """Evaluates with only the largest weight, set to 1, to measure the distance from a sparse
+    layer.
+    """
 
     evaluation_sequences_per_group: int | None = Field(default=None, gt=0)
     """Size of a group in evaluation; none: as in training."""
@@ -100,17 +101,14 @@ class TokenMixingConfig(RouterConfig):
 
     def check_length(self, sequence_rows: int) -> None:
         """Checks that the router and the length of a sequence fit each other."""
-        for name in (
-            ("sequences_per_group", "evaluation_sequences_per_group")
-            if self.axis == "sequence"
-            else ()
-        ):
+        if self.axis == "position":
+            return
+        for name in ("sequences_per_group", "evaluation_sequences_per_group"):
             members = getattr(self, name)
             if members is not None and sequence_rows % members:
                 raise ValueError(
                     f'router.{name}={members} with axis="sequence" does not divide the '
-                    f"{sequence_rows} rows of a sequence: "
-                    "groups are stretches of one sequence; choose a divisor"
+                    f"{sequence_rows} rows of a sequence: choose a divisor"
                 )
 
     def members(self, *, training: bool) -> int:
@@ -140,19 +138,18 @@ class TokenMixingConfig(RouterConfig):
     def _check_temperature(self) -> Self:
         if self.separate_emit_temperature and self.learnable_temperature == "none":
             raise ValueError(
-                'separate_emit_temperature=True with learnable_temperature="none": there is no '
-                "learned temperature to "
-                'separate; choose "scalar" or "per_expert"'
+                'separate_emit_temperature=True with learnable_temperature="none": no temperature '
+                'is learned; choose "scalar" or "per_expert"'
             )
         return self
 
 
 def group_of_one(name: str) -> str:
-    """Says why a group of one cannot be."""
+    """Explains why groups of one are refused."""
     return (
         f"{name}=1: a softmax over a group of one token is 1 for every expert, so the token would "
-        "get the plain sum of all "
-        "experts' outputs, tens of times too large; use 2 or more (the published models: 8 to 128)"
+        "get the plain sum of all experts' outputs, tens of times too large; use 2 or more (the "
+        "published models: 8 to 128)"
     )
 
 
@@ -178,7 +175,7 @@ class TokenMixingRouter(Router):
         """Mixes T sequence-major rows.
 
         Raises:
-            ValueError: the rows are not whole groups.
+            ValueError: the rows do not form whole groups.
         """
         logits_TE = router_logits(x_TD, self.weight)
         rows_GM = self._groups(x_TD.shape[0], batch_size, x_TD.device)
@@ -194,12 +191,11 @@ class TokenMixingRouter(Router):
         emit_axis = 2 if self.config.emit == "softmax_over_experts" else 1
         shared = emit_axis == 1 and self.emit_temperature is None
         merge_GME = self._weights(logits_GME, self.merge_temperature, axis=1)
-        emit_temperature = (
-            self.merge_temperature if self.emit_temperature is None else self.emit_temperature
-        )
-        emit_GME = (
-            merge_GME if shared else self._weights(logits_GME, emit_temperature, axis=emit_axis)
-        )
+        if shared:
+            return Mixture(rows_GM, merge_GME, merge_GME, self.num_experts)
+        own = self.emit_temperature
+        temperature = self.merge_temperature if own is None else own
+        emit_GME = self._weights(logits_GME, temperature, axis=emit_axis)
         return Mixture(rows_GM, merge_GME, emit_GME, self.num_experts)
 
     def _weights(self, logits_GME: Tensor, learned: Tensor | None, *, axis: int) -> Tensor:
@@ -218,20 +214,18 @@ class TokenMixingRouter(Router):
 def rows_by_position(
     num_rows: int, batch_size: int, members: int, *, device: torch.device
 ) -> Tensor:
-    """Groups rows by position: group (s, j) has those at s of sequences j·M … j·M + M − 1; (G, M).
+    """Groups rows by position: group (s, j) has position s of sequences j·M … j·M + M − 1; (G, M).
 
     Raises:
-        ValueError: the sequences are not whole groups.
+        ValueError: the sequences do not form whole groups.
     """
     if batch_size % members:
         raise ValueError(
             f"{batch_size} sequences are not whole groups of {members}: train with micro-batches "
-            "that are multiples of "
-            f"{members}, and evaluate a single sequence beside a group context of {members - 1} "
-            "(evaluation/group_context.py)"
+            f"that are multiples of {members}, and evaluate a single sequence with a group context "
+            f"of {members - 1} (evaluation/group_context.py)"
         )
-    # Rows are sequence-major: cutting them up as they lie would put neighbours of one sequence into
-    # a group.
+    # Rows are sequence-major, so contiguous cuts would group neighbours of one sequence.
     rows_jMS = torch.arange(num_rows, device=device).view(batch_size // members, members, -1)
     return rows_jMS.permute(2, 0, 1).reshape(-1, members)
 
@@ -247,12 +241,12 @@ def rows_by_neighbourhood(
     length = num_rows // batch_size
     if length % members:
         raise ValueError(
-            f'axis="sequence" with groups of {members}: does not divide the {length} positions of '
-            "a sequence"
+            f'axis="sequence" with groups of {members}: {length} positions of a sequence are not '
+            "whole groups; choose a divisor"
         )
     return torch.arange(num_rows, device=device).view(-1, members)
 
 
 def one_hot_of_largest(weights: Tensor, *, axis: int) -> Tensor:
-    """Returns 1 at the largest entry along an axis, 0 elsewhere; among equals the first."""
+    """Returns 1 at the largest entry along an axis (the first of equals), 0 elsewhere."""
     return torch.zeros_like(weights).scatter_(axis, weights.argmax(axis, keepdim=True), 1.0)

@@ -1,14 +1,14 @@
-"""Defines what a router is. Each router is one file beside this one and one line in `table.py`.
+"""The interface of routers; each is one file in this folder and one line in `table.py`.
 
-A router reads rows and returns routes or a mixture. It moves no data, knows no ranks, and decides in
-float32 whatever the compute dtype. It also owns the statistics and losses of its decisions, and
-everything about them that changes from step to step.
+A router reads rows and returns routes or a mixture. It moves no data, knows no ranks, and decides
+in float32 whatever the compute dtype. It also owns the statistics and losses of its decisions, and
+any state that changes from step to step.
 
     forward        rows → routing
     statistics     routing → sums per sequence, added up over the repeats of a shared layer
     losses         sums → values and their coefficients, computed once per forward pass
-    before_step    the step's number, for what follows a schedule
-    after_step     sums over the whole step and all ranks, for what is learned without a gradient
+    before_step    receives the step's number, for schedules
+    after_step     receives sums over the whole step and all ranks, for learning without a gradient
 
 Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H heads (1 for the
 feed-forward), A experts of a head, K experts chosen, N routes.
@@ -29,17 +29,16 @@ from ..routing import Routes, Routing, token_routes
 
 @dataclass(frozen=True)
 class Promises:
-    """States what a router guarantees, whatever its weights (tests/model/test_promises.py)."""
+    """States what a router guarantees for any weights (tests/model/test_promises.py)."""
 
-    # no output at a position depends on what stands at a later position, of any sequence
-    causal: bool
+    causal: bool  # no output depends on a later position, of any sequence
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
-    dropless: bool  # every row gets the outputs of all experts it asked for
+    dropless: bool  # every row gets the outputs of all requested experts
     balanced: bool  # every expert serves equally many rows, by construction
 
 
 class RouterConfig(BaseModel):
-    """Describes one kind of router: the part of a model's configuration that it reads."""
+    """Describes one kind of router in the model's configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -48,18 +47,18 @@ class RouterConfig(BaseModel):
     @property
     def promises(self) -> Promises:
         """Returns what this configuration guarantees."""
-        raise NotImplementedError(f"the router {self.kind!r} makes no promises")
+        raise NotImplementedError(f"the router {self.kind!r} must define promises")
 
     @property
     def evaluation_promises(self) -> Promises:
-        """Returns what this configuration guarantees in evaluation mode: by default the same."""
+        """Returns what this configuration guarantees in evaluation; by default the same."""
         return self.promises
 
     @property
     def group_sequences(self) -> int:
-        """Returns how many sequences are routed together; 1: each by itself.
+        """Returns how many consecutive samples are routed together; 1: each alone.
 
-        Every micro-batch holds whole groups of consecutive samples.
+        Every micro-batch holds whole groups.
         """
         return 1
 
@@ -70,7 +69,7 @@ class RouterConfig(BaseModel):
 
     @property
     def reads_whole_sequences(self) -> bool:
-        """Returns whether one position alone cannot be routed, so that it cannot be decoded."""
+        """Returns whether the router needs whole sequences and so cannot decode."""
         return False
 
     @property
@@ -79,35 +78,29 @@ class RouterConfig(BaseModel):
         return False
 
     def check_length(self, sequence_rows: int) -> None:
-        """Checks that the router and the length of a sequence fit each other; else ValueError."""
+        """Checks the router against the length of a sequence; raises ValueError."""
 
     @property
     def experts_per_row(self) -> float:
-        """Returns how many experts serve one row, on average and before any is refused.
-
-        The FLOPs of a row follow from it.
-        """
-        raise NotImplementedError(
-            f"the router {self.kind!r} does not say how many experts serve a row"
-        )
+        """Returns the mean number of experts per row before refusals, which gives its FLOPs."""
+        raise NotImplementedError(f"the router {self.kind!r} must define experts_per_row")
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Returns `experts_per_row`, where it depends on the experts and a sequence's rows."""
+        """Returns `experts_per_row`, or its value for these experts and a sequence's rows."""
         return self.experts_per_row
 
     @property
     def may_serve_fewer(self) -> bool:
-        """Returns whether some rows have fewer experts than `active_experts` says.
-
-        Then costs are an upper bound.
+        """Returns whether some rows get fewer experts than `active_experts`, an upper bound
+        then.
         """
         return not (self.promises.dropless or self.promises.balanced)
 
     def check(self, num_experts: int) -> None:
-        """Checks that the router and the number of experts fit each other; else ValueError."""
+        """Checks the router against the number of experts; raises ValueError."""
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """Returns the forward FLOPs for one row of width d_row; mixing counts, experts do not."""
+        """Returns the forward FLOPs for one row of width d_row, with mixing but without experts."""
         return 2 * d_row * num_experts
 
 
@@ -125,17 +118,15 @@ class Router(nn.Module):
     """Plans where rows go; a subclass sets `Config`, builds its weights and implements `forward`.
 
     Args:
-        config: of the subclass's own `Config`.
+        config: an instance of the subclass's `Config`.
         d_row: width of a row.
         num_experts: E.
-        start: starting values of a weight whose fan-in is a row.
+        init: initializer of a weight whose fan-in is a row.
     """
 
     Config: ClassVar[type[RouterConfig]]
-    backend: str = "auto"  # of the experts (`kernels.backend`): Triton's has a kernel for routers
-    carried: tuple[
-        str, ...
-    ] = ()  # names of statistics that `after_step` wants, summed over the whole step
+    backend: str = "auto"  # of the experts (`kernels.backend`); Triton's has router kernels
+    carried: tuple[str, ...] = ()  # names of the statistics for `after_step`
 
     def __init__(self, config: Any, d_row: int, num_experts: int, *, init: Initializer) -> None:
         super().__init__()
@@ -143,40 +134,43 @@ class Router(nn.Module):
 
     @property
     def group_context_size(self) -> int:
-        """Returns how many sequences must stand beside one in evaluation, at this step."""
+        """Returns how many sequences must accompany one in evaluation, at this step."""
         return self.config.evaluation_group_sequences - 1
 
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Plans where T rows of `batch_size` sequences go.
 
-        `real_T` (bool) is False for padding; None: there is none. Whatever the plan, padding's
-        routes are taken out afterwards: only a router whose rows compete for places reads it.
+        `real_T` (bool) is False for padding; None: no padding. Padding's routes are removed
+        afterwards in any case, so only routers whose rows compete for places read it.
         """
         raise NotImplementedError
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Sums over positions, each with a first axis of `batch_size`; nothing of size T survives."""
+        """Sums over positions, each with a first axis of `batch_size`; nothing of size T
+        survives.
+        """
         return {}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """Returns the auxiliary losses.
-
-        Their statistics were added up over the repeats of this router's weights.
+        """Returns the auxiliary losses from statistics summed over the repeats of this router's
+        weights.
         """
         return []
 
     def before_step(self, step: int) -> None:
-        """Learns how many optimizer steps are done, before each training step and evaluation."""
+        """Receives the number of finished optimizer steps, before each training step and
+        evaluation.
+        """
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Learns from the `carried` statistics of one optimizer step.
+        """Receives the `carried` statistics of one optimizer step, summed over everything.
 
-        They are summed over sequences, micro-batches, repeats and ranks.
+        That is over sequences, micro-batches, repeats and ranks.
         """
 
 
 class TopKConfig(RouterConfig):
-    """Describes what every router has in common by which a row asks for K experts."""
+    """Describes the keys of every router by which a row asks for K experts."""
 
     top_k: PositiveInt = 1
     """Experts per token."""
@@ -193,7 +187,7 @@ class TopKConfig(RouterConfig):
 
 
 class ChoiceConfig(RouterConfig):
-    """Describes what every router has in common that chooses experts for a row: its losses."""
+    """Describes the losses of every router that chooses experts for a row."""
 
     balance: NonNegativeFloat = 0.01
     """Weight of the balancing loss."""
@@ -206,9 +200,10 @@ class ChoiceConfig(RouterConfig):
     8). Your own function returns the costs c_e of Σ_e c_e·P_e."""
 
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
-    """Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the
-    step's micro-batches so far, so gradient accumulation makes it differ slightly with the
-    number of ranks. "sequence" is the document under train.balance_documents."""
+    """Rows over which f and, for the entropy, P are averaged. "global_batch": all ranks and the
+    step's micro-batches so far, so gradient accumulation makes it vary slightly with the number of
+    ranks. "sequence" is the document under train.balance_documents.
+    """
 
     balance_choices: Literal["all", "first"] = "all"
     """What f counts: all K choices of a row, or only its first (GShard, Switch, torchscale)."""
@@ -220,12 +215,12 @@ class ChoiceConfig(RouterConfig):
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds the experts chosen for every row, before any is refused."""
+    """Holds the experts chosen for every row, before refusals."""
 
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32, differentiable
     logits_TE: Tensor  # float32, before the gate's nonlinearity
-    # what the balancing loss averages; None: softmax of the logits
+    # averaged by the balancing loss; None: softmax of the logits
     probabilities_TE: Tensor | None = None
 
 
@@ -241,9 +236,9 @@ class ChoiceRouter(Router):
     def route_in_one(
         self, x_TD: Tensor, weight_ED: Tensor, *, gate: Gate, heads: int = 1
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns logits (T, H, A), experts (T, H, K) and gates (T, H, K), of one kernel.
+        """Returns logits (T, H, A), experts (T, H, K) and gates (T, H, K) from one kernel.
 
-        None where there is no kernel for these rows and the backend: then the router goes its steps.
+        None if the backend has no kernel for these rows; the router then takes its own steps.
         """
         if not can_route(self.backend, x_TD, weight_ED, heads=heads):
             return None
@@ -258,14 +253,14 @@ class ChoiceRouter(Router):
     def admit(
         self, choice: Choice, routes: Routes, batch_size: int, real_T: Tensor | None
     ) -> Routes:
-        """Returns the routes that are served; all of them unless a subclass has a capacity.
+        """Returns the routes that are served: all of them unless a subclass has a capacity.
 
         `real_T` is False for padding, which takes no place.
         """
         return routes
 
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
-        """Sends every row through the experts it chose and back into itself."""
+        """Sends every row through its chosen experts and back into itself."""
         choice = self.choose(x_TD)
         wanted = token_routes(choice.experts_TK, choice.weights_TK, num_experts=self.num_experts)
         probabilities = (
@@ -294,7 +289,7 @@ class ChoiceRouter(Router):
         return sums
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """Returns the balancing loss and the z-loss that the configuration asks for."""
+        """Returns the balancing loss and the z-loss, if configured."""
         config, found = self.config, []
         if config.balance:
             value_B = balance_value(sums, config.balance_form, config.balance_scope, running)

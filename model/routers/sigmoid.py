@@ -1,4 +1,4 @@
-"""Sigmoid gates: every expert is judged alone, so experts do not compete for one unit of
+"""Sigmoid gates: each expert is scored alone, so experts do not compete for one unit of
 probability.
 
 Legend: T rows, D their width, H heads, A experts of a head, K experts chosen.
@@ -18,23 +18,20 @@ from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
 class SigmoidConfig(TopKConfig, ChoiceConfig):
-    """Describes σ-MoE's and MoEUT's router: sigmoid, top-k, an entropy term per sequence.
-
-    Gates are not renormalised.
-    """
+    """Describes σ-MoE's and MoEUT's router: sigmoid gates, top-k, an entropy term per sequence."""
 
     kind: Literal["sigmoid"] = "sigmoid"
     top_k: PositiveInt = 4
     """Experts per token."""
 
     balance_form: Annotated[str, BALANCE] = "entropy"
-    """Form of the balancing loss; the paper's is "entropy"."""
+    """Form of the balancing loss; the paper uses "entropy"."""
 
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    """Rows that the balancing loss is taken over."""
+    """Rows that the balancing loss averages over."""
 
     expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Chance that an expert cannot be chosen, in training."""
+    """Probability that an expert cannot be chosen, in training."""
 
     @property
     def promises(self) -> Promises:
@@ -45,11 +42,9 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
 class SigmoidRouter(ChoiceRouter):
     """Gates with sigmoids, top-k, without renormalisation (σ-MoE, arXiv 2310.10837, §5).
 
-    SwitchHead routes its heads so too (arXiv 2312.07987, §2).
-
-    One independent choice per head; the feed-forward has one head. Experts are numbered head · A +
-    choice. The router gets gradient through the gate weights and, from the balancing term, through
-    the logits.
+    SwitchHead uses it with one independent choice per head (arXiv 2312.07987, §2); the feed-forward
+    has one head. Experts are numbered head · A + choice. The router's gradient comes through the
+    gate weights and, from the balancing term, through the logits.
     """
 
     Config = SigmoidConfig
@@ -71,9 +66,9 @@ class SigmoidRouter(ChoiceRouter):
     def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Chooses experts (T, H, K) int64, with gates (T, H, K) and logits (T, H, A), float32.
 
-        Float32 whatever the products' dtype: a choice must not flip with it. The choice is made on
-        the logits, which do not saturate as their sigmoids do. One kernel where there is one
-        (kernels/fused/router.py), but in training with `expert_dropout`, whose draws it does not know.
+        Float32 keeps a choice from flipping with the compute dtype. The choice is made on logits,
+        which do not saturate. One kernel does it where available (kernels/fused/router.py), except
+        in training with `expert_dropout`.
         """
         if not self._drops:
             found = self.route_in_one(x_TD, self.weight, gate="sigmoid", heads=self.num_heads)
@@ -89,7 +84,7 @@ class SigmoidRouter(ChoiceRouter):
         return chosen_THK, torch.sigmoid(values_THK), logits_THA
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """Chooses for the feed-forward, which has one head."""
+        """Chooses experts for the feed-forward, which has one head."""
         experts_T1K, weights_T1K, logits_T1E = self.choose_per_head(x_TD)
         return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
 
@@ -98,7 +93,7 @@ class SigmoidRouter(ChoiceRouter):
         return self.training and self.config.expert_dropout > 0
 
     def _eligible(self, logits_THA: Tensor) -> Tensor:
-        """Drops experts for the choice only; the balancing term sees the raw logits.
+        """Drops experts from the choice only; the balancing term sees the raw logits.
 
         Source: arXiv 2310.10837, §5.1.
         """

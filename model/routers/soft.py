@@ -1,17 +1,17 @@
-"""Soft MoE: every expert has slots, every slot reads a mixture of all tokens of its sequence (arXiv
+"""Soft MoE: every expert has slots, and every slot reads a mixture of its sequence's tokens (arXiv
 2308.00951).
 
 With X the m tokens of one sequence and Φ the slots' parameters, both normalised to length 1, and α
 one learned number,
 
     L = α · X̂ Φ̂                    logits of every token and slot
-    D = softmax of L over tokens    what a slot reads: Dᵀ X
-    C = softmax of L over slots     what a token gets: C Y
+    D = softmax of L over tokens    a slot reads Dᵀ X
+    C = softmax of L over slots     a token gets C Y
 
-Continuous, balanced by construction, and each sequence for itself; but a slot reads all positions,
-so a language model would see its own future. It is here as the non-causal sibling of Mixture of
-Tokens, which is this layer with one slot per expert, groups across sequences, no normalisation and
-D in the place of C. Mixing costs 6·D·E·P FLOPs per token.
+It is continuous, balanced by construction, and separate for each sequence. But a slot reads all
+positions, so a language model would see its own future: it is here as the non-causal relative of
+Mixture of Tokens, which is this layer with one slot per expert, groups across sequences, no
+normalisation and D in place of C. Mixing costs 6·D·E·P FLOPs per token.
 
 Legend: B sequences, M tokens of one, D their width, E experts, P slots of each, N = E·P slots.
 """
@@ -32,12 +32,12 @@ from .router import Promises, Router, RouterConfig
 class SlotMixingConfig(RouterConfig):
     """Describes Soft MoE's slots per expert.
 
-    Published with as many slots in all as tokens: slots_per_expert = round(tokens / E).
+    Published with as many slots as tokens: slots_per_expert = round(tokens / E).
     """
 
     kind: Literal["soft_moe"] = "soft_moe"
     slots_per_expert: PositiveInt | None = None
-    """Slots P of each expert; required, since the weights have a row per slot."""
+    """Slots P of each expert; required, because each slot has its own weights."""
 
     @property
     def promises(self) -> Promises:
@@ -70,15 +70,14 @@ class SlotMixingConfig(RouterConfig):
         """Returns P: the slots of an expert.
 
         Raises:
-            ValueError: it was not given; the length of a sequence, from which it would follow, is
-                not the model's to know.
+            ValueError: it is not configured; the model does not know the sequence length that
+                implies it.
         """
         if self.slots_per_expert is None:
             raise ValueError(
-                "router.slots_per_expert is not given: set it to the sequence length divided by "
-                f"num_experts={num_experts}, "
-                "rounded, to compute as many slots as tokens (for 128 positions: "
-                f"{max(1, round(128 / num_experts))})"
+                "router.slots_per_expert is not set: use the sequence length divided by "
+                f"num_experts={num_experts}, rounded, for as many slots as tokens (for 128 "
+                f"positions: {max(1, round(128 / num_experts))})"
             )
         return self.slots_per_expert
 
@@ -104,9 +103,7 @@ class SlotMixingRouter(Router):
             F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight)
         )
         scale = self.scale.to(dtype)
-        if (
-            x_TD.numel() < slots_ND.numel()
-        ):  # the same product either way: fewer numbers to multiply
+        if x_TD.numel() < slots_ND.numel():  # scale the smaller operand
             x_TD = x_TD * scale
         else:
             slots_ND = slots_ND * scale

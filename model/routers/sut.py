@@ -1,18 +1,18 @@
 """The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax,
-top-k, gates that sum to 1.
+top-k, renormalised gates.
 
-Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x)
-(after Mod-Squad, arXiv 2212.08066): many experts in use, and every row sure of its own. With q the
-weights of the rows, Σ q = 1, over all rows of a micro-batch and all depth steps of the shared layer
-together, and P_e = Σ q·p_e,
+Its loss maximises the mutual information of rows x and experts e, I(e; x) = H(e) − H(e|x) (after
+Mod-Squad, arXiv 2212.08066): many experts in use, and every row certain of its own. With row
+weights q, Σ q = 1, over all rows of a micro-batch and all depth steps of the shared layer together,
+and P_e = Σ q·p_e,
 
     corrected      H(e|x) − H(e) = −Σ q·p ln p + Σ_e P_e ln P_e         −ln E at best, 0 at worst
     as_published   H(e|x) + H(e) = −Σ q·p ln p − Σ_e P_e ln P_e         0 when all rows share one expert
 
-The released code of SUT, and the port of it that the MoEUT authors ran (arXiv 2405.16039), compute
-the second: the sign of the marginal term is the opposite of the stated aim, and rewards collapse.
-Where nothing halts the port also divides by the number of probabilities, T·E, instead of rows, T.
-"as_published" keeps both, to reproduce those runs.
+SUT's released code, and the MoEUT authors' port (arXiv 2405.16039), compute the second: the
+marginal term has the opposite sign of the stated aim, and rewards collapse. Without halting the
+port also divides by the number of probabilities, T·E, instead of rows, T. "as_published" reproduces
+both.
 
 With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a
 gradient through it.
@@ -35,7 +35,7 @@ from .router import Loss, Promises, Router, TopKConfig
 
 
 class SutConfig(TopKConfig):
-    """Describes SUT's router: softmax of a two-layer network, top-k, renormalised.
+    """Describes SUT's router: a two-layer network, softmax, top-k, renormalised gates.
 
     Its loss is on the mutual information of rows and experts.
     """
@@ -45,13 +45,13 @@ class SutConfig(TopKConfig):
     """Experts per token."""
 
     sampled: NonNegativeInt = 0
-    """How many of the K are drawn by their probability, in training; the others are the best."""
+    """How many of the K experts are drawn by probability, in training; the others are the best."""
 
     mi_loss: NonNegativeFloat = 0.001
     """Weight of the mutual-information loss."""
 
     mi_sign: Literal["corrected", "as_published"] = "corrected"
-    """Sign of the mutual-information loss, MoMHA's too: corrected, or as published."""
+    """Sign of the mutual-information loss, also for MoMHA."""
 
     @property
     def promises(self) -> Promises:
@@ -67,8 +67,8 @@ class SutConfig(TopKConfig):
         super().check(num_experts)
         if self.sampled > self.top_k:
             raise ValueError(
-                f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: so many of "
-                "the chosen experts are drawn"
+                f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: sample at "
+                "most top_k experts"
             )
 
 
@@ -86,9 +86,8 @@ class SutRouter(Router):
         self.output = Linear(d_row, num_experts, init=init)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses experts (T, K) int64, with gate weights (T, K) and logits (T, E).
-
-        Both are float32, whatever the compute dtype.
+        """Chooses experts (T, K) int64, with gate weights (T, K) and logits (T, E), both
+        float32.
         """
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
         logits_TE = logits_TE.to(wide_dtype(logits_TE))
@@ -99,13 +98,13 @@ class SutRouter(Router):
         return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
 
     def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
-        """Sends every row through the experts it chose and back into itself."""
+        """Sends every row through its chosen experts and back into itself."""
         experts_TK, weights_TK, logits_TE = self.choose(x_TD)
         routes = token_routes(experts_TK, weights_TK, num_experts=self.num_experts)
         return Routing(routes, logits_TE[:, None], wanted_TK=experts_TK)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Sums per sequence what the mutual information needs; q is not normalised yet.
+        """Sums per sequence the mutual information's terms, with q not yet normalised.
 
         These are `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q (B,).
         """
@@ -134,10 +133,10 @@ class SutRouter(Router):
         """Computes the mutual-information term over the micro-batch, as sequences' shares."""
         if not self.config.mi_loss:
             return []
-        # of a micro-batch that is all padding: 0, and no NaN
+        # a micro-batch of padding alone gives 0 instead of NaN
         mass = sums["mass"].sum().clamp_min(torch.finfo(sums["mass"].dtype).tiny)
         p_BE = sums["probability"] / mass
-        # An expert whose softmax underflows everywhere adds 0, and no NaN.
+        # An expert whose softmax underflows everywhere adds 0 instead of NaN.
         negative_marginal_B = (
             p_BE * p_BE.sum(0).clamp_min(torch.finfo(p_BE.dtype).tiny).log()
         ).sum(1)
@@ -147,9 +146,9 @@ class SutRouter(Router):
         return [Loss("mutual_information", value_B, self.config.mi_loss, mean_over_layers=False)]
 
     def _chosen(self, probabilities_TE: Tensor) -> Tensor:
-        """Chooses the K best; in training the last `sampled` of them are drawn instead.
+        """Chooses the K best; in training draws the last `sampled` of them.
 
-        They are drawn from p + 1e-6 of the experts that are left.
+        Draws use p + 1e-6 of the remaining experts.
         """
         top_k, sampled = self.config.top_k, self.config.sampled if self.training else 0
         best_TK = probabilities_TE.topk(top_k - sampled, dim=1).indices

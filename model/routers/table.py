@@ -1,7 +1,7 @@
 """The table of routers.
 
-One of the user's own is named as `module:Class`, and a new one of the package is one file and one
-line here (docs/extend.md shows both).
+A new router of the package is one file and one line here; a user's own is named as `module:Class`
+(docs/extend.md shows both).
 """
 
 from typing import Annotated
@@ -36,7 +36,7 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def make_router(config: RouterConfig, d_row: int, num_experts: int, *, init: Initializer) -> Router:
-    """Builds the router that `config.kind` names."""
+    """Builds the router that `config.kind` selects."""
     return ROUTER.entry(config.kind)(config, d_row, num_experts, init=init)
 
 

@@ -1,4 +1,4 @@
-"""Token choice: softmax over the experts, every row takes the best K. Switch, GShard, OLMoE and
+"""Token choice: softmax over the experts, and every row takes its best K. Switch, GShard, OLMoE and
 Mixtral are settings of it.
 
     Switch    top_k=1, a capacity factor (arXiv 2101.03961, eq. 1 to 6)
@@ -6,9 +6,8 @@ Mixtral are settings of it.
     OLMoE     top_k=8, z_loss=0.001, dropless (arXiv 2409.02060, §2)
     Mixtral   top_k=2, renormalise, dropless (arXiv 2401.04088, §2.1)
 
-The balancing loss counts all choices; GShard and Switch as published count first choices only
-(`balance.normalised_coefficient` converts a coefficient). An expert's output moves the logits only
-of those rows that chose it: a share K/E of all logits.
+The balancing loss counts all choices; GShard and Switch as published count first choices only. An
+expert's output changes only the logits of rows that chose it: a share K/E of all logits.
 
 Legend: T rows, D their width, E experts, K experts chosen.
 """
@@ -28,22 +27,23 @@ from .router import Choice
 
 
 class TokenChoiceConfig(CapacityConfig):
-    """Describes softmax gates with or without renormalisation, with or without a capacity."""
+    """Describes softmax gates with or without renormalisation and capacity."""
 
     kind: Literal["token_choice"] = "token_choice"
     renormalise: bool = False
     """Makes the K gate weights sum to 1: a softmax over the chosen logits."""
 
     second_expert: Literal["always", "random"] = "always"
-    """With "random", the second expert is used with probability min(1, 2·its renormalised weight), in
-    training; in evaluation always."""
+    """With "random", training uses the second expert with probability min(1, 2·its renormalised
+    weight); evaluation always uses it.
+    """
 
     jitter: float = Field(default=0.0, ge=0, lt=1)
     """Multiplies the router's input by U(1 − jitter, 1 + jitter), in training."""
 
     @property
     def random_second(self) -> bool:
-        """Returns whether a row's second expert is asked at random."""
+        """Returns whether training uses a row's second expert at random."""
         return self.second_expert == "random"
 
     @model_validator(mode="after")
@@ -51,21 +51,19 @@ class TokenChoiceConfig(CapacityConfig):
         if self.top_k == 1 and self.renormalise:
             raise ValueError(
                 "top_k=1 with renormalise=true makes every gate weight 1, and the router learns "
-                "nothing from the experts; "
-                "set renormalise=false, or choose more experts"
+                "nothing from the experts; set renormalise=false, or top_k to 2 or more"
             )
         if self.random_second and not (self.top_k == 2 and self.renormalise):
             raise ValueError(
                 f'second_expert="random" with top_k={self.top_k}, '
-                f"renormalise={str(self.renormalise).lower()}: it is asked "
-                "with twice its share of two renormalised gate weights; set top_k=2 and "
-                "renormalise=true"
+                f"renormalise={str(self.renormalise).lower()}: its probability is twice its share of "
+                "two renormalised gate weights; set top_k=2 and renormalise=true"
             )
         return self
 
 
 class TokenChoiceRouter(CapacityRouter):
-    """Gates with softmax, top-k, dropless or with a capacity."""
+    """Gates with softmax, top-k, with or without a capacity."""
 
     Config = TokenChoiceConfig
     config: TokenChoiceConfig
@@ -77,9 +75,8 @@ class TokenChoiceRouter(CapacityRouter):
         self.weight = parameter(num_experts, d_row, init=init)
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """Chooses the K largest logits of every row; gate weights as the configuration says.
-
-        One kernel where there is one (kernels/fused/router.py).
+        """Chooses the K largest logits of every row, in one kernel where available
+        (kernels/fused/router.py).
         """
         rows_TD = self._jittered(x_TD.to(own_dtype(x_TD, self.weight)))
         gate: Gate = "softmax_of_chosen" if self.config.renormalise else "softmax"
@@ -100,7 +97,7 @@ class TokenChoiceRouter(CapacityRouter):
 
 
 def softmax_gates(chosen_TK: Tensor, logits_TE: Tensor, *, renormalise: bool) -> Tensor:
-    """Returns the gates, (T, K): softmax over all experts, or over the chosen ones only."""
+    """Returns the gates, (T, K): softmax over all experts, or only over the chosen ones."""
     if renormalise:
         return chosen_TK.softmax(-1)
     return (chosen_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()

@@ -1,21 +1,21 @@
-"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same
+"""Transition tuning: a run starts as Mixture of Tokens and continues as a Switch with the same
 weights (arXiv 2310.15961).
 
-Until `switch_step` optimizer steps are done the router mixes (mixture.py); from then on every token
-takes the expert of its largest softmax, weighted by it, with a capacity if one is given and the
-balancing loss (Switch, arXiv 2101.03961, eq. 1 to 6). Router weight, experts, optimizer state,
-learning rate and data go on untouched. The result needs no group context.
+Until `switch_step` optimizer steps are done the router mixes (mixture.py). From then on every token
+takes the expert of its largest softmax, weighted by it, with an optional capacity and the balancing
+loss (Switch, arXiv 2101.03961, eq. 1 to 6). Router weight, experts, optimizer state, learning rate
+and data are unaffected. The result needs no group context.
 
 The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over
-experts: an offset that all tokens' logits for one expert share is invisible to the first and
-decides the load of the second. And an expert's outputs are weighted by 1/E to 1 where the mixture's
-weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over the last
-mixing step's global batch is kept, and subtracted once the router chooses. Not part of the
-published method.
+experts, so an offset that all tokens' logits for one expert share is invisible to the first and
+decides the load of the second. And an expert's outputs have weights 1/E to 1 where the mixture's
+had 1/M to 1. `calibrate`, which is not part of the published method, removes the first: it keeps
+every expert's mean logit over the last mixing step's global batch, and subtracts it once the router
+chooses.
 
 The authors switch from E = M experts to one expert per token. With E = M·m smaller experts, top_k =
-m keeps a token's cost. Their capacity is given out sequence by sequence (`token_major`), which lets
-a token lose its expert to later positions of other sequences; here `position_major` is the default.
+m keeps a token's cost. Their capacity is assigned sequence by sequence (`token_major`), which lets
+later positions of other sequences take a token's place; the default here is `position_major`.
 
 Legend: B sequences, T rows, D their width, G groups of M members, E experts.
 """
@@ -39,21 +39,21 @@ from .token_choice import softmax_gates
 
 
 class TransitionConfig(CapacityConfig):
-    """Describes Mixture of Tokens, then Switch, whose losses, capacity and `top_k` it has."""
+    """Describes Mixture of Tokens followed by Switch with losses, capacity and `top_k`."""
 
     kind: Literal["transition"] = "transition"
     sequences_per_group: PositiveInt = 32
     """Sequences M of a group, while mixing."""
 
     switch_step: PositiveInt = 150_000
-    """Optimizer steps that mix; the next ones choose."""
+    """Optimizer steps that mix; later ones choose."""
 
     calibrate: bool = False
-    """Subtracts every expert's mean logit of the last mixing step when tokens choose."""
+    """Subtracts every expert's mean logit of the last mixing step once tokens choose."""
 
     @property
     def promises(self) -> Promises:
-        """Returns what both halves of the run keep."""
+        """Returns what both halves of the run guarantee."""
         return replace(super().promises, batch_invariant=False)
 
     @property
@@ -67,11 +67,11 @@ class TransitionConfig(CapacityConfig):
         return self.sequences_per_group
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Returns the experts per row while mixing; afterwards it is `top_k`, which is the same."""
+        """Returns the experts per row while mixing, which equals `top_k` afterwards."""
         return num_experts / self.sequences_per_group
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """Returns the forward FLOPs for one row while mixing; afterwards it is a third of it."""
+        """Returns the forward FLOPs for one row while mixing, three times those afterwards."""
         return 6 * d_row * num_experts
 
     def check(self, num_experts: int) -> None:
@@ -79,10 +79,10 @@ class TransitionConfig(CapacityConfig):
         super().check(num_experts)
         if num_experts != self.sequences_per_group * self.top_k:
             raise ValueError(
-                f"a transition keeps its cost: num_experts={num_experts} must be "
+                f"num_experts={num_experts} must be "
                 f"router.sequences_per_group={self.sequences_per_group} × router.top_k={self.top_k} "
-                f"= {self.sequences_per_group * self.top_k}, so that a token is served by as many "
-                "experts before as after"
+                f"= {self.sequences_per_group * self.top_k}, so that a token costs the same before "
+                "and after the transition"
             )
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class TransitionConfig(CapacityConfig):
 
 
 class TransitionRouter(CapacityRouter):
-    """Makes two plans from one weight; the number of steps done says which."""
+    """Mixes or chooses with one weight, depending on the steps done."""
 
     Config = TransitionConfig
     config: TransitionConfig
@@ -110,7 +110,7 @@ class TransitionRouter(CapacityRouter):
 
     @property
     def group_context_size(self) -> int:
-        """Returns how many sequences must stand beside one in evaluation."""
+        """Returns how many sequences must accompany one in evaluation."""
         return self.config.sequences_per_group - 1 if self.mixes else 0
 
     def before_step(self, step: int) -> None:
@@ -119,9 +119,8 @@ class TransitionRouter(CapacityRouter):
         self.carried = ("logits", "rows") if self.mixes and self.config.calibrate else ()
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Keeps the mean logits of this step.
-
-        The last mixing step's stay, and a skipped step has none.
+        """Keeps this step's mean logits; those of the last mixing step that was not skipped
+        remain.
         """
         self.mean_logit.copy_(totals["logits"] / totals["rows"])
 
@@ -129,7 +128,7 @@ class TransitionRouter(CapacityRouter):
         """Plans a mixture, or routes.
 
         Raises:
-            ValueError: while mixing, the sequences are not whole groups.
+            ValueError: while mixing, the sequences do not form whole groups.
         """
         if not self.mixes:
             return super().forward(x_TD, batch_size=batch_size, real_T=real_T)

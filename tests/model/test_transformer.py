@@ -6,11 +6,10 @@ import pytest
 import torch
 from pairwise import slow_but
 from parts import layers
-from pydantic import ValidationError
 from small_model import ODD
 
 from moebius.model.attention.base import DepthContext
-from moebius.model.config.attention_config import RotaryConfig, SwitchHeadConfig
+from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.precision import cast_weights, forward_in
@@ -143,14 +142,6 @@ def test_no_position_sees_its_future_and_no_sequence_another(variant: str) -> No
         torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-5)
 
 
-def test_layers_are_applied_in_the_order_abab() -> None:
-    model, seen = make(ODD), []
-    for member, layer in enumerate(model.group):
-        layer.register_forward_hook(lambda *_, member=member: seen.append(member))
-    model(torch.zeros(1, 4, dtype=torch.int64))
-    assert seen == [0, 1, 0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("order", ["abab", "aabb"])
 def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at
@@ -206,52 +197,6 @@ def test_what_chooses_and_what_normalises_is_never_cast() -> None:
     assert {name for name in kept if "router" in name or "norm" in name} == {
         name for name, _ in make(ODD).named_parameters() if "router" in name or "norm" in name
     }
-
-
-def test_depth_not_divisible_by_the_group_is_refused() -> None:
-    with pytest.raises(
-        ValidationError, match=r"num_layers=7 is not divisible by layers_per_group=2"
-    ):
-        ModelConfig(num_layers=7, layers_per_group=2)
-
-
-def test_an_odd_rotary_width_is_refused_and_the_default_is_even() -> None:
-    with pytest.raises(ValidationError, match=r"positions.width=41 with d_head=82"):
-        ModelConfig(attention=SwitchHeadConfig(d_head=82, positions=RotaryConfig(width=41)))
-    assert ModelConfig(attention=SwitchHeadConfig(d_head=82)).attention.rotary_channels == 40
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"feed_forward.router": SigmoidConfig(top_k=17), "feed_forward.num_experts": 16},
-            "top_k=17 is more than num_experts=16",
-        ),
-        ({"attention.top_k": 5, "attention.num_experts": 4}, "top_k=5 is more than"),
-        ({"attention.single_expert": "gated_experts", "attention.num_experts": 1}, "set top_k=1"),
-        ({"d_model": 0}, "greater than 0"),
-        (
-            {"attention.kind": "momha", "attention.top_k": 9, "attention.num_experts": 4},
-            r"top_k=9 is more than num_experts=4 ",
-        ),
-        (
-            {"attention.kind": "momha", "attention.num_experts": 1},
-            "top_k=2 is more than num_experts=1: set top_k=1",
-        ),
-        (
-            {"feed_forward.shared_sum": "mean"},
-            'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh',
-        ),
-        (
-            {"feed_forward.sparse_layers": 2},
-            "sparse_layers=2 with layers_per_group=2 leaves no layer with experts",
-        ),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        ModelConfig.from_dotted(changes)
 
 
 WIDE = ModelConfig(
@@ -347,10 +292,12 @@ def test_more_positions_than_were_learned_are_refused() -> None:
     positions = {"attention.positions.kind": "learned", "attention.positions.max_positions": 5}
     model = make(ODD.changed(positions))
     assert model(torch.zeros(1, 5, dtype=torch.int64)).logits_BSV.shape[1] == 5
-    with pytest.raises(ValueError, match="6 positions are more than max_positions=5 that this"):
+    with pytest.raises(ValueError, match="6 positions exceed max_positions=5"):
         model(torch.zeros(1, 6, dtype=torch.int64))
 
 
 def test_a_parameter_without_a_rule_is_named() -> None:
-    with pytest.raises(ValueError, match=r"known for 'extra' of shape \(2, 3\): make it with"):
+    with pytest.raises(
+        ValueError, match=r"'extra' of shape \(2, 3\) has no initializer: create it"
+    ):
         draw("extra", torch.nn.Parameter(torch.zeros(2, 3)), seed=0)

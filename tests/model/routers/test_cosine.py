@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from informed import informed_gradient_fraction
 from parts import layers
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
 from torch import Tensor
@@ -265,38 +264,3 @@ def test_low_precision_rows_are_judged_in_float32() -> None:
     assert choice.logits_TE.dtype == choice.weights_TK.dtype == torch.float32
     assert choice.probabilities_TE is not None
     assert choice.probabilities_TE.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"top_k": 2}, {"top_k": 2, "gate": "sigmoid"}, {"top_k": 2, "behaviour": "torchscale"}],
-)
-def test_a_row_learns_about_the_experts_that_it_chose(fields: dict[str, Any]) -> None:
-    layer = make_layer({"kind": "cosine"} | fields).eval()
-    assert informed_gradient_fraction(layer, rows(4, 6)) == 0.25
-
-
-def test_flops_are_those_of_the_two_products() -> None:
-    assert CosineConfig().router_flops(768, 32) == 2 * 768 * 16 + 2 * 16 * 32
-    assert CosineConfig(d_routing=64).router_flops(768, 32) == 2 * 768 * 64 + 2 * 64 * 32
-    assert CosineConfig(behaviour="torchscale").router_flops(768, 8) == 2 * 768 * 16 + 2 * 16 * 8
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"behaviour": "torchscale", "gate": "sigmoid"}, "gate='sigmoid', top_k=1: the released"),
-        ({"behaviour": "torchscale", "top_k": 3}, "one or two experts"),
-        ({"behaviour": "torchscale", "d_routing": 8}, "d_routing=8"),
-        ({"behaviour": "torchscale", "balance_temperature": 0.3}, "no temperature"),
-        ({"initial_temperature": 0.0}, "initial_temperature"),
-        ({"top_k": 17}, "top_k=17 is more than num_experts=16"),
-    ],
-)
-def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(
-            feed_forward=ExpertsConfig(
-                num_experts=16, router=cast(Any, {"kind": "cosine"} | fields)
-            )
-        )

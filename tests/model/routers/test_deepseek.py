@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from informed import informed_gradient_fraction
 from parts import layers
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
 from torch import Tensor
@@ -218,32 +217,3 @@ def test_the_sequence_wise_loss_counts_unbiased_preferences(scores: str) -> None
     assert not torch.equal(
         sums["preferred"], sums["load"]
     )  # the bias and the groups chose otherwise
-
-
-def test_a_row_learns_about_the_experts_that_it_chose() -> None:
-    layer = make_layer({"kind": "deepseek", "top_k": 2}, num_experts=8)
-    assert informed_gradient_fraction(layer, rows(4, 6)) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"top_k": 1}, "learns nothing"),
-        ({"num_groups": 3}, "num_groups=3 does not divide num_experts=16"),
-        ({"kept_groups": 2}, "kept_groups=2 is more than num_groups=1"),
-        (
-            {"top_k": 9, "num_groups": 4, "kept_groups": 2},
-            "more than the 8 experts of kept_groups=2 groups of 4",
-        ),
-        ({"top_k": 17}, "top_k=17 is more than the 16 experts"),
-        ({"top_k": 2, "num_groups": 16, "kept_groups": 4}, "at least two experts"),
-        ({"capacity_factor": 1.0}, "no key 'capacity_factor'"),
-    ],
-)
-def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(
-            feed_forward=ExpertsConfig(
-                num_experts=16, router=cast(Any, {"kind": "deepseek"} | fields)
-            )
-        )

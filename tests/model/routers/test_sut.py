@@ -461,7 +461,7 @@ def test_all_experts_and_their_biases_are_sharded() -> None:
     [
         ({"attention.positions.kind": "rotary"}, "'momha' has no key 'positions'"),
         ({"norm": "peri"}, 'norm="post"'),
-        ({"attention.sampled": 3}, "sampled=3 of top_k=2"),
+        ({"attention.sampled": 3}, "sampled=3 is more than top_k=2"),
         ({"feed_forward.router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
         ({"feed_forward.router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
         ({"feed_forward.router": {"kind": "sut", "balance": 0.1}}, "balance"),
@@ -470,7 +470,7 @@ def test_all_experts_and_their_biases_are_sharded() -> None:
         ({"halting": {}, "feed_forward.kind": "dense"}, 'router.kind="sut"'),
         (
             {"halting": {}, "feed_forward.num_shared_experts": 2},
-            "halting with num_shared_experts=2: shared experts would go on working",
+            "halting with num_shared_experts=2: shared experts would keep serving",
         ),
     ],
 )

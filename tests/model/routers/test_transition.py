@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from informed import informed_gradient_fraction
 from parts import layers
 from sparse_layer import make_layer, make_model, rows
 from torch import Tensor
 
 from moebius.model.balance import RunningSum
 from moebius.model.routers.router import Promises
-from moebius.model.routers.table import ROUTER
 from moebius.model.routers.transition import TransitionConfig
 from moebius.model.routing import Mixture, Routes
 
@@ -65,13 +63,6 @@ def test_the_plan_and_the_losses_change_at_the_step() -> None:
     torch.testing.assert_close(
         alone, layer(x_BSD, x_BSD)[0][:1]
     )  # a sequence by itself, and the same as in a batch
-
-
-def test_fewer_logits_learn_after_the_switch() -> None:
-    layer, x_BSD = make_layer(TRANSITION, num_experts=4), rows(8, 3)
-    assert informed_gradient_fraction(layer, x_BSD) == 1.0
-    layer.router.before_step(10)
-    assert informed_gradient_fraction(layer, x_BSD) == pytest.approx(1 / 4)
 
 
 def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None:
@@ -137,15 +128,3 @@ def test_promises_are_those_of_the_whole_run() -> None:
     )
     assert not TransitionConfig(capacity_factor=1.25, drop_order="token_major").promises.causal
     assert (refusing.group_sequences, refusing.active_experts(32, 7)) == (32, 1.0)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sequences_per_group=1: a softmax over a group of one"):
-        ROUTER.read({"kind": "transition", "sequences_per_group": 1})
-    with pytest.raises(ValueError, match=r"switch_step"):
-        ROUTER.read({"kind": "transition", "switch_step": 0})
-    with pytest.raises(
-        ValueError,
-        match=r"num_experts=16 must be router.sequences_per_group=4 × router.top_k=1 = 4, so that",
-    ):
-        TransitionConfig(sequences_per_group=4).check(16)

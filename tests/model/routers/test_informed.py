@@ -4,8 +4,33 @@ softmax, and says nothing.
 
 from typing import Any
 
+import pytest
 import torch
+from sparse_layer import make_layer, rows
 from torch import Tensor
+
+TRANSITION = {"kind": "transition", "sequences_per_group": 4, "switch_step": 10}
+
+
+@pytest.mark.parametrize(
+    ("router", "share"),
+    [
+        ({"kind": "sigmoid", "top_k": 2}, 2 / 6),
+        ({"kind": "token_choice", "top_k": 1}, 1 / 6),
+        ({"kind": "token_choice", "top_k": 2}, 2 / 6),
+        ({"kind": "deepseek", "top_k": 2}, 2 / 6),
+        ({"kind": "cosine", "top_k": 2}, 2 / 6),
+        ({"kind": "cosine", "top_k": 2, "gate": "sigmoid"}, 2 / 6),
+        ({"kind": "cosine", "top_k": 2, "behaviour": "torchscale"}, 2 / 6),
+        ({"kind": "expert_choice", "sequences_per_group": 4, "mean_experts": 1.5}, 1 / 4),
+        ({"kind": "soft_moe", "slots_per_expert": 1}, 1),
+        ({"kind": "mixture_of_tokens", "sequences_per_group": 4}, 1),
+    ],
+)
+def test_a_row_learns_about_the_experts_that_serve_it(router: dict[str, Any], share: float) -> None:
+    """K/E of the logits for a choice of K, all of them for a mixture."""
+    layer = make_layer(router).eval()
+    assert informed_gradient_fraction(layer, rows(8, 3)) == pytest.approx(share)
 
 
 def informed_gradient_fraction(feed_forward: Any, x_BSD: Tensor) -> float:
