@@ -102,13 +102,6 @@ class DataConfig(BaseModel):
     override_position: bool = False
     """Whether a run continues although its data or their order differ from its checkpoint's."""
 
-    server: Literal["auto", "on", "off"] = "auto"
-    """Whether one process per node decodes for all its ranks; auto: if a node has at least four ranks
-    and the data is larger than two shuffle windows."""
-
-    server_bytes: int = Field(default=512 * 2**20, ge=1)
-    """The most memory that decoded chunks may take on a node."""
-
     @model_validator(mode="after")
     def _check_stages(self) -> "DataConfig":
         starts = [stage.at_tokens for stage in self.stages]

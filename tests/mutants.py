@@ -262,21 +262,6 @@ MUTANTS = (
         (f"{DOCUMENTS}::test_a_loss_over_documents_is_the_mean_of_their_own",),
     ),
     Mutant(
-        "the data server drops a chunk that a rank maps", "data_pipeline/serve/cache.py",
-        "for entry in self._entries.values() if not entry.holders]", "for entry in self._entries.values()]",
-        ("tests/data_pipeline/serve/test_cache.py",),
-    ),
-    Mutant(
-        "a rank is not told what its data server passed over", "data_pipeline/serve/client.py",
-        "        for one in here.lost:\n", "        for one in here.lost[:0]:\n",
-        ("tests/data_pipeline/serve/test_server.py",),
-    ),
-    Mutant(
-        "a data server that reads ahead leaves no room for what ranks wait for", "data_pipeline/serve/cache.py",
-        "self.max_bytes * 7 // 8", "self.max_bytes",
-        ("tests/data_pipeline/serve/test_cache.py",),
-    ),
-    Mutant(
         "a prompt's tokens are learned", "data_pipeline/make/tasks.py",
         "num_prompt_tokens=sum(map(len, prompt))", "num_prompt_tokens=0",
         ("tests/data_pipeline/make/test_prompts.py",),

@@ -30,10 +30,7 @@ def log_step(run: Run, result: StepResult) -> None:
     if not (number == run.first_step or result.is_last or due(number, train.log_every)):
         return
     step_s, data_wait_s = run.clock.read(waited_s=run.loader.wait_s)
-    sums = result.meter.reduce(
-        digest=result.batch.digest, data_wait_s=data_wait_s, lost_server=run.loader.lost_server
-    )
-    lost_servers = int(sums["lost_server"].item())
+    sums = result.meter.reduce(digest=result.batch.digest, data_wait_s=data_wait_s)
     counted = result.counted_targets
     tokens = train.global_batch * run.config.data.seq_len
     run.log.write(
@@ -50,7 +47,6 @@ def log_step(run: Run, result: StepResult) -> None:
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
-        **({"ranks_without_data_server": lost_servers} if lost_servers else {}),
         **expert_metrics(sums),
         **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
     )

@@ -1,8 +1,4 @@
-"""The data of one rank: its loader, the data server of its node, and waiting for data together.
-
-The first rank of a node starts the data server, if there is one, and tells the other ranks of the
-node where it is, through the store of the process group. It also decides whether there is one: the
-others may see a folder that has grown since.
+"""The data of one rank: its loader, and waiting for data together.
 
 A rank that lacks data does not wait in a collective, which ends the run after `train.timeout_s`. A
 slow store, or a segment that is not sealed yet, may take an hour. So before a step for which some rank
@@ -14,19 +10,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..data_pipeline.errors import DataError, PreparationFailedError
+from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.read.loader import Batch, Loader
-from ..data_pipeline.serve.protocol import ServerJob
-from ..data_pipeline.serve.start import ServerHandle, start_server, wants_server
-from ..distributed.process.process import Process
-from .config.run_config import Config
 from .metrics.run_lines import log_saved
 from .record.heartbeat import Phase
 from .run import Run, save
@@ -73,7 +63,6 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
-        server=open_data_server(config, run.process, run.progress.samples),
         skipped_samples=run.skipped_samples,
         continues=None if config.data.override_position else position,
     )
@@ -141,59 +130,3 @@ def _count_waiting(run: Run) -> int:
     waiting = torch.tensor(int(not ready), device=run.process.device)
     dist.all_reduce(waiting)
     return int(waiting.item())
-
-
-# The data server of a node ----------------------------------------------------------------------
-
-
-def open_data_server(config: Config, process: Process, start_sample: int) -> ServerHandle | None:
-    """Returns this node's data server; None: each rank decodes for itself.
-
-    All ranks of a node call it together.
-
-    Raises:
-        DataError: `data.server` is "on" and the server cannot start, or the folder cannot be read.
-    """
-    wanted = config.data.server
-    if wanted == "off" or (wanted == "auto" and process.ranks_per_node == 1):
-        return None
-    turn = process.store.add(f"data_server/turn/{process.rank}", 1)
-    key = f"data_server/{process.rank - process.local_rank}/{turn}"
-    if process.local_rank:
-        return _find_server(process, key)
-    handle = None
-    try:
-        handle = _start_server(config, process, start_sample)
-    finally:  # the others wait for an answer, whatever it is
-        process.store.set(key, "" if handle is None else str(handle.address))
-    return handle
-
-
-def _start_server(config: Config, process: Process, start_sample: int) -> ServerHandle | None:
-    if not wants_server(config.data, process.ranks_per_node):
-        return None
-    job = ServerJob(
-        data=config.data,
-        global_batch=config.train.global_batch,
-        num_ranks=process.world_size,
-        first_rank=process.rank,
-        ranks_here=process.ranks_per_node,
-        start_sample=start_sample,
-    )
-    try:
-        return start_server(job)
-    except DataError as error:
-        if config.data.server == "on":
-            raise
-        logger.warning("%s; until then each rank decodes for itself", error)
-        return None
-
-
-def _find_server(process: Process, key: str) -> ServerHandle | None:
-    try:
-        process.store.wait([key], timedelta(seconds=process.timeout_s))
-    except dist.DistStoreError:
-        logger.warning("the node's first rank reports no data server: decoding without one")
-        return None
-    address = process.store.get(key).decode()
-    return ServerHandle(Path(address)) if address else None

@@ -1,85 +1,55 @@
-"""The rows of one chunk of a segment, decoded: its tokens, and the pieces of them that rows consist of.
+"""One decoded chunk of a segment: its tokens, and the pieces of them that form rows.
 
-A chunk (packing.py) is decoded whole, and nothing of it is moved afterwards. A row that is cut from
-the stream is one piece, and shares its border token with the next; a row of fitted documents is a few
-pieces, as the plan says, and padding. They are joined when a batch needs them (gather.py).
+A chunk (packing.py) is decoded whole and in place. With "concat", a row is one piece, which shares its
+border token with the next row. With "best_fit", a row is several pieces, as planned, and padding.
+`gather` joins the pieces when a batch needs them.
 
-The last row of a chunk that is cut from the stream ends in the next chunk. The first tokens of every
-chunk are kept when it is decoded; for a chunk that is still to come its first batch is decoded for
-them, one of nine.
+With "concat", a chunk's last row ends in the next chunk. The first tokens of each decoded chunk are
+kept for it; if the next chunk is not decoded yet, its first batch is, one in nine.
 
 Legend: S tokens predicted per row.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import ShardError
-from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, SegmentPlan, concat_plan
+from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, concat_plan
 from .token_store import TokenBatch, TokenStore
 
 BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch | None]
-"""Reads a record batch, if asked with documents' ends and loss mask, its tokens into an array if one
-is given; None: pass over it."""
+"""Reads a record batch by store, number, whether ends and mask are wanted, and an optional array for
+its tokens; None if the batch is lost and must be skipped."""
 
 
 @dataclass(frozen=True)
 class LoadedChunk:
-    """Holds the tokens of a chunk, and the pieces of them that its rows consist of.
+    """Holds the tokens of a chunk, and the pieces of them that form its rows.
 
-    T tokens, P pieces, R rows. What the pieces of a row leave of its S+1 places is padding.
+    T tokens, P pieces, R rows. Padding fills what the pieces leave of a row's S+1 places.
     """
 
-    width: int  # S+1
     pieces: ChunkPieces
     flat_tokens: np.ndarray  # uint16 or uint32 [T]
-    flat_counts: np.ndarray | None  # bool [T]: it is learned; None: all are
-    flat_documents: np.ndarray | None  # int32 [T]: its document's number in the chunk; None: not
-    # asked for, or every piece is one
-    continued: np.ndarray | None  # bool [P]: its first token was a target already; None: of none
-    damaged: np.ndarray | None  # bool [R]: some of their tokens are lost; None: no row's
-    lost_batches: tuple[int, ...] = ()  # record batches that could not be read
-
-
-class ChunkSize(NamedTuple):
-    """Counts what a chunk has, or has at most."""
-
-    tokens: int
-    rows: int
-    pieces: int
-
-
-class ChunkLayout(Protocol):
-    """Turns the record batches of a chunk into rows at equal distances."""
-
-    plan: SegmentPlan
-
-    def read(self, chunk: int) -> LoadedChunk:
-        """Returns the rows of a chunk.
-
-        Raises:
-            ShardError: they cannot be read, and that is not to be passed over.
-        """
-        ...
-
-    def most_of(self, chunk: int) -> ChunkSize:
-        """Returns the most that a chunk can have, without reading it."""
-        ...
+    flat_counts: np.ndarray | None  # bool [T]: whether the token is learned; None: all are
+    # int32 [T]: the document's number in the chunk; None: not requested, or each piece is one
+    flat_documents: np.ndarray | None
+    continued: np.ndarray | None  # bool [P]: its first token was a target before; None: no piece's
+    damaged: np.ndarray | None  # bool [R]: some of its tokens are lost; None: no row's
 
 
 @dataclass(frozen=True)
 class WantedOfTokens:
-    """Says what is wanted of each token beside its id."""
+    """Says which values per token are needed beside its id."""
 
     counts: bool
     documents: bool
 
 
 class ConcatLayout:
-    """Cuts rows from the stream of a segment, S tokens apart."""
+    """Cuts rows from a segment's stream, S tokens apart."""
 
     def __init__(
         self,
@@ -98,7 +68,11 @@ class ConcatLayout:
         )
 
     def read(self, chunk: int) -> LoadedChunk:
-        """Returns the rows of a chunk."""
+        """Returns the rows of a chunk.
+
+        Raises:
+            ShardError: a record batch is damaged, and the policy is not to skip it.
+        """
         first_row, end_row = self.plan.chunks.row_starts[chunk : chunk + 2].tolist()
         begin, end = first_row * self._seq_len, end_row * self._seq_len + 1
         first, next_chunk = self.plan.chunk_batches[chunk : chunk + 2].tolist()
@@ -113,21 +87,13 @@ class ConcatLayout:
             span.put(batch, found)
         pieces = _cut(begin - span_begin, end_row - first_row, self._seq_len)
         return LoadedChunk(
-            width=self._seq_len + 1,
             pieces=pieces,
             flat_tokens=span.tokens,
             flat_counts=span.counts,
             flat_documents=span.documents,
             continued=None,
             damaged=_damaged_rows(pieces, span),
-            lost_batches=tuple(span.lost_batches),
         )
-
-    def most_of(self, chunk: int) -> ChunkSize:
-        """Returns the chunk's size; its last row may end in the next chunk."""
-        rows = int(np.diff(self.plan.chunks.row_starts[chunk : chunk + 2])[0])
-        first, end = self._store.batch_starts[self.plan.chunk_batches[chunk : chunk + 2]].tolist()
-        return ChunkSize(end - first + self._seq_len, rows, rows)
 
     def _read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch | None:
         wanted = self._wanted
@@ -135,14 +101,14 @@ class ConcatLayout:
         return self._read_batch(self._store, batch, in_full, into)
 
     def _head(self, batch: int) -> TokenBatch | None:
-        """Returns the first tokens of a batch, at least S if it has as many."""
+        """Returns the first S tokens of a batch, or fewer if it has fewer."""
         if batch not in self._heads:
             self._heads[batch] = _first_tokens(self._read(batch), self._seq_len)
         return self._heads[batch]
 
 
 class BestFitLayout:
-    """Puts whole documents into rows, as the segment's plan says."""
+    """Puts whole documents into rows, following the segment's plan."""
 
     def __init__(
         self,
@@ -158,32 +124,23 @@ class BestFitLayout:
         self.plan = plan.plan
 
     def read(self, chunk: int) -> LoadedChunk:
-        """Returns the rows of a chunk; what no document fills is padding that does not count."""
+        """Returns the rows of a chunk; padding fills up rows and does not count.
+
+        Raises:
+            ShardError: the plan is damaged, or a record batch is and the policy is not to skip it.
+        """
         stream = self._stream(chunk)
         pieces = self._plan.read(chunk)
-        width = self._seq_len + 1
-        if not pieces.fit(num_tokens=len(stream.tokens), width=width):
+        if not pieces.fit(num_tokens=len(stream.tokens), width=self._seq_len + 1):
             raise ShardError(f"{self._plan.path} does not fit its segment: {AGAIN}")
         return LoadedChunk(
-            width=width,
             pieces=pieces,
             flat_tokens=stream.tokens,
             flat_counts=stream.counts,
             flat_documents=None,
             continued=_continued(pieces, self._seq_len, len(stream.tokens)),
             damaged=_damaged_rows(pieces, stream),
-            lost_batches=tuple(stream.lost_batches),
         )
-
-    def most_of(self, chunk: int) -> ChunkSize:
-        """Returns the chunk's size: of a document's pieces all but the last fill rows."""
-        rows = int(np.diff(self.plan.chunks.row_starts[chunk : chunk + 2])[0])
-        batches = self.plan.chunk_batches[chunk : chunk + 2]
-        tokens, documents = (
-            int(np.diff(starts[batches])[0])
-            for starts in (self._store.batch_starts, self._store.document_starts)
-        )
-        return ChunkSize(tokens, rows, rows + documents)
 
     def _stream(self, chunk: int) -> "_Span":
         first, end = self.plan.chunk_batches[chunk : chunk + 2].tolist()
@@ -197,8 +154,11 @@ class BestFitLayout:
         return span
 
 
+ChunkLayout = ConcatLayout | BestFitLayout
+
+
 class _Span:
-    """Is a stretch of a segment's tokens while record batches are decoded or copied into it."""
+    """Collects a stretch of a segment's tokens, into which record batches are decoded or copied."""
 
     def __init__(self, store: TokenStore, begin: int, end: int, wanted: WantedOfTokens):
         size = max(0, end - begin)
@@ -208,25 +168,20 @@ class _Span:
         self.documents = np.zeros(size, dtype=np.int32) if wanted.documents else None
         self._num_documents = 0
         self.lost: list[tuple[int, int]] = []
-        """Begins and ends of what could not be read."""
-        self.lost_batches: list[int] = []
+        """Begin and end of each range that could not be read."""
 
     def place_of(self, number: int) -> np.ndarray:
-        """Returns where the tokens of a batch lie, for who decodes it: it lies here whole."""
+        """Returns the array to decode a batch into, which must lie here whole."""
         begin, end = (self._starts[number : number + 2] - self._begin).tolist()
         return self.tokens[begin:end]
 
     def put(self, number: int, batch: TokenBatch | None) -> None:
-        """Takes a batch, or its first tokens, as far as it lies in this stretch.
-
-        Tokens that were decoded into their place are not copied.
-        """
+        """Adds the part of a batch that lies in this stretch; copies tokens not decoded in place."""
         begin, end = (self._starts[number : number + 2] - self._begin).tolist()
         here = slice(max(0, begin), min(end, len(self.tokens)))
         if batch is None:
             self.tokens[here] = 0
             self.lost.append((here.start, here.stop))
-            self.lost_batches.append(number)
             return
         there = slice(here.start - begin, here.stop - begin)
         if batch.tokens.base is not self.tokens:
@@ -255,10 +210,10 @@ def _cut(begin: int, count: int, seq_len: int) -> ChunkPieces:
 
 
 def _continued(pieces: ChunkPieces, seq_len: int, num_tokens: int) -> np.ndarray:
-    """Returns which pieces go on with a document: their first token was a target already.
+    """Returns which pieces continue a document, so that their first token was a target before.
 
-    Only a document longer than a row is cut, so the piece before fills a row and ends with the
-    token with which this one begins.
+    Only documents longer than a row are cut: the piece before fills a row and ends with the token
+    that begins this one.
     """
     full = pieces.starts[pieces.lengths == seq_len + 1]
     ends_one = np.zeros(num_tokens, dtype=bool)
@@ -267,7 +222,7 @@ def _continued(pieces: ChunkPieces, seq_len: int, num_tokens: int) -> np.ndarray
 
 
 def _damaged_rows(pieces: ChunkPieces, stream: _Span) -> np.ndarray | None:
-    """Returns which rows hold a token that is lost, or None if none does."""
+    """Returns which rows hold a lost token, or None if none does."""
     damaged = np.zeros(pieces.num_rows, dtype=bool)
     for begin, end in stream.lost:
         row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))

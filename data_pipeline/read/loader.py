@@ -1,16 +1,13 @@
-"""Prepared shards to batches: the training loader of one rank, and the fixed pass over a validation
-split.
+"""Batches from prepared shards: the training loader of a rank, and one pass over a validation split.
 
-The position of a run in its data is (spec, g), g the number of samples consumed; see `order` for
-what comes when. Resuming is opening a loader with start_sample=g. A step covers the samples [g,
-g + global_batch); rank r of D takes the contiguous slice r of them, so any D that divides the batch
-sees the same samples per step. Every batch carries a digest of its rows' names and of their segments'
-content: added up over ranks (modulo 2**31) it proves that two runs saw the same rows, whatever their
-layout.
+A run's position in its data is (spec, g), where g is the number of consumed samples; `order` maps g to
+rows. To resume, open a loader with start_sample=g. A step covers the samples [g, g + global_batch).
+Rank r of D takes the contiguous slice r, so any D that divides the batch sees the same samples.
+Every batch carries a digest of its rows' names and their segments' content. If the sums over the ranks
+(modulo 2**31) are equal, two runs saw the same rows, whatever their layout.
 
-A thread reads ahead. Where the folder is still growing it waits for the segment that a step needs, all
-of it, so that all ranks wait at the same step, and `wait_reason` says what for. Chunks are decoded
-by the rank itself, or once for all ranks of its node by a data server (serve/).
+A thread reads ahead. In a folder that is still growing it waits until every segment that the step needs
+is sealed. All ranks therefore wait at the same step, and `wait_reason` names what they wait for.
 """
 
 import logging
@@ -18,7 +15,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,6 @@ import numpy as np
 
 from ..data_config import DataConfig
 from ..errors import DataError
-from ..serve.client import ServedChunks
-from ..serve.start import ServerHandle
 from .corruption import BatchFetcher, SkipList, open_fetcher
 from .order import RowRefs
 from .rows import SplitReader, too_short
@@ -37,30 +32,26 @@ from .skipped_samples import NOTHING, SkippedSamples
 
 logger = logging.getLogger(__name__)
 
-OnWait = Callable[[float, str], None]
-"""Told that a batch has been waited for so many seconds, and for what."""
-
-_CLOSE_S = 5.0  # a thread that is stuck in a read longer than this is left behind
-_SAY_AFTER_S = 10.0  # of waiting for a batch; then after twice as long, and so on
-_SAY_EVERY_S = 300.0  # once it has waited longer than that
+_CLOSE_S = 5.0  # how long `close` waits for a thread that is stuck in a read
+_SAY_AFTER_S = 10.0  # wait before the first warning; the interval doubles up to _SAY_EVERY_S
+_SAY_EVERY_S = 300.0
 
 
 @dataclass(frozen=True)
 class Batch:
     """Holds one rank's share of one optimizer step.
 
-    A accumulation steps, B sequences of a micro-batch, S+1 tokens. Whether there is a loss mask,
-    and whether there are document ids, is a property of the data set and not of the rows: it is the
-    same on all ranks and at every step, for a step counts its targets together.
+    A accumulation steps, B sequences of a micro-batch, S+1 tokens. The data set decides whether there
+    are a loss mask and document ids, so all ranks agree at every step.
     """
 
     tokens: np.ndarray  # int64 [A, B, S+1]
     first_sample: int  # of the whole step, over all ranks
-    digest: int  # of this rank's rows; digests of all ranks add up modulo 2**31
-    loss_mask: np.ndarray | None = None  # bool [A, B, S], of the targets; None: every one counts
-    # int32 [A, B, S+1], −1: padding; a document is a run of equal ids in a row; None: not asked for
+    digest: int  # of this rank's rows; the ranks' digests add up modulo 2**31
+    loss_mask: np.ndarray | None = None  # bool [A, B, S], of the targets; None: all count
+    # int32 [A, B, S+1], −1: padding; a document is a run of equal ids; None: not requested
     document_ids: np.ndarray | None = None
-    equal_shapes: bool = False  # the batches of all ranks have the same shape; a loader's do
+    equal_shapes: bool = False  # whether all ranks' batches have the same shape; a loader's do
 
 
 @dataclass(frozen=True)
@@ -68,36 +59,33 @@ class ValidationBatch:
     """Holds B rows of one rank's pass over a validation split, of S+1 tokens each."""
 
     tokens: np.ndarray  # int64 [B, S+1]
-    valid: np.ndarray  # bool [B]; False: a copy that only fills up the last batch
-    loss_mask: np.ndarray | None = None  # bool [B, S], as a Batch has it
-    document_ids: np.ndarray | None = None  # int32 [B, S+1], as a Batch has it
+    valid: np.ndarray  # bool [B]; False: a copy that pads the last batch
+    loss_mask: np.ndarray | None = None  # bool [B, S], as in Batch
+    document_ids: np.ndarray | None = None  # int32 [B, S+1], as in Batch
 
 
 class Loader:
     """Iterates endlessly over a rank's batches, one per optimizer step, read ahead by a thread.
 
-    Use it as a context manager, or call `close()`. An error of the reading thread is raised by
-    `next()`.
+    Use it as a context manager, or call `close()`. `next()` raises the reading thread's errors.
 
     Args:
-        data: which folder, and how it is read.
-        global_batch: samples of a step, over all ranks.
-        micro_batch: sequences of a forward pass of one rank.
-        rank: which slice of each step.
-        num_ranks: how many slices there are.
-        start_sample: samples that were consumed before.
-        prefetch: batches that are read ahead.
-        skip_folder: where damaged rows are written down that were passed over (`corruption`).
-        poll_s: how often a growing folder is looked at.
-        on_wait: told when a batch is waited for.
-        server: the node's data server, which is closed with the loader; None: this rank decodes.
+        data: the folder and how to read it.
+        global_batch: samples per step, over all ranks.
+        micro_batch: sequences per forward pass of one rank.
+        rank: this rank's slice of each step.
+        num_ranks: the number of slices.
+        start_sample: samples consumed before.
+        prefetch: batches to read ahead.
+        skip_folder: records which damaged rows were replaced (`corruption`).
+        poll_s: how often to look for new segments in a growing folder.
         skipped_samples: samples that no step takes.
-        continues: the position, of a checkpoint, that the first batch goes on from. Where a growing
-            folder has not sealed again what was read before, the first batch waits for that.
+        continues: a checkpoint's position to continue from. If a growing folder has not yet sealed
+            the segments read before, the first batch waits for them.
 
     Raises:
-        DataError: sizes that do not fit, a folder that cannot be read so, or another order of data
-            than that of `continues`.
+        DataError: the sizes do not fit, the folder cannot be read this way, or its order differs
+            from that of `continues`.
     """
 
     def __init__(
@@ -112,42 +100,28 @@ class Loader:
         prefetch: int = 4,
         skip_folder: Path | None = None,
         poll_s: float = 1.0,
-        on_wait: OnWait | None = None,
-        server: ServerHandle | None = None,
         skipped_samples: SkippedSamples = NOTHING,
         continues: Mapping[str, Any] | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
         self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
         self._fetch = open_fetcher(data, self._skipped)
-        self._server = server
-        self._served: ServedChunks | None = None
-        if server is not None:
-            self._served = server.connect(data, rank=rank, skipped=self._skipped)
-        try:
-            self._samples = OrderedSamples(data, self._fetch, self._served)
-        except BaseException:
-            self._close_server()
-            raise
+        self._samples = OrderedSamples(data, self._fetch)
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
-        self._poll_s, self._on_wait = poll_s, on_wait
+        self._poll_s = poll_s
         self._skipped_samples = skipped_samples
         self.wait_s = 0.0
-        """Seconds that `next()` has waited for data: what a faster disk or more prefetch saves."""
+        """Seconds that `next()` has waited for data."""
         self._waiting_for = ""
         self._waiting_since: float | None = None
         self._say_after_s = _SAY_AFTER_S
-        self._head: Batch | BaseException | None = None  # what was taken from the queue already
+        self._head: Batch | BaseException | None = None  # already taken from the queue
         self._error: BaseException | None = None
         self._closed = threading.Event()
         self._continues = continues
-        try:
-            self._go_on()
-        except BaseException:
-            self._close_server()
-            raise
+        self._check_continuation()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(start_sample,), name="loader", daemon=True
@@ -156,14 +130,8 @@ class Loader:
 
     @property
     def wait_reason(self) -> str:
-        """Returns what the reading thread waits for or reads just now; "": nothing."""
-        served = "" if self._served is None else self._served.doing
-        return self._waiting_for or served or self._fetch.doing
-
-    @property
-    def lost_server(self) -> bool:
-        """Returns whether this rank decodes by itself because its data server is gone."""
-        return self._served is not None and bool(self._served.lost)
+        """Returns what the reading thread is waiting for or reading; "" if nothing."""
+        return self._waiting_for or self._fetch.doing
 
     def ready(self) -> bool:
         """Returns whether `next()` would return, or raise, at once."""
@@ -174,9 +142,9 @@ class Loader:
         return self._head is not None or self._error is not None
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Waits for a batch, at most so long, and returns whether `next()` has one.
+        """Waits at most `timeout_s` for a batch or an error; returns whether `next()` has one.
 
-        While there is none it says so, ever more rarely: in the log, and to `on_wait`.
+        Logs a warning at growing intervals while it waits.
         """
         if self._has_head:
             return True
@@ -196,7 +164,7 @@ class Loader:
         return True
 
     def _say_in_s(self) -> float:
-        """Returns in how many seconds it is to be said that a batch is waited for."""
+        """Returns the seconds until the next warning that a batch is late."""
         if self._waiting_since is None:
             self._waiting_since, self._say_after_s = time.perf_counter(), _SAY_AFTER_S
         return max(0.0, self._waiting_since + self._say_after_s - time.perf_counter())
@@ -206,38 +174,34 @@ class Loader:
             return
         seconds = time.perf_counter() - self._waiting_since
         self._say_after_s += min(self._say_after_s, _SAY_EVERY_S)
-        reason = self.wait_reason or "reading"
-        logger.warning("waiting for data since %.0f s: %s", seconds, reason)
-        if self._on_wait is not None:
-            self._on_wait(seconds, reason)
+        logger.warning("waiting for data for %.0f s: %s", seconds, self.wait_reason or "reading")
 
     def position(self, samples: int) -> dict[str, Any]:
         """Returns what fixes the order of the first `samples` samples, for a checkpoint."""
         return self._samples.position(samples)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns what of a saved position does not hold for this loader, each as one line."""
+        """Returns how a saved position differs from this loader's, one line per difference."""
         return self._samples.differences(position)
 
     def check_position(self, position: Mapping[str, Any]) -> None:
-        """Checks that a saved position was counted in this loader's order.
+        """Checks that a saved position belongs to this loader's order.
 
         Raises:
-            DataError: it was not, and what differs.
+            DataError: it does not; the message lists the differences.
         """
         if differing := self.differences(position):
             raise DataError(
-                f"the checkpoint counted its samples in another order of data ({'; '.join(differing)}): "
-                "continuing would repeat some and leave out others. Resume with the same data and "
-                "settings, start a new run from its weights, or accept that with "
-                "data.override_position=true"
+                f"the checkpoint's data or their order differ ({'; '.join(differing)}): continuing "
+                "would repeat some samples and omit others. Resume with the same data and settings, "
+                "start a new run from its weights, or set data.override_position=true"
             )
 
     def check_enough(self, samples: int) -> None:
-        """Checks that the data is enough for so many samples, as far as that is known already.
+        """Checks that the sources last for `samples` samples, as far as is known.
 
         Raises:
-            DataError: a source would be read more often than its `max_epochs`.
+            DataError: a source would exceed its `max_epochs`.
         """
         self._samples.check_enough(samples)
 
@@ -247,7 +211,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._closed.is_set():
             raise ValueError(
-                "this loader was closed: open a new one with start_sample= where it stopped"
+                "this loader is closed: open a new one with start_sample= where it stopped"
             )
         self.wait_until_ready(math.inf)
         if self._error is None:
@@ -259,25 +223,16 @@ class Loader:
         raise self._error
 
     def close(self) -> None:
-        """Ends the thread and closes the files; batches read ahead are dropped.
+        """Ends the thread, drops its batches and closes the files; may be called again.
 
-        May be called again. A thread that is stuck in a read is left behind.
+        A thread that is stuck in a read is abandoned.
         """
         self._closed.set()
-        if self._served is not None:
-            self._served.close()
         self._thread.join(timeout=_CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("the loader's thread is still %s, and is left behind", self.wait_reason)
+            logger.warning("abandoned the loader's thread, which is still %s", self.wait_reason)
         else:
             self._samples.close()
-        self._close_server()
-
-    def _close_server(self) -> None:
-        if self._served is not None:
-            self._served.close()
-        if self._server is not None:
-            self._server.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -286,7 +241,7 @@ class Loader:
         self.close()
 
     def _read_ahead(self, first_sample: int) -> None:
-        """Runs in the thread: reads step after step until closed, or an error, which it queues."""
+        """Reads step after step in the thread until closed; queues any error."""
         step = self._global_batch
         first_sample = self._skipped_samples.next_step(first_sample, step)
         try:
@@ -298,7 +253,7 @@ class Loader:
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
-        """Waits for room in the queue and puts an item there; False once the loader is closed."""
+        """Puts an item into the queue once there is room; False if the loader is closed."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.05)
@@ -307,8 +262,8 @@ class Loader:
                 continue
         return False
 
-    def _go_on(self) -> str:
-        """Checks, once, that the data goes on as the checkpoint says, or says what that waits for."""
+    def _check_continuation(self) -> str:
+        """Checks the checkpoint's position once; until it can, returns what it waits for."""
         if self._continues is None:
             return ""
         if not (reason := self._samples.await_segments(self._continues)):
@@ -317,12 +272,13 @@ class Loader:
         return reason
 
     def _order_step(self, first_sample: int) -> RowRefs | None:
-        """Returns this rank's rows of a step, once all of the step's are there; None: closed.
+        """Returns this rank's rows once the whole step is available; None if closed.
 
-        All ranks look at the whole step, so they wait, and fail, at the same one.
+        Every rank checks the whole step, so all of them wait, or fail, at the same one.
         """
         while not self._closed.is_set():
-            reason = self._go_on() or self._samples.prepare(first_sample, self._global_batch)
+            reason = self._check_continuation()
+            reason = reason or self._samples.prepare(first_sample, self._global_batch)
             self._waiting_for = reason
             if not reason:
                 local = first_sample + self._local_start
@@ -332,8 +288,6 @@ class Loader:
 
     def _read_step(self, first_sample: int, refs: RowRefs) -> Batch:
         local_first = first_sample + self._local_start
-        if self._served is not None:
-            self._served.progress(first_sample)
         refs, rows = self._samples.read(local_first, refs, self._skipped)
         shape = (-1, self._micro_batch)
         return Batch(
@@ -365,18 +319,17 @@ def validation_batches(
 ) -> Iterator[ValidationBatch]:
     """Iterates once over a split, in batches of `batch_size` rows.
 
-    There are as many batches on every rank. Every row comes exactly once over all ranks. The last
-    batches are filled up with copies that are not valid, so that all ranks meet in the same
-    collectives. `max_rows` takes that many rows, evenly spaced.
+    Over all ranks, every row comes exactly once. All ranks get the same number of batches, padded with
+    invalid copies, so that they meet in the same collectives. `max_rows` selects that many rows,
+    evenly spaced.
 
-    A model that routes `sequences_per_group` consecutive sequences together gets the same groups
-    for every number of ranks and batch size, with members from far apart: neighbours in the stream
-    are parts of one document, and a member that shows how another goes on would be a look into its
-    future. Row m of group j is row j + m·(number of groups) of the pass; a last, incomplete group
-    is filled up with rows from the beginning of the pass.
+    A model that routes `sequences_per_group` consecutive sequences together gets the same groups for
+    any number of ranks and any batch size. Members of a group come from far apart: neighbours in the
+    stream may belong to one document, and one would reveal the continuation of another. Row m of
+    group j is row j + m·(number of groups) of the pass; rows from its beginning fill the last group.
 
     Raises:
-        DataError: sizes that do not fit.
+        DataError: the sizes do not fit.
         ShardError: the split is shorter than one row.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks or (max_rows is not None and max_rows < 1):
@@ -402,10 +355,7 @@ def validation_batches(
 
 
 def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
-    """Returns indices 0 … count − 1 in the order of the groups' members.
-
-    More follow where the last groups are not full.
-    """
+    """Returns indices 0 … count − 1 in the order of the groups' members; larger ones fill up."""
     num_groups = -(-count // sequences_per_group)
     slots = np.arange(num_groups * sequences_per_group, dtype=np.int64)
     return slots.reshape(sequences_per_group, num_groups).T.reshape(-1)
@@ -440,13 +390,12 @@ def _check_layout(
         and prefetch >= 1
     ):
         raise DataError(
-            f"a loader needs 0 <= {rank=} < {num_ranks=}, {global_batch=} and {micro_batch=} of at "
-            "least 1, "
-            f"{start_sample=} of at least 0 and {prefetch=} of at least 1"
+            f"a loader needs 0 <= {rank=} < {num_ranks=}, {global_batch=} >= 1, {micro_batch=} >= 1, "
+            f"{start_sample=} >= 0 and {prefetch=} >= 1"
         )
     if global_batch % (num_ranks * micro_batch):
         raise DataError(
             f"{global_batch=} is not a multiple of {num_ranks=} x {micro_batch=} = "
-            f"{num_ranks * micro_batch} sequences: "
-            "each rank must get the same number of whole micro-batches; change one of the three"
+            f"{num_ranks * micro_batch} sequences: each rank must get the same number of whole "
+            "micro-batches; change one of the three"
         )

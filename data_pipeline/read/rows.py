@@ -1,19 +1,19 @@
-"""The segments of a prepared folder, opened when they are reached, and rows gathered from their chunks.
+"""The segments of a prepared folder, opened on demand, and rows gathered from their chunks.
 
-1. `Prepared` follows the chain of manifests, counts the rows of every segment, and opens the index and
-   the plan of those that are read.
-2. `RowReader` keeps the chunks of one window of the order decoded per source (16 MiB at 128 Ki
-   tokens of uint16) and gathers rows from them.
-3. `SplitReader` numbers the rows of first segments one after the other: validation, and text to stand
-   beside a request.
+1. `Prepared` follows the chain of manifests, counts each segment's rows, and opens the index and plan
+   of those that are read.
+2. `RowReader` keeps the decoded chunks of one shuffle window per source (16 MiB at 128 Ki tokens of
+   uint16) and gathers rows from them.
+3. `SplitReader` numbers the rows of each source's first segment, for validation and for text beside a
+   prompt.
 
-Legend: S tokens predicted per row, n rows asked for.
+Legend: S tokens predicted per row, n requested rows.
 """
 
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,7 +22,6 @@ import numpy as np
 from ..data_config import DataConfig
 from ..errors import DataError, ShardError
 from ..manifest import DatasetManifest, SealedSegment, follow, read_manifest
-from ..tokenizers.interface import token_dtype
 from .chunks import (
     BatchReader,
     BestFitLayout,
@@ -38,9 +37,6 @@ from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
 from .token_store import TokenStore
 
 Packing = Literal["concat", "best_fit"]
-ChunkReader = Callable[[str, int, int], LoadedChunk]
-"""Returns the rows of a chunk by its source, segment and number: decoded here, or by a server."""
-
 _SPARE_CHUNKS = 1  # beside those of a window
 
 
@@ -52,11 +48,11 @@ class Prepared:
         split: "train" or "validation".
         seq_len: S.
         packing: how documents become rows.
-        document_ids: whether they are wanted.
+        document_ids: whether rows need document ids.
         read_batch: reads record batches.
-        check_sizes: whether a missing or truncated shard is refused when its segment is opened.
-        chunk_batches: record batches that are decoded together where rows are cut: few for rows
-            from all over, more for the order of a run.
+        check_sizes: whether opening a segment refuses missing or truncated shards.
+        chunk_batches: record batches decoded together with "concat": few for scattered rows, more
+            for a run's order.
     """
 
     def __init__(
@@ -81,43 +77,30 @@ class Prepared:
         self._stores: OrderedDict[tuple[str, int], TokenStore] = OrderedDict()
         kept = 2 * len(self.manifest.sources) + 2
         self.layout = functools.lru_cache(maxsize=kept)(self._open)
-        """(source, segment) to its ChunkLayout; the latest are kept."""
+        """(source, segment) to its ChunkLayout; caches the latest."""
         self._plan_rows = functools.cache(self._rows_of_plan)
 
-    @property
-    def token_bytes(self) -> int:
-        """Returns how many bytes a token takes."""
-        return token_dtype(self.manifest.vocab_size).itemsize
-
     def grow(self) -> bool:
-        """Reads what was added to the chain of manifests; False: nothing was."""
+        """Reads new manifests of the chain; returns whether there were any."""
         known, self.manifest = self.manifest, follow(self.directory, self.manifest)
         return self.manifest is not known
 
     def segment(self, source: str, number: int) -> SealedSegment:
-        """Returns a segment that is sealed."""
+        """Returns a sealed segment of a source."""
         return self.manifest.segments(source)[number]
 
     def num_rows(self, source: str, segment: int) -> int:
-        """Returns the number of rows of a segment: from the manifest alone where they are cut."""
+        """Returns the number of rows of a segment; with "concat" the manifest determines it."""
         if self.packing == "concat":
             return num_rows(self.segment(source, segment).num_tokens(self.split), self.seq_len)
         return self._plan_rows(source, segment)
 
     def chunks(self, source: str, segment: int) -> ChunkTable:
-        """Returns how the rows of a segment lie in chunks."""
+        """Returns how a segment's rows are divided into chunks."""
         return self.layout(source, segment).plan.chunks
 
-    def read_chunk(self, source: str, segment: int, chunk: int) -> LoadedChunk:
-        """Decodes the record batches of a chunk and returns its rows.
-
-        Raises:
-            ShardError: they cannot be read, and that is not to be passed over.
-        """
-        return self.layout(source, segment).read(chunk)
-
     def content_of(self, source: str, segment: int) -> str:
-        """Returns a hash of the content of one segment: of what its shards and indices hold."""
+        """Returns a hash of the content of a segment's shards and indices."""
         shards = self.segment(source, segment).of(self.split)
         hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
@@ -171,31 +154,23 @@ class Prepared:
 
 
 class RowReader:
-    """Gathers rows from decoded chunks, of which the latest of each source are kept.
+    """Gathers rows from decoded chunks, keeping each source's latest. Not thread-safe.
 
-    Not for several threads at once.
+    Args:
+        prepared: the folder.
+        names: the sources, in the order that numbers them.
     """
 
-    def __init__(
-        self, prepared: Prepared, names: Sequence[str], read_chunk: ChunkReader | None = None
-    ):
-        """Reads from a prepared folder.
-
-        Args:
-            prepared: the folder.
-            names: the sources by the numbers that the order has for them.
-            read_chunk: where chunks come from; None: they are decoded here.
-        """
+    def __init__(self, prepared: Prepared, names: Sequence[str]):
         self._prepared, self._names = prepared, tuple(names)
-        self._read_chunk = read_chunk or prepared.read_chunk
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
         self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its segment
 
     def read(self, sources: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Rows:
-        """Reads rows, each named by source, segment and row: int64 [n] each.
+        """Reads rows by the numbers of their source, segment and row: int64 [n] each.
 
         Raises:
-            ShardError: a record batch is not as it was written, and that is not to be passed over.
+            ShardError: a record batch is damaged, and the policy is not to skip it.
         """
         found: Rows | None = None
         for source, segment, here in group_pairs(sources, segments):
@@ -229,13 +204,13 @@ class RowReader:
     def _joined_chunks(
         self, source: int, segment: int, chunks: np.ndarray, table: ChunkTable
     ) -> JoinedChunks:
-        """Returns what joins rows of some chunks, and of those of the segment that are kept beside."""
+        """Returns a joiner over the given chunks and the segment's other cached ones."""
         known = self._joined.get(source)
         if known is not None and known[0] == segment and known[1].has(chunks):
             return known[1]
-        self._joined.pop(source, None)  # before it keeps more in memory than is asked for
+        self._joined.pop(source, None)  # it would keep old chunks in memory
         keep = table.chunks_per_window + _SPARE_CHUNKS
-        # in the order in which they appear: what belongs to the window before is not read again
+        # in order of appearance, so that the previous window's chunks are not read again
         asked = {
             chunk: self._load(source, segment, chunk, keep=keep)
             for chunk in dict.fromkeys(chunks.tolist())
@@ -257,18 +232,18 @@ class RowReader:
         if found is None:
             while len(kept) >= keep:
                 kept.popitem(last=False)
-            found = self._read_chunk(self._names[source], segment, chunk)
+            found = self._prepared.layout(self._names[source], segment).read(chunk)
         kept[segment, chunk] = found
         kept.move_to_end((segment, chunk))
         return found
 
 
 class SplitReader:
-    """Reads rows of the first segment of every source, numbered source after source.
+    """Reads rows of every source's first segment, numbered source after source.
 
-    They are cut from the streams, S tokens apart, whatever a run's packing: with a little data they
-    are the whole split, and they are there as soon as a folder can be read at all. Use as a context
-    manager, or call `close`.
+    Rows are cut from the streams, S tokens apart, whatever the run's packing. First segments exist as
+    soon as a folder can be read, and are the whole split if it is small. Use it as a context manager,
+    or call `close`.
     """
 
     def __init__(
@@ -283,7 +258,7 @@ class SplitReader:
         """Opens the folder.
 
         Raises:
-            ShardError: it cannot be read.
+            ShardError: the folder cannot be read.
         """
         self._prepared = Prepared(
             directory,
@@ -309,15 +284,15 @@ class SplitReader:
 
     @property
     def streams(self) -> list[range]:
-        """Returns the rows of each source, which follow each other in its stream."""
+        """Returns the rows of each source, which are consecutive in its stream."""
         ends = self._ends.tolist()
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def read(self, rows: np.ndarray) -> Rows:
-        """Reads rows 0 <= n < num_rows.
+        """Reads rows by their numbers, 0 <= n < num_rows.
 
         Raises:
-            ShardError: a record batch is not as it was written.
+            ShardError: a record batch is damaged, and the policy is not to skip it.
         """
         sources = np.searchsorted(self._ends, rows, side="right")
         starts = np.concatenate([[0], self._ends[:-1]])
@@ -335,10 +310,10 @@ class SplitReader:
 
 
 def check_names(manifest: DatasetManifest, data: DataConfig) -> None:
-    """Checks that the mixture names sources of the folder only.
+    """Checks that the mixture names only sources of the folder.
 
     Raises:
-        DataError: it names another one.
+        DataError: it names an unknown source.
     """
     known = {source.name for source in manifest.sources}
     if unknown := sorted(data.mixture_names - known):
@@ -349,7 +324,7 @@ def check_names(manifest: DatasetManifest, data: DataConfig) -> None:
 
 
 def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
-    """Returns the error about a stream that holds no row."""
+    """Returns the error about a stream shorter than one row."""
     return ShardError(
         f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
         "prepare more text for it (for validation: raise validation_fraction), or lower seq_len"

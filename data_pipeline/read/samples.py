@@ -1,56 +1,38 @@
-"""Global sample numbers in, rows out: the order of a run over a prepared folder.
+"""A run's order over a prepared folder: global sample numbers in, rows out.
 
-It knows how far the folder has grown, what a position in the data is (for a checkpoint, and to say
-what differs when a run is continued on other data), and which rows stand in for lost ones. `Loader`
-cuts steps and ranks out of it; the command line asks it what was in a step.
+`OrderedSamples` tracks how far the folder has grown, describes positions for checkpoints, and replaces
+lost rows. `Loader` divides its samples into steps and ranks; `moebius data peek` shows them.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..data_config import DataConfig
 from ..errors import DataError, PreparationFailedError
 from ..growth import given_up
-from .chunks import LoadedChunk
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows, group_pairs
 from .packing import PLAN_VERSION
-from .rows import ChunkReader, Prepared, RowReader, check_names, too_short
+from .rows import Prepared, RowReader, check_names, too_short
 
 _DIGEST_BITS = 31
-_ORDER_SAMPLES = 4096  # ordered at a time: numpy takes hardly longer for as many than for one
-
-
-class ChunkServer(Protocol):
-    """Gives the rows of chunks that another process has decoded."""
-
-    def read(self, source: str, segment: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
-        """Returns the rows of a chunk; `alone` decodes it here, where the server does not."""
-        ...
+_ORDER_SAMPLES = 4096  # ordered at once: numpy takes hardly longer than for one
 
 
 class OrderedSamples:
-    """Joins order and rows: global sample numbers in, rows out. Not for several threads at once.
+    """Joins order and rows: global sample numbers in, rows out. Not thread-safe.
 
     Raises:
-        DataError: the folder cannot be read as the configuration says.
+        DataError: the folder cannot be read as configured.
     """
 
-    def __init__(self, data: DataConfig, fetch: BatchFetcher, served: ChunkServer | None = None):
-        """Opens the folder.
-
-        Args:
-            data: which, and how it is read.
-            fetch: reads record batches.
-            served: gives the chunks' rows; None: they are decoded here.
-        """
+    def __init__(self, data: DataConfig, fetch: BatchFetcher):
         self._data = data
         self.prepared = Prepared(
             data.directory,
@@ -72,10 +54,7 @@ class OrderedSamples:
             self.prepared.chunks,
             seed=data.seed,
         )
-        read_chunk = self.prepared.read_chunk
-        if served is not None:
-            read_chunk = partial(served.read, alone=read_chunk)
-        self._reader = RowReader(self.prepared, self.mixture.names, read_chunk)
+        self._reader = RowReader(self.prepared, self.mixture.names)
         self._content: dict[tuple[int, int], int] = {}
         self._ordered: tuple[int, RowRefs | None] = (0, None)
         self._checked_until = 0
@@ -83,14 +62,14 @@ class OrderedSamples:
         self._check_lengths()
 
     def prepare(self, start: int, count: int) -> str:
-        """Makes ready to give the samples start, …, start + count − 1.
+        """Prepares to return the samples start, …, start + count − 1.
 
         Returns:
-            ""; or for what has to be waited.
+            "" if they are available, else what to wait for.
 
         Raises:
-            DataError: there are not so many, and never will be.
-            PreparationFailedError: those that are missing will never be made.
+            DataError: the sources are used up before.
+            PreparationFailedError: the preparation that should make them has failed.
         """
         while start + count > self._checked_until:
             try:
@@ -106,15 +85,15 @@ class OrderedSamples:
         return ""
 
     def await_segments(self, position: Mapping[str, Any]) -> str:
-        """Takes in what a growing folder has sealed, until it has the segments that a position has read.
+        """Counts sealed segments until the folder has all that a position has read.
 
-        They are missing where the folder was deleted and is prepared again under a run.
+        Some are missing if the folder was deleted and is being prepared again during a run.
 
         Returns:
-            ""; or for what has to be waited.
+            "" if they are available, else what to wait for.
 
         Raises:
-            PreparationFailedError: what is missing will never be made.
+            PreparationFailedError: the preparation that should make them has failed.
         """
         for name, read in position["spec"].get("segments", {}).items():
             if name not in self._counted:
@@ -131,17 +110,16 @@ class OrderedSamples:
         return ""
 
     def _check_growth(self, source: str, segment: str) -> None:
-        """Checks that a segment which is missing may still come."""
+        """Raises PreparationFailedError if a missing segment will never be sealed."""
         reason = given_up(self.prepared.directory)
         if reason is not None and not self._count_more(source):  # sealed just before the end
             raise PreparationFailedError(
                 f"{segment} of {self.prepared.directory} will not come: its preparation has failed "
-                f"({reason}). What is sealed is used up: mend the cause, and run the same command "
-                "again"
+                f"({reason}). All sealed data is used up: fix the cause and run the same command again"
             )
 
     def _check(self, start: int, count: int) -> None:
-        """Checks that samples can be given, and many more at once where they are there."""
+        """Checks that samples are available, and as many further ones as are, up to 4,096."""
         for many in _ever_fewer(count):
             try:
                 self.order.check(start, many)
@@ -153,7 +131,7 @@ class OrderedSamples:
                 return
 
     def refs_at(self, start: int, count: int) -> RowRefs:
-        """Returns the rows of samples that were made ready, from a stretch that is ordered once."""
+        """Returns the rows of prepared samples, cut from a longer stretch that is ordered once."""
         first, refs = self._ordered
         if refs is None or not first <= start <= start + count <= first + len(refs):
             refs = self._ordered_at(start, count)
@@ -161,27 +139,18 @@ class OrderedSamples:
         return refs[slice(start - first, start - first + count)]
 
     def _ordered_at(self, start: int, count: int) -> RowRefs:
-        """Orders samples, and as many more at once as are there."""
+        """Orders samples, and further ones that are available, at once."""
         there = self._checked_until - start
         many = next((many for many in _ever_fewer(count) if many <= there), count)
         return self.order.refs_at(start, many)
 
-    def chunks_at(self, start: int, count: int) -> Iterator[tuple[str, int, int]]:
-        """Yields the chunks of samples that were made ready, each by source, segment and number."""
-        refs = self.refs_at(start, count)
-        for source, segment, here in group_pairs(refs.sources, refs.segments):
-            name = self.mixture.names[source]
-            chunks = self.prepared.chunks(name, segment).chunks_of(refs.rows[here])
-            for chunk in dict.fromkeys(chunks.tolist()):
-                yield name, segment, chunk
-
     def read(self, first: int, refs: RowRefs, skipped: SkipList) -> tuple[RowRefs, Rows]:
-        """Reads rows, and others for those that are lost where that was asked for.
+        """Reads rows, and replaces lost ones if `data.when_corrupt` says so.
 
         Returns:
-            What was read, and its rows.
+            The names of the rows that were read, and the rows.
         """
-        refs = self.with_recorded(refs, skipped)
+        refs = self._with_recorded(refs, skipped)
         rows = self._reader.read(refs.sources, refs.segments, refs.rows)
         for place in np.flatnonzero(rows.damaged).tolist():
             refs, row = self._replaced(refs, place, rows)
@@ -198,7 +167,7 @@ class OrderedSamples:
         return refs, rows
 
     def digest(self, first: int, refs: RowRefs) -> int:
-        """Adds up a number per row, modulo 2**31: of its sample, its name, and its segment's content."""
+        """Returns the sum, modulo 2**31, of a hash per row of sample, name and segment content."""
         contents = np.zeros(len(refs), dtype=np.uint64)
         for source, segment, here in group_pairs(refs.sources, refs.segments):
             contents[here] = self._content_of(source, segment)
@@ -211,8 +180,8 @@ class OrderedSamples:
     def position(self, samples: int) -> dict[str, Any]:
         """Returns what fixes the order of the first `samples` samples: a spec and its hash.
 
-        The folder's path is not in it: data may be moved or copied. Of a source it names the segments
-        that were reached, so it holds however much is added to a folder that grows.
+        It omits the folder's path, so data may be moved or copied. It lists only the segments reached,
+        so it stays valid while a folder grows.
         """
         reached = {
             name: self._segments_reached(name, int(count))
@@ -223,7 +192,7 @@ class OrderedSamples:
         return _signed(self._spec(reached))
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns what of a saved position does not hold here, each as one line."""
+        """Returns how a saved position differs from this order, one line per difference."""
         saved = position["spec"]
         reached = {
             name: (segments["number"], segments["all"])
@@ -239,10 +208,10 @@ class OrderedSamples:
         ]
 
     def check_enough(self, samples: int) -> None:
-        """Checks that no source is read more often than it may be, as far as that is known.
+        """Checks that the sources last for `samples` samples, as far as is known.
 
         Raises:
-            DataError: one is.
+            DataError: a source would exceed its `max_epochs`.
         """
         counts = self.mixture.rows_before(samples)
         for name, count in zip(self.mixture.names, counts.tolist(), strict=True):
@@ -264,29 +233,22 @@ class OrderedSamples:
         return SourceRows(rows, complete, self._max_epochs[name])
 
     def _count_what_is_cheap(self) -> None:
-        """Counts the rows of all segments where the manifest alone tells them."""
+        """Counts the rows of all segments if the manifest alone determines them."""
         if self._data.packing == "concat":
             for name in self._counted:
                 self._counted[name] = len(self.prepared.manifest.segments(name))
             self.order.extend({name: self._source_rows(name) for name in self._counted})
 
     def _count_more(self, name: str) -> bool:
-        """Counts the rows of another segment of a source; False: there is none yet."""
+        """Counts the rows of a source's next segment; False if none is sealed yet."""
         if self._counted[name] < len(self.prepared.manifest.segments(name)):
-            self._counted[name] += 1  # its plan of rows may have to be made
+            self._counted[name] += 1  # may make its plan of rows
             self.order.extend({name: self._source_rows(name)})
             return True
-        if not self.grow():
-            return False
-        self.order.extend({name: self._source_rows(name)})
-        return True
-
-    def grow(self) -> bool:
-        """Takes in what was sealed meanwhile; False: nothing was."""
         if self.prepared.manifest.complete or not self.prepared.grow():
             return False
         self._count_what_is_cheap()
-        # all sources: whether one is complete is told by the folder, with or without a new segment
+        # all sources: a folder completes without a new segment of each
         self.order.extend({name: self._source_rows(name) for name in self._counted})
         return True
 
@@ -305,11 +267,11 @@ class OrderedSamples:
     def _used_up(self, missing: EndOfSourceError, samples: int) -> str:
         rows = sum(self._source_rows(missing.source).segment_rows)
         if not rows:
-            return f"source {missing.source!r} has not one row of {self._data.seq_len + 1} tokens"
+            return f"source {missing.source!r} has no row of {self._data.seq_len + 1} tokens"
         return (
             f"source {missing.source!r} has {rows} rows and max_epochs="
             f"{self._max_epochs[missing.source]}: they are used up before sample {samples}. Train "
-            "for fewer steps, raise its max_epochs, or give it less weight (data.stages can end it)"
+            "for fewer steps, raise its max_epochs, or lower its weight (data.stages can end it)"
         )
 
     def _content_of(self, source: int, segment: int) -> int:
@@ -320,8 +282,8 @@ class OrderedSamples:
             self._content[key] = int.from_bytes(hashlib.sha256(described).digest()[:8], "big")
         return self._content[key]
 
-    def with_recorded(self, refs: RowRefs, skipped: SkipList) -> RowRefs:
-        """Puts the rows in place that were chosen before for those that were lost."""
+    def _with_recorded(self, refs: RowRefs, skipped: SkipList) -> RowRefs:
+        """Applies the replacements that an earlier run recorded."""
         if not skipped.rows:
             return refs
         rows = refs.rows.copy()
@@ -334,10 +296,10 @@ class OrderedSamples:
         return refs.with_rows(rows)
 
     def _replaced(self, refs: RowRefs, place: int, rows: Rows) -> tuple[RowRefs, int]:
-        """Reads another row in place of a lost one: from half a window on, the first whole one.
+        """Replaces a lost row by the first intact one from half a window further on.
 
         Returns:
-            What was read, and the row that was lost.
+            The names with the replacement, and the lost row.
         """
         source, epoch, segment = (
             int(column[place]) for column in (refs.sources, refs.epochs, refs.segments)
@@ -357,7 +319,7 @@ class OrderedSamples:
         )
 
     def _segments_reached(self, name: str, count: int) -> tuple[int, bool]:
-        """Returns how many segments the first rows of a source lie in, and whether it began anew."""
+        """Returns how many segments a source's first `count` rows span, and whether it wrapped."""
         rows = self._source_rows(name)
         total = sum(rows.segment_rows)
         if count > total:
@@ -392,7 +354,7 @@ class OrderedSamples:
 
 
 def _ever_fewer(count: int) -> Iterator[int]:
-    """Yields how many samples to try to order at once, so many at least."""
+    """Yields sample counts to try at once: from 4,096 down to `count`."""
     many = _ORDER_SAMPLES
     while many > count:
         yield many
@@ -401,7 +363,7 @@ def _ever_fewer(count: int) -> Iterator[int]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the entries of dicts in dicts under dotted names."""
+    """Yields the entries of nested dicts under dotted names."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -415,7 +377,7 @@ def _signed(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stages(data: DataConfig, weights: Mapping[str, float]) -> list[WeightStage]:
-    """Returns the stages of the mixture in rows; before the first the sources' own weights hold."""
+    """Returns the mixture's stages, in rows; `weights` apply before the first."""
     later = [
         WeightStage(-(-stage.at_tokens // data.seq_len), stage.weights) for stage in data.stages
     ]

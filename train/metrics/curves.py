@@ -34,7 +34,6 @@ METRICS: dict[tuple[str, str], Metric] = {
     ("train", "skipped"): Metric("progress/skipped_steps", "steps"),
     ("train", "data_wait_s"): Metric("data/wait_s", "s"),
     ("train", "counted_targets"): Metric("data/counted_targets", "tokens"),
-    ("train", "ranks_without_data_server"): Metric("data/ranks_without_server", "ranks"),
     ("data_wait", "seconds"): Metric("data/stall_s", "s"),
     ("data_wait", "ranks"): Metric("data/stalled_ranks", "ranks"),
     ("train", "max_violation"): Metric("experts/max_violation/KIND", ""),

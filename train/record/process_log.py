@@ -11,7 +11,7 @@ system, and no other process takes part. What was not chosen:
 * copying and truncating from outside loses what is written in between, and cannot say how much.
 
 The price: a process that is no Python of ours (a command of the user's) does not rotate, and what a
-rank has started (its data server) goes on writing to the file that it was started with.
+rank has started goes on writing to the file that it was started with.
 
 The file of the stable name is always the newest. Older pieces are rank0.log.1, rank0.log.2, …,
 numbered in the order of writing, so that a piece never changes its name; the oldest are removed.

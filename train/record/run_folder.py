@@ -22,8 +22,6 @@ _KEYS_THAT_MAY_CHANGE = {
     "data.replicas",
     "data.max_skipped_batches",
     "data.override_position",
-    "data.server",
-    "data.server_bytes",
     "train.steps",
     "train.micro_batch",
     "train.device",

@@ -252,7 +252,7 @@ def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
 def run_config(shards: Path, changes: dict[str, Any]) -> Config:
     return Config(
         model=TINY,
-        **sections_of_words(shards, seq_len=16, server="off"),
+        **sections_of_words(shards, seq_len=16),
         checkpoint=CheckpointConfig(every=4),
         mesh=MeshConfig(dp_replicate=2),
         train=TrainConfig(

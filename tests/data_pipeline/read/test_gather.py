@@ -24,7 +24,6 @@ def chunk_of(rng: np.random.Generator, dtype: type, *, learned: bool, damaged: b
         rows.append(row)
     starts, lengths = np.array([piece for row in rows for piece in row]).T
     return LoadedChunk(
-        width=WIDTH,
         pieces=ChunkPieces(starts, lengths, np.cumsum([0, *map(len, rows)])),
         flat_tokens=tokens,
         flat_counts=rng.random(300) < 0.7 if learned else None,

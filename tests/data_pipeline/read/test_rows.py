@@ -9,7 +9,7 @@ from made_folder import END, Document, MadeFolder, documents
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.read import packing
 from moebius.data_pipeline.read import rows as reader_module
-from moebius.data_pipeline.read.chunks import LoadedChunk
+from moebius.data_pipeline.read.chunks import ConcatLayout
 from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader
 from moebius.data_pipeline.read.token_store import TokenStore
 
@@ -151,13 +151,12 @@ def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
     assert max(chunks) > min(chunks) > 1
     # as many are kept as the larger segment has
     monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
-    reads: list[tuple[int, int]] = []
-
-    def read(source: str, segment: int, chunk: int) -> LoadedChunk:
-        reads.append((segment, chunk))
-        return prepared.read_chunk(source, segment, chunk)
-
-    reader = RowReader(prepared, folder.sources, read)
+    reads: list[int] = []
+    read = ConcatLayout.read
+    monkeypatch.setattr(
+        ConcatLayout, "read", lambda layout, chunk: reads.append(chunk) or read(layout, chunk)
+    )
+    reader = RowReader(prepared, folder.sources)
     rng = np.random.default_rng(1)
     segments_rows = [
         (segment, rng.permutation(prepared.num_rows("plain", segment))) for segment in (1, 0, 1)

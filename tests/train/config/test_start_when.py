@@ -34,7 +34,7 @@ def go_on(made: MadeFolder) -> None:
 
 def config_of(made: MadeFolder) -> Config:
     settings = {"steps": STEPS, "micro_batch": 4, "eval_rows": 4, "timeout_s": 60.0}
-    return make_config(data=made.config(server="off"), checkpoint__every=2, train=settings)
+    return make_config(data=made.config(), checkpoint__every=2, train=settings)
 
 
 def train_soon(config: Config, run_dir: Path) -> str:
