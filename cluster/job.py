@@ -1,9 +1,9 @@
 """Describes a job by its run folder: what was asked for, what happened, and its current state.
 
-The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl` (one fsync per line),
-touches `heartbeat` about twice a second, and announces each generation in `generation` before it starts. Whoever can
-read the folder knows the job's state without Ray, even after the cluster is gone. A job whose supervisor sends no
-heartbeat is LOST, never RUNNING.
+The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl` (one fsync
+per line), touches `heartbeat` about twice a second, and announces each generation in `generation` before it
+starts. Whoever can read the folder knows the job's state without Ray, even after the cluster is gone. A job
+whose supervisor sends no heartbeat is LOST, never RUNNING.
 
 Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training step.
 """
@@ -232,8 +232,8 @@ def entry_of(
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
     """Returns the journal entries among decoded lines.
 
-    Of two lines with equal time and state, the second is skipped: it was written again because the disk had not
-    confirmed the first.
+    Of two lines with equal time and state, the second is skipped: it was written again because the disk had
+    not confirmed the first.
     """
     states = {state.value: state for state in State}
     found: list[JournalEntry] = []
@@ -332,8 +332,8 @@ def total_steps(run_dir: Path) -> int | None:
 def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda words: None) -> None:
     """Raises JobError if a live supervisor is at work in this folder.
 
-    A supervisor that was killed a moment ago has left a fresh heartbeat. So this waits for the next one, at most until
-    the job counts as LOST.
+    A supervisor that was killed a moment ago has left a fresh heartbeat. So this waits for the next one, at
+    most until the job counts as LOST.
 
     Args:
         tell: called if the wait takes more than a moment, with how long it may take.
@@ -406,8 +406,8 @@ def announced_generation(run_dir: Path) -> int | None:
 def read_generation(run_dir: Path) -> int:
     """Returns the number of the last announced generation; 0 before the first.
 
-    If the file is damaged, returns one more than the journal and the logs contain: the last generation may have been
-    announced without starting, and its number must not be used twice.
+    If the file is damaged, returns one more than the journal and the logs contain: the last generation may
+    have been announced without starting, and its number must not be used twice.
     """
     announced = announced_generation(run_dir)
     if announced is not None:

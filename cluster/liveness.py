@@ -1,12 +1,13 @@
 """Judges whether a run's supervisor is alive by its heartbeat file, touched about twice a second.
 
-* A watcher (`LivenessWatch`) checks whether the file changes between two looks, by its own monotonic clock. Clocks that
-  jump or differ between machines cannot mislead it.
-* A single look (`silence_s`) compares two times of the run folder's file system: that of the heartbeat and that of a
-  file made now. If the result looks bad, it looks again for a second, because a clock may have jumped.
+* A watcher (`LivenessWatch`) checks whether the file changes between two looks, by its own monotonic clock.
+  Clocks that jump or differ between machines cannot mislead it.
+* A single look (`silence_s`) compares two times of the run folder's file system: that of the heartbeat and
+  that of a file made now. If the result looks bad, it looks again for a second, because a clock may have
+  jumped.
 
-A job is not given up before `GIVEN_UP_AFTER_S`: a supervisor that stood still (swapping, a debugger, a hanging file
-system) may continue.
+A job is not given up before `GIVEN_UP_AFTER_S`: a supervisor that stood still (swapping, a debugger, a
+hanging file system) may continue.
 """
 
 import tempfile

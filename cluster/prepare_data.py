@@ -3,8 +3,9 @@
     python -m moebius.cluster.prepare_data RUN_DIR --workers N
     python -m moebius.cluster.prepare_data RUN_DIR --address HOST:PORT --capacity N
 
-It reads the run folder's config.json and reports progress to `preparation.jsonl` there. If it is killed, the next one
-continues where it stopped. With `--workers`, it runs at the lowest priority, so that ranks come first.
+It reads the run folder's config.json and reports progress to `preparation.jsonl` there. If it is killed, the
+next one continues where it stopped. With `--workers`, it runs at the lowest priority, so that ranks come
+first.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 """Prepares data on a Ray cluster: one plain Ray task per item of data_pipeline/.
 
-Plain tasks were within noise of a bare process per CPU second, whereas Ray Data took 1.5-3 times the wall time and could
-deadlock (ray#44687). Results arrive in order of completion; the committer of the shards restores the order of the data.
-The preparation decides how to handle failed tasks, as for any other pool.
+Plain tasks were within noise of a bare process per CPU second, whereas Ray Data took 1.5-3 times the wall
+time and could deadlock (ray#44687). Results arrive in order of completion; the committer of the shards
+restores the order of the data. The preparation decides how to handle failed tasks, as for any other pool.
 
-The process that scans a split keeps it (make/kept.py), and tokenizing it there saves reading it twice. Ray does not let
-a plain task choose its worker. But if no task waits for a worker, the free one is the one that has just scanned. With a
-second task queued for every CPU, more than half of the splits were read twice, a tenth of the processor time. Without a
-queue, a CPU waits 10 ms for the next task; tasks take seconds.
+The process that scans a split keeps it (make/kept.py), and tokenizing it there saves reading it twice. Ray
+does not let a plain task choose its worker. But if no task waits for a worker, the free one is the one that
+has just scanned. With a second task queued for every CPU, more than half of the splits were read twice, a
+tenth of the processor time. Without a queue, a CPU waits 10 ms for the next task; tasks take seconds.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Changes the number of nodes of a running job: `moebius scale RUN N`.
 
-The request is a file in the run folder. The supervisor pauses the job at the next step boundary once the cluster has
-enough nodes, and continues on N nodes. The file outlives the supervisor. `moebius resume` keeps the request unless it is
-given another job.num_nodes; a new `moebius submit` uses job.num_nodes.
+The request is a file in the run folder. The supervisor pauses the job at the next step boundary once the
+cluster has enough nodes, and continues on N nodes. The file outlives the supervisor. `moebius resume` keeps
+the request unless it is given another job.num_nodes; a new `moebius submit` uses job.num_nodes.
 """
 
 import json
@@ -40,8 +40,8 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
     With fewer nodes in the cluster, the job continues unchanged until there are more.
 
     Raises:
-        JobError: there is no job, it has ended, or it does not fit this number of nodes; the message lists numbers that
-            do.
+        JobError: there is no job, it has ended, or it does not fit this number of nodes; the message lists
+            numbers that do.
     """
     status = read_status(run_dir)
     if status.state.is_final:

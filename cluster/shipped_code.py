@@ -1,12 +1,14 @@
 """Records the code that a job runs, and sends code to nodes that have another version.
 
-`record_environment` writes environment.json: the time; moebius' version and commit (`changed`: the checkout differs from
-it; null: unknown) and, for shipped code, the wheel's name and sha256; the versions of Python and all packages; the host.
-It contains no environment variables and no command lines, so no secrets. Cost: about 20 ms, most of it for git.
+`record_environment` writes environment.json: the time; moebius' version and commit (`changed`: the checkout
+differs from it; null: unknown) and, for shipped code, the wheel's name and sha256; the versions of Python and
+all packages; the host. It contains no environment variables and no command lines, so no secrets. Cost: about
+20 ms, most of it for git.
 
-`shipping` unpacks a wheel and puts its folder into this process's environment. `ray_session.connected` passes the folder
-to Ray, which unpacks it once per node and puts it first on the path of every actor and task; their children inherit the
-path. Ray could install the wheel itself, but would fetch its dependencies, torch among them, once per node.
+`shipping` unpacks a wheel and puts its folder into this process's environment. `ray_session.connected` passes
+the folder to Ray, which unpacks it once per node and puts it first on the path of every actor and task; their
+children inherit the path. Ray could install the wheel itself, but would fetch its dependencies, torch among
+them, once per node.
 """
 
 import contextlib

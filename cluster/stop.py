@@ -63,7 +63,8 @@ def stop(
 def interrupts_stop_the_job(run_dir: Path) -> Iterator[None]:
     """Makes SIGINT and SIGTERM set the stop flag inside the context. Main thread only.
 
-    SIGTERM announces that the machine will be taken away, so the job ends as PREEMPTED. A second signal ends it at once.
+    SIGTERM announces that the machine will be taken away, so the job ends as PREEMPTED. A second signal ends
+    it at once.
     """
     asked = 0
 

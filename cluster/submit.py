@@ -6,9 +6,9 @@
     4. start      the job's supervisor, a detached actor (supervise/actor.py)
     5. follow     the run folder, until the job has ended
 
-From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its run folder.
-A simulated cluster ends with this process, so its nodes and supervisor start while the data is prepared. The embedded
-corpus needs no cluster and is prepared while the cluster starts.
+From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
+run folder. A simulated cluster ends with this process, so its nodes and supervisor start while the data is
+prepared. The embedded corpus needs no cluster and is prepared while the cluster starts.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def submit(
 
     Args:
         config: `config.data.directory` must be absolute and, like `run_dir`, visible on every node.
-        address: host:port of a Ray cluster's head, "auto", or "simulated[:NAME]" of `moebius cluster up`; None
-            simulates `config.job.num_nodes` nodes here.
+        address: host:port of a Ray cluster's head, "auto", or "simulated[:NAME]" of `moebius cluster up`;
+            None simulates `config.job.num_nodes` nodes here.
         detach: return as soon as the supervisor is up; needs a cluster that outlives this process.
         command: of one rank, instead of the training loop.
         scale: an earlier `moebius scale`, which replaces the configured number of nodes.

@@ -2,8 +2,9 @@
 
     nodes answer → facts of each → clocks → ports between all → the shared folder → the self-test
 
-Nodes are those of a Ray cluster (ray_probes.py), or this machine as the only node. A node that is silent or cannot do
-what it is asked becomes a finding and takes no further part. The self-test runs ranks under the job's own agents.
+Nodes are those of a Ray cluster (ray_probes.py), or this machine as the only node. A node that is silent or
+cannot do what it is asked becomes a finding and takes no further part. The self-test runs ranks under the
+job's own agents.
 """
 
 import json

@@ -2,8 +2,9 @@
 
     python -m moebius.cluster.check.exchange FOLDER RANKS_PER_NODE BACKEND
 
-It runs under the job's own agent (nodes/agent.py), so it uses the same addresses and interfaces as a job's ranks. Rank
-0 writes FOLDER/exchange.json: the measured rows in the planner's format, and whether every received number was right.
+It runs under the job's own agent (nodes/agent.py), so it uses the same addresses and interfaces as a job's
+ranks. Rank 0 writes FOLDER/exchange.json: the measured rows in the planner's format, and whether every
+received number was right.
 """
 
 import datetime

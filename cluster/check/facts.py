@@ -1,7 +1,7 @@
 """Gathers a node's facts: its software, limits, memory, devices and network interface.
 
-Nothing here imports torch or initialises a device: versions come from the installed packages' metadata, GPUs from
-NVIDIA's management library. Cost: some milliseconds.
+Nothing here imports torch or initialises a device: versions come from the installed packages' metadata, GPUs
+from NVIDIA's management library. Cost: some milliseconds.
 """
 
 import importlib.metadata

@@ -76,9 +76,9 @@ class Probe:
             return Reached(None, "another program answered on this port")
         return Reached(time.perf_counter() - started)
 
-    # Runs rely on three properties of the shared folder: a file that one node wrote and renamed is whole on the others,
-    # a rename replaces a file without a gap, and exclusive creation succeeds once (so that a checkpoint is committed
-    # once).
+    # Runs rely on three properties of the shared folder: a file that one node wrote and renamed is whole on
+    # the others, a rename replaces a file without a gap, and exclusive creation succeeds once (so that a
+    # checkpoint is committed once).
 
     @staticmethod
     def publish(path: str, text: str) -> Written:

@@ -1,6 +1,7 @@
 """Runs a probe (probe.py) as an actor on every node of a Ray cluster.
 
-The actors reserve no CPU, are pinned to their nodes, and end with the connection. Every call has a time limit.
+The actors reserve no CPU, are pinned to their nodes, and end with the connection. Every call has a time
+limit.
 """
 
 import contextlib

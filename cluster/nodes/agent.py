@@ -1,19 +1,19 @@
-"""The agent of one node in one generation: torchrun's elastic agent, in a process of its own.
+"""Runs the agent of one node in one generation: torchrun's elastic agent, in its own process.
 
     python -m moebius.cluster.nodes.agent LOG_DIR      (or a fork of the node's template)
 
 1. It binds itself to its parent, the node, and reads the generation's secret from a pipe.
-2. It runs torch's LocalElasticAgent. The rendezvous (rendezvous.py) is given: the supervisor has
-   chosen the node's rank and a port on node 0. `max_restarts` is 0: whatever goes wrong ends the
-   generation, and only the supervisor starts another one, with a new run id and a new port (an
-   agent that retries by itself meets a store full of its last try's keys: pytorch#135712, #147064).
-3. It forks the ranks (forked_ranks.py), or starts the user's command through `processes.main`. Each has
-   its log: logs/g001/node0/rank0.log.
-4. When the ranks have ended it writes logs/g001/node0/report.json and exits.
+2. It runs torch's LocalElasticAgent with a given rendezvous (rendezvous.py): the supervisor has chosen the
+   node's rank and a port on node 0. `max_restarts` is 0, so every failure ends the generation, and only the
+   supervisor starts another, with a new run id and port. (An agent that retries by itself finds a store full
+   of old keys: pytorch#135712, #147064.)
+3. It forks the ranks (forked_ranks.py), or starts the user's command through `processes.main`. Each rank has
+   its own log: logs/g001/node0/rank0.log.
+4. When the ranks have ended, it writes logs/g001/node0/report.json and exits.
 
-The agent is a child process, not a thread of the Ray actor: torch replaces signal handlers in the
-main thread and cannot be stopped from another one. Cost of a generation's processes: 0.1 s by
-forks; as programs 1-2 s of one core for each agent and 3-4 s for each rank.
+The agent is a process and not a thread of the Ray actor, because torch replaces signal handlers in the main
+thread and cannot be stopped from another one. Cost per generation: 0.1 s with forks; as programs, 1-2 s of
+one core per agent and 3-4 s per rank.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from .forked_ranks import ForkedRank
 
 EXIT_BARRIER_S = 60.0  # how long an agent whose ranks are done waits for the other agents
-LOG_TAIL_BYTES = 64 * 1024  # where a traceback is looked for
+LOG_TAIL_BYTES = 64 * 1024  # searched for a traceback
 
 
 def _read_secret() -> str:
-    """Reads the secret from standard input, which the ranks will find empty."""
+    """Reads the secret from standard input, and leaves it empty for the ranks."""
     secret = sys.stdin.readline().strip()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -51,21 +51,21 @@ def _read_secret() -> str:
 
 
 def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
-    """Runs one generation's ranks on this node and leaves a report: the child process.
+    """Runs one generation's ranks on this node and writes a report.
 
     Args:
         log_dir: of this node in this generation.
-        forks_ranks: this process has imported what ranks need, and has one thread. In the forks
-            this function returns when the rank has ended.
+        forks_ranks: this process has imported what ranks need and has one thread. In a fork, this function
+            returns when the rank has ended.
     """
     processes.bind_to_parent()
     os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
     assignment, forked = Assignment.load(log_dir / "assignment.json"), None
-    os.environ[FOLDER] = str(assignment.heartbeats)  # a fork has the template's environment
+    os.environ[FOLDER] = str(assignment.heartbeats)  # a fork inherits the template's environment
     if forks_ranks:
         from .forked_ranks import WaitingRank, fork_ranks
 
-        # before there is a secret or a thread
+        # before there is a secret or a second thread
         forked = fork_ranks(assignment.ranks, log_dir, assignment.launch.run_dir)
         if isinstance(forked, WaitingRank):
             return forked.run()
@@ -75,7 +75,7 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
     os.environ[LOG] = limits.for_ranks(log_dir)
     try:
         report = _run_elastic_agent(assignment, forked)
-    except Exception as error:  # noqa: BLE001 - the supervisor must get a report of whatever it is
+    except Exception as error:  # noqa: BLE001 - the supervisor must get a report of any failure
         report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
     write_atomically(log_dir / "report.json", json.dumps(asdict(report), indent=1))
     return 0 if report.ok else 1
@@ -124,10 +124,10 @@ def _run_elastic_agent(
 
 
 def _choose_interface(assignment: Assignment, *, on_one_machine: bool) -> None:
-    """Lets Gloo listen where the job's nodes reach each other, and not where the host's name points
-    to; unless the user has said where.
+    """Makes Gloo listen on the interface that the job's nodes share, unless the user has chosen one.
 
-    NCCL listens there too if that is the loopback. In a cluster it may know a faster network.
+    Gloo's default is the interface of the host's name. NCCL gets the interface only if it is the loopback: in
+    a cluster it may know a faster network.
     """
     from ...distributed.process.store import LOOPBACK
 
@@ -140,12 +140,12 @@ def _choose_interface(assignment: Assignment, *, on_one_machine: bool) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the network interface that has an address; None if none has."""
+    """Returns the name of the network interface with this address; None if there is none."""
     import psutil
 
     from ...distributed.process.store import is_loopback, loopback_interface
 
-    if is_loopback(address):  # 127.0.0.2 and so on are nowhere listed
+    if is_loopback(address):  # psutil does not list 127.0.0.2 and so on
         return loopback_interface()
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
@@ -154,9 +154,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _stable_logs(assignment: Assignment) -> Any:
-    """Torch's log specification for our paths: it opens no files (the ranks do), and places the
-    error files.
-    """
+    """Returns torch's log specification: it opens no log files (ranks do), and names the error files."""
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.api import LogsDest
 
@@ -181,12 +179,12 @@ def _stable_logs(assignment: Assignment) -> Any:
 
 
 def error_file(assignment: Assignment, rank: int) -> Path:
-    """Returns where a rank whose main function carries torch's @record leaves its exception."""
+    """Returns the file for the exception of a rank whose main function has torch's @record."""
     return assignment.log_dir / f"rank{rank}.error.json"
 
 
 def _describe_failure(assignment: Assignment, rank: int, failure: Any) -> RankFailure:
-    _redact_file(error_file(assignment, rank))  # it is in nobody's way, and stays
+    _redact_file(error_file(assignment, rank))  # the file stays
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         traceback = message.get("extraInfo", {}).get("py_callstack", "")
@@ -194,7 +192,7 @@ def _describe_failure(assignment: Assignment, rank: int, failure: Any) -> RankFa
         traceback = last_traceback(
             read_tail(assignment.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES)
         )
-    traceback = redact(traceback)  # this process has the ranks' environment
+    traceback = redact(traceback)  # the agent has the ranks' environment
     error, where = summarise(traceback)
     return RankFailure(
         rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None
@@ -202,7 +200,7 @@ def _describe_failure(assignment: Assignment, rank: int, failure: Any) -> RankFa
 
 
 def _redact_file(path: Path) -> None:
-    """Blots secrets out of a file of JSON, if it is there."""
+    """Redacts secrets in a JSON file, if it exists."""
     with contextlib.suppress(OSError, ValueError):
         plain = redact_values(json.loads(path.read_text(encoding="utf-8")))
         write_atomically(path, json.dumps(plain))

@@ -1,4 +1,4 @@
-"""What a node is told to run in one generation of a job, and what it reports back: plain values."""
+"""Defines what a node is told to run in one generation, and what it reports back: plain values."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -17,36 +17,36 @@ class Assignment:
     node_rank: int
     master_address: str  # of node 0, where the agents' store listens
     master_port: int
-    address: str  # of this node, as the others reach it
-    # Known to the agents of this generation alone; empty where all nodes are on one machine.
+    address: str  # at which other nodes reach this one
+    # known only to this generation's agents; empty if all nodes are on one machine
     secret: str = field(default="", repr=False)
 
     @property
     def log_dir(self) -> Path:
-        """Returns the folder of this node's logs in this generation, below the run folder."""
+        """Returns the log folder of this node in this generation, inside the run folder."""
         logs = Path(self.launch.run_dir) / "logs"
         return logs / f"g{self.generation:03d}" / f"node{self.node_rank}"
 
     @property
     def heartbeats(self) -> Path:
-        """Returns the folder, in this machine's memory, where the node's ranks say where they are."""
+        """Returns the folder in this machine's memory with the heartbeats of the node's ranks."""
         return folder_of(self.launch.run_dir, self.generation, self.node_rank)
 
     @property
     def ranks(self) -> range:
-        """Returns the global ranks that live on this node."""
+        """Returns the global ranks of this node."""
         first = self.node_rank * self.launch.ranks_per_node
         return range(first, first + self.launch.ranks_per_node)
 
     def save(self, path: Path) -> None:
-        """Writes all but secrets as JSON; ranks inherit their environment from the agent."""
+        """Writes everything except secrets as JSON; ranks inherit the agent's environment."""
         plain = asdict(self)
         del plain["launch"]["environment"], plain["secret"]
         write_atomically(path, json.dumps(plain, indent=1))
 
     @classmethod
     def load(cls, path: Path, *, secret: str = "") -> "Assignment":
-        """Reads what `save` wrote; the secret comes by another way."""
+        """Reads what `save` wrote; the secret is passed separately."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         launch = plain.pop("launch")
         launch["command"] = tuple(launch["command"])
@@ -55,11 +55,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Describes a rank that ended with another exit code than 0."""
+    """Describes a rank with a nonzero exit code."""
 
     rank: int
     exit_code: int
-    time: float  # seconds since the epoch, to the second
+    time: float  # seconds since the epoch, in whole seconds
     error: str | None = None  # last line of the traceback
     where: str | None = None
     traceback: str | None = None
@@ -67,16 +67,16 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """Says how one node's part of a generation ended."""
+    """Describes how one node's part of a generation ended."""
 
     ok: bool  # every rank of this node exited 0
     failures: tuple[RankFailure, ...] = ()
-    message: str = ""  # what ended the agent itself, if that was it
-    exit_code: int | None = None  # of an agent that ended without a report
+    message: str = ""  # why the agent itself failed
+    exit_code: int | None = None  # of an agent that left no report
 
     @classmethod
     def load(cls, path: Path) -> "AgentReport":
-        """Reads the report that an agent left as JSON."""
+        """Reads the JSON report of an agent."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         failures = tuple(RankFailure(**failure) for failure in plain["failures"])
         return cls(**{**plain, "failures": failures})

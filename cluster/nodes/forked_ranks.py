@@ -1,15 +1,15 @@
-"""Ranks that wait for their number: forked by the agent before it has threads or secrets.
+"""Forks ranks from the agent before it has threads or secrets.
 
-A fork takes over one thread, every lock and the whole memory. So the agent forks its ranks first of
-all: before it reads the generation's secret, before the store's server runs in threads of its own.
-Each rank has its log, its marks and its session at once, and waits at a pipe. When all agents have
-met, torch's elastic agent starts its ranks; here that is one JSON object into each pipe: the
-environment that a new process would have been given. Then the rank runs the training loop.
+A fork inherits one thread, every lock and the whole memory. So the agent forks its ranks first, before it
+reads the generation's secret and before the store's server starts threads. Each rank has its own log, marks
+and session, and waits at a pipe. Once all agents have met, torch's elastic agent starts its ranks: it writes
+to each pipe, as one JSON object, the environment that a new process would have been given. The rank then runs
+the training loop.
 
-What torch does with ranks that are programs (watching, ending, exit codes, error files) it does
-with these. Its own way with functions (MultiprocessContext, start_method="fork") reports one failed
-rank of a node, whichever it looks at first, so that the rank that was killed may be left out for
-one that lost its connection; and it waits for ever for a rank that exits 0 without returning.
+These ranks use torch's code for ranks that are programs (watching, ending, exit codes, error files). Torch's
+own code for functions (MultiprocessContext, start_method="fork") reports only one failed rank of a node, so a
+killed rank may be hidden by one that lost its connection, and it waits forever for a rank that exits with 0
+without returning.
 """
 
 import importlib
@@ -35,49 +35,49 @@ from torch.distributed.elastic.multiprocessing.api import (
 from . import processes
 
 TRAINING_LOOP = "moebius.train.__main__"
-_WAIT_S = 0.01  # between two looks for a rank's end
-# A rank that SIGTERM does not end saves nothing any more: it is stopped, or stuck in a driver.
+_WAIT_S = 0.01  # between two checks whether a rank has ended
+# A rank that survives SIGTERM is stopped or stuck in a driver, and saves nothing any more.
 GRACE_S = 3
 
 
 @dataclass(frozen=True)
 class ForkedRank:
-    """A forked rank that waits, as its agent holds it."""
+    """Holds a forked, waiting rank, for its agent."""
 
     pid: int
-    pipe: int  # where its environment goes
+    pipe: int  # for its environment
 
     def release(self, environment: dict[str, str]) -> None:
-        """Lets the rank go on, with the environment that it would have been started with."""
+        """Releases the rank with the environment that a new process would have been given."""
         with os.fdopen(self.pipe, "wb") as pipe:
             pipe.write(json.dumps(environment).encode())
 
 
 @dataclass(frozen=True)
 class WaitingRank:
-    """A forked rank as it sees itself."""
+    """Holds a forked rank's own side of the pipe."""
 
     pipe: int
     run_dir: str
 
     def run(self) -> int:
-        """Waits for its environment and trains; returns at once if the agent ends before."""
+        """Waits for the environment and trains; returns at once if the agent ends first."""
         with os.fdopen(self.pipe, "rb") as pipe:
             told = pipe.read()
         if not told:
             return 0
         os.environ.update(json.loads(told))
         sys.argv = ["moebius.train", self.run_dir]
-        importlib.import_module(TRAINING_LOOP).main()  # the template has imported it
+        importlib.import_module(TRAINING_LOOP).main()  # imported by the template
         return 0
 
 
 def fork_ranks(
     ranks: Iterable[int], log_dir: Path, run_dir: str
 ) -> tuple[ForkedRank, ...] | WaitingRank:
-    """Forks the ranks of a node; in a fork, returns what it has to do.
+    """Forks a node's ranks; returns them, or in a fork its own task.
 
-    Standard input, from which the agent will read the secret, is empty in the forks.
+    Standard input is empty in the forks, because the agent reads the secret from it.
     """
     agent = os.getpid()
     forked: list[ForkedRank] = []
@@ -103,7 +103,7 @@ def _become_rank(rank: int, log_dir: Path, *, parent: int) -> None:
 
 
 class WarmElasticAgent(LocalElasticAgent):
-    """torch's elastic agent, whose ranks are forked: they are released instead of started."""
+    """Releases forked ranks instead of starting them; otherwise torch's elastic agent."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class WarmElasticAgent(LocalElasticAgent):
         self._forked = forked
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # torch makes the environments and calls this function; there is no other door
+        # torch builds the environments and calls this function; there is no other hook
         module: Any = local_elastic_agent
         start_workers: Any = super()._start_workers
         original = module.start_processes
@@ -127,7 +127,7 @@ class WarmElasticAgent(LocalElasticAgent):
             module.start_processes = original
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ends the ranks; torch would wait 30 s for one that SIGTERM does not end."""
+        """Ends the ranks; torch would wait 30 s for a rank that survives SIGTERM."""
         super()._shutdown(death_sig, min(timeout, GRACE_S))
 
     def _release(self, **arguments: Any) -> PContext:
@@ -139,7 +139,7 @@ class WarmElasticAgent(LocalElasticAgent):
 
 
 class _ForkedRanks(SubprocessContext):
-    """torch's view of the ranks of a node; only how they begin is another."""
+    """Shows torch the forked ranks of a node; only their start differs."""
 
     forked: Sequence[ForkedRank] = ()
 
@@ -153,7 +153,7 @@ class _ForkedRanks(SubprocessContext):
 
 
 class _Handler:
-    """What torch's SubprocessHandler is for a program, for a fork of this process."""
+    """Does for a fork what torch's SubprocessHandler does for a program."""
 
     def __init__(self, pid: int) -> None:
         self.proc = _Child(pid)
@@ -164,7 +164,7 @@ class _Handler:
 
 
 class _Child:
-    """What subprocess.Popen is for a program, for a fork of this process."""
+    """Does for a fork what subprocess.Popen does for a program."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,8 +1,8 @@
-"""A node of a job: starts agents on its machine and answers the supervisor's questions about them.
+"""Runs a node of a job: starts agents on its machine and answers the supervisor's questions.
 
-`Node` ends what earlier generations left on this machine, lets its template fork an agent
-(template_process.py; a node without a template runs `python -m moebius.cluster.nodes.agent`), and
-reads the report that the agent leaves. On another machine it is a Ray actor (ray_nodes.py).
+`Node` ends what earlier generations left on this machine, makes its template fork an agent
+(template_process.py; without a template, it runs `python -m moebius.cluster.nodes.agent`), and reads the
+agent's report. On another machine it is a Ray actor (ray_nodes.py).
 """
 
 import os
@@ -27,24 +27,23 @@ from .node_check import NodeCheck
 from .template_process import AgentProcess, Template, start_program
 
 WATCHDOG_TICK_S = 1.0
-CONNECT_S = 4.0  # lost SYNs are sent again after 1 s and 3 s
+CONNECT_S = 4.0  # Linux resends lost SYNs after 1 s and 3 s
 _AT_ONCE = 32
 
-# Ray gives its workers OMP_NUM_THREADS=1 and its own credentials. Ranks are not Ray's: neither.
+# Ray sets OMP_NUM_THREADS=1 and its credentials for its own workers; ranks get neither.
 _RAY_ONLY = ("RAY_", "OMP_NUM_THREADS")
 
-Address = tuple[str, int]  # host and port where a node listens for the others
+Address = tuple[str, int]  # host and port at which a node listens for the others
 
 
 class Watchdog:
-    """Calls `act` once, from a thread, when nobody has reset it for `limit_s`.
+    """Calls `act` once, from a thread, if it is not reset for `limit_s`.
 
-    A supervisor that is gone, or cut off from the node, starts the job elsewhere; ranks that went
-    on here would hold devices that nobody knows of. (Their checkpoints are refused in any case, by
-    the number of the generation.)
+    A supervisor that is gone or cut off restarts the job elsewhere, so ranks here must not hold devices that
+    nobody knows of. (The generation's number fences their checkpoints in any case.)
 
-    Silence is counted in ticks of this process, not by a clock: a process that was stopped itself
-    (SIGSTOP, a machine that sleeps) heard nothing because it could not listen.
+    Silence is counted in ticks of this process, not by a clock: a process that was itself stopped (SIGSTOP, a
+    sleeping machine) could not have heard anything.
     """
 
     def __init__(self, limit_s: float, act: Callable[[], None], *, tick_s: float = WATCHDOG_TICK_S):
@@ -54,11 +53,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def reset(self) -> None:
-        """Starts counting the silence anew."""
+        """Restarts the count of silence."""
         self._silent_s = 0.0
 
     def end(self) -> None:
-        """Stops the watchdog thread without calling `act`."""
+        """Ends the watchdog thread without calling `act`."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -72,11 +71,11 @@ class Node:
     """Runs agents on one machine, for the supervisor."""
 
     def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
-        """Starts the template, if the node is told what it will be needed for.
+        """Starts the template, if the job is known.
 
         Args:
             address: of this node.
-            launch: the job; None starts agents and ranks as programs.
+            launch: the job; None: agents and ranks start as programs.
         """
         self._address = address
         self._assignment: Assignment | None = None
@@ -89,7 +88,7 @@ class Node:
         self._warm_up()
 
     def describe(self) -> dict[str, Any]:
-        """Returns where this node is and what it runs: every node of a job must run the same."""
+        """Returns where this node is, its software versions, and what it runs."""
         return {
             "address": self._address,
             "host": socket.gethostname(),
@@ -100,15 +99,15 @@ class Node:
         }
 
     def check(self, wanted: NodeCheck) -> str:
-        """Returns what this node lacks for a job, or ""."""
+        """Returns what this node lacks for a job, or "" if nothing."""
         return wanted.faults()
 
     def unkillable(self, run_dir: str) -> str:
-        """Describes processes of a run that cannot be ended here, or ""; before ranks start."""
+        """Describes a run's processes here that cannot be killed, or ""; called before ranks start."""
         return processes.unkillable(run_dir, self._address)
 
     def unreachable(self, others: Sequence[Address]) -> list[int]:
-        """Returns which of the other nodes cannot be reached from here, by place in the list."""
+        """Returns the indices of the other nodes that cannot be reached from here."""
         with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(others)))) as pool:
             found = enumerate(pool.map(can_connect, others))
         return [place for place, is_reached in found if not is_reached]
@@ -116,16 +115,16 @@ class Node:
     def free_port(self) -> int:
         """Returns a port of this node's address that is free now.
 
-        It may be taken before it is used, which ends in a new generation.
+        If another process takes it before it is used, a new generation follows.
         """
         with socket.socket() as probe:
             probe.bind((self._address, 0))
             return probe.getsockname()[1]
 
     def start(self, assignment: Assignment) -> None:
-        """Starts the agent of a generation; ends all that earlier ones left on this machine."""
+        """Starts the agent of a generation, after ending everything of earlier ones here."""
         self.stop()
-        # Whatever cannot be ended belongs to another pretended node: `unkillable` was asked before.
+        # processes that cannot be killed belong to another simulated node: `unkillable` came first
         processes.end(processes.find(assignment.launch.run_dir, before=assignment.generation))
         assignment.log_dir.mkdir(parents=True, exist_ok=True)
         assignment.save(assignment.log_dir / "assignment.json")
@@ -154,7 +153,7 @@ class Node:
             self._watchdog.reset()
         code = self._agent.poll()
         report = self._assignment.log_dir / "report.json"
-        if report.exists():  # the agent's last act; nobody waits for its process to end
+        if report.exists():  # the agent's last act; its process may still be ending
             return AgentReport.load(report)
         if code is None:
             return None
@@ -166,7 +165,7 @@ class Node:
         )
 
     def heartbeats(self) -> list[RankState]:
-        """Returns where the ranks are; one that has not begun to train has no state yet."""
+        """Returns where the ranks are; a rank that has not begun to train is absent."""
         assert self._ranks is not None, "start comes first"
         states = self._ranks.look()
         if self._resources is not None:
@@ -174,29 +173,29 @@ class Node:
         return states
 
     def gather_evidence(self) -> list[Evidence]:
-        """Asks ranks that hang where they are, and writes their answers to logs/g001/stall."""
+        """Asks hanging ranks where they are, and writes their answers to logs/g001/stall."""
         assert self._ranks is not None, "start comes first"
         assert self._assignment is not None
         stall_dir = self._assignment.log_dir.parent / "stall"
         return gather(self._ranks.folder, self._ranks.beats(), stall_dir)
 
     def running_ranks(self) -> list[int]:
-        """Returns the global ranks of this node whose process is alive."""
+        """Returns the global ranks of this node that are alive."""
         return sorted(self._rank_pids())
 
     def kill_rank(self, rank: int) -> bool:
-        """Kills one rank (fault drills); returns False when it was not alive."""
+        """Kills one rank for a fault drill; returns False if it was not alive."""
         pid = self._rank_pids().get(rank)
         return pid is not None and processes.kill(pid)
 
     def stop(self) -> None:
-        """Ends the agent and its ranks, and waits until they are gone."""
+        """Ends the agent and its ranks, and waits for their end."""
         if self._agent is None or self._assignment is None:
             return
         if self._watchdog is not None:
             self._watchdog.end()
         if self._agent.poll() is None:
-            self._agent.kill()  # its ranks follow: they are bound to it
+            self._agent.kill()  # its ranks are bound to it and follow
         self._agent.wait()
         launch, generation = self._assignment.launch, self._assignment.generation
         found = processes.find(launch.run_dir, generation=generation)
@@ -209,7 +208,7 @@ class Node:
             self._ranks.close()
 
     def end(self) -> None:
-        """Ends the agent, its ranks and the template; nothing is left of this node."""
+        """Ends the agent, its ranks and the template."""
         try:
             self.stop()
         finally:
@@ -232,7 +231,7 @@ class Node:
         return f"as programs: {refusal}" if refusal else "as forks"
 
     def _runs(self) -> list[int]:
-        """Returns generation and node rank of the agent that was started last, unless it ended."""
+        """Returns the generation and node rank of the running agent; empty if it has ended."""
         if self._agent is None or self._assignment is None:
             return []
         return [self._assignment.generation, self._assignment.node_rank]
@@ -250,7 +249,7 @@ class Node:
 
 
 def can_connect(address: Address, *, timeout_s: float = CONNECT_S) -> bool:
-    """Returns whether something accepts connections there."""
+    """Returns whether something accepts connections at this address."""
     try:
         socket.create_connection(address, timeout=timeout_s).close()
     except OSError:
@@ -259,7 +258,7 @@ def can_connect(address: Address, *, timeout_s: float = CONNECT_S) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on every node of a job."""
+    """Returns the versions that must match on all nodes of a job."""
     return {
         "moebius": __version__,
         "torch": metadata.version("torch").partition("+")[0],
@@ -268,13 +267,13 @@ def versions() -> dict[str, str]:
 
 
 def node_environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
-    """Returns the environment of all that a node starts for a job, whatever the generation."""
+    """Returns the environment of everything that a node starts for a job, in any generation."""
     kept = {key: value for key, value in inherited.items() if not key.startswith(_RAY_ONLY)}
     own = {
         processes.MARK: launch.run_dir,
         processes.PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
-        # with the shared store, restarts fail (pytorch#135712)
+        # with a shared store, restarts fail (pytorch#135712)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if launch.gpus_per_node == 0:

@@ -1,9 +1,8 @@
-"""What a node must have before ranks are started on it: the job's run folder, and the devices that
-were asked for.
+"""Checks that a node has what ranks need: the job's run folder and the requested devices.
 
-The supervision writes a file with a random name and content into the run folder, and every node
-reads it: a folder of the same name on a disk of its own is found out, and so is a missing mount.
-Devices are counted through CUDA's driver, in a process of its own: 0.1 s, no torch.
+The supervisor writes a file with a random name and content into the run folder, and every node reads it. This
+finds missing mounts and local folders of the same name. Devices are counted through CUDA's driver in a
+separate process: 0.1 s, no torch.
 """
 
 import contextlib
@@ -16,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-APPEARS_WITHIN_S = 5.0  # how late a network file system may show a new file
-_COUNT_TIMEOUT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
+APPEARS_WITHIN_S = 5.0  # how long a network file system may hide a new file
+_COUNT_TIMEOUT_S = 60.0  # with eight GPUs, the driver may take seconds to initialise
 
-# Through the driver, which obeys CUDA_VISIBLE_DEVICES as torch does.
+# Asks the driver, which obeys CUDA_VISIBLE_DEVICES like torch.
 _COUNT_GPUS = """
 import ctypes
 try:
@@ -35,18 +34,18 @@ print(count.value)
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """Says what a node is asked to find."""
+    """Holds what a node must find."""
 
     token_file: str
     token: str
-    gpus: int = 0  # at least so many
+    gpus: int = 0  # at least
 
     def faults(self) -> str:
-        """Returns what this machine lacks, or "" where it has everything."""
+        """Returns what this machine lacks, or "" if nothing."""
         return self._folder_fault() or self._device_fault()
 
     def _folder_fault(self) -> str:
-        """Waits a little for the file, then says what there is in its place."""
+        """Waits briefly for the file; otherwise returns what is there instead."""
         path = Path(self.token_file)
         deadline = time.monotonic() + APPEARS_WITHIN_S
         while True:
@@ -66,7 +65,7 @@ class NodeCheck:
         )
 
     def _device_fault(self) -> str:
-        if self.gpus == 0 or Path("/dev/kfd").exists():  # AMD's driver: the rank will tell
+        if self.gpus == 0 or Path("/dev/kfd").exists():  # AMD's driver: the rank will report it
             return ""
         count, why = count_gpus()
         if count >= self.gpus:
@@ -79,7 +78,7 @@ class NodeCheck:
 
 
 def count_gpus() -> tuple[int, str]:
-    """Returns how many GPUs CUDA's driver shows to a process started here, and why if none."""
+    """Returns how many GPUs CUDA's driver shows to a new process, and why if there is none."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _COUNT_GPUS],
@@ -97,7 +96,7 @@ def count_gpus() -> tuple[int, str]:
 
 @contextlib.contextmanager
 def token_in(run_dir: Path, *, gpus: int) -> Iterator[NodeCheck]:
-    """Leaves a file in the run folder while inside; yields what nodes are to be asked."""
+    """Keeps a random file in the run folder; yields the check for the nodes."""
     check = NodeCheck(
         token_file=str(run_dir / f".seen-by-nodes-{secrets.token_hex(8)}"),
         token=secrets.token_hex(16),

@@ -1,18 +1,15 @@
-"""Processes of a run on one machine: binding them to their parents, finding them again, ending
-them.
+"""Binds a run's processes on one machine to their parents, finds them again, and ends them.
 
-Every layer dies with the one above it (actor → agent → ranks). Linux does that: PR_SET_PDEATHSIG
-sends SIGKILL when the *thread* that forked ends. SIGKILL also for the agent: one that waits for its
-peers inside C++ would not notice SIGTERM. What slips through all the same is found by the marks that
-each process carries in its environment: run folder, generation, rank.
+Every layer dies with the one above it (actor → agent → ranks). On Linux, PR_SET_PDEATHSIG sends SIGKILL when
+the *thread* that forked ends. Agents also get SIGKILL, because one that waits for peers inside C++ would not
+notice SIGTERM. Processes that escape are found by marks in their environment: run folder, generation, rank.
 
-A fork shows the environment that its template was started with, whatever it sets later. So a
-template (template.py) is started with empty room for marks, and its forks write theirs there
-(`write_mark`): the same `find` sees executed and forked processes, and so does `ps e`.
+The system shows a fork's environment as its template was started with it. So a template (template.py) is
+started with placeholders, over which its forks write their marks (`write_mark`). `find` and `ps e` therefore
+see executed and forked processes alike.
 
-Elsewhere (macOS) nothing binds a process to its parent: when the command is killed with SIGKILL its
-ranks go on, until the next start in the same run folder finds them by their marks and ends them.
-`difference_from_linux` says so. psutil knows processes and environments on either.
+On other systems (macOS) nothing binds a process to its parent: after a kill -9 of the command, its ranks
+continue until the next start in the same run folder ends them. `difference_from_linux` says so.
 """
 
 import ctypes
@@ -32,23 +29,23 @@ import psutil
 
 from ...train.record.heartbeat import started_ticks
 
-MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the absolute run folder
+MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: its absolute run folder
 MARK_GENERATION = "MOEBIUS_GENERATION"
-PARENT = "MOEBIUS_PARENT_PID"  # who must be alive when the child binds itself
-RANK = "RANK"  # torchrun's own
+PARENT = "MOEBIUS_PARENT_PID"  # which must be alive when the child binds itself
+RANK = "RANK"  # set by torchrun
 
-# Room for marks, by the mark: present while nothing is written there.
+# Placeholders of marks: present until the mark is written over them.
 TEMPLATE = "MOEBIUS_TEMPLATE"
 _ROOMS = {
     MARK_GENERATION: TEMPLATE,
     RANK: "MOEBIUS_ROOM_FOR_RANK",
 }
-_OWNER = "owner.json"  # in a folder that one process has made and removes
-_DIGITS = 12  # of a mark's value; leading zeros fill its room
+_OWNER = "owner.json"  # in a folder that one process makes and removes
+_DIGITS = 12  # of a mark's value, padded with zeros
 
 IS_LINUX = sys.platform == "linux"
 
-_SLOW_TO_END_S = 2.0  # for processes that are only slow to end: `Node.stop` has waited before
+_SLOW_TO_END_S = 2.0  # for processes that end slowly, beyond the wait in `Node.stop`
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,8 +54,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def bind_to_parent() -> None:
     """Makes this process die with its parent, on Linux; survives exec, not fork.
 
-    Elsewhere it only ends if the parent has ended already. The parent's pid comes through the
-    environment, because a parent that died before this call would go unnoticed.
+    On other systems it exits only if the parent has ended already. The parent's pid comes through the
+    environment, because a parent that dies before this call would go unnoticed.
     """
     if IS_LINUX:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -68,7 +65,7 @@ def bind_to_parent() -> None:
 
 
 def become_child(parent: int, log: Path) -> None:
-    """Gives a fork a session and a log of its own, and binds it to its parent."""
+    """Gives a fork its own session and log, and binds it to its parent."""
     os.setsid()
     log_to(log)
     os.environ[PARENT] = str(parent)
@@ -76,7 +73,7 @@ def become_child(parent: int, log: Path) -> None:
 
 
 def log_to(log: Path) -> None:
-    """Lets standard output and error of this process go to the end of a file."""
+    """Appends this process's standard output and error to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -84,16 +81,13 @@ def log_to(log: Path) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends.
-
-    So it can end them all. Linux only: elsewhere they become the init process's, and are not seen.
-    """
+    """Makes this process the parent of orphaned descendants, so that it can end them; Linux only."""
     if IS_LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def difference_from_linux() -> str | None:
-    """Returns what a user should know before a job starts on this system; None on Linux."""
+    """Returns a warning for users of systems other than Linux; None on Linux."""
     if IS_LINUX:
         return None
     return (
@@ -111,16 +105,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def room_for_marks() -> dict[str, str]:
-    """Returns what a template's environment must hold so that its forks can write their marks."""
+    """Returns placeholders for the environment of a template whose forks will write marks."""
     sizes = {room: _size_of_mark(mark, room) for mark, room in _ROOMS.items()}
     return {room: "-" * (size - len(f"{room}=")) for room, size in sizes.items()}
 
 
 def write_mark(mark: str, value: int) -> None:
-    """Writes a mark over its room in the environment that this process was started with.
+    """Writes a mark over its placeholder in the environment that this process was started with.
 
     Raises:
-        OSError: this process has no such room, or the system shows another environment.
+        OSError: there is no placeholder, or the system shows another environment.
     """
     room = _ROOMS[mark]
     getenv = ctypes.CDLL(None).getenv
@@ -142,15 +136,15 @@ def _size_of_mark(mark: str, room: str) -> int:
 
 
 def write_owner(folder: Path, pid: int) -> None:
-    """Notes in a folder that it belongs to a process, for `was_left`."""
+    """Records the process that owns a folder, for `was_left`."""
     own = {"pid": pid, "started_ticks": started_ticks(pid), "pid_namespace": _pid_namespace()}
     (folder / _OWNER).write_text(json.dumps(own), encoding="utf-8")
 
 
 def was_left(folder: Path) -> bool:
-    """Returns whether a folder is this user's alone, and the process that it belongs to has ended.
+    """Returns whether a private folder of this user belongs to a process that has ended.
 
-    A folder stays if its process may still run, for example in another container that shares the disk.
+    False if the process may still run, for example in another container that shares the disk.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = folder.lstat()
@@ -162,7 +156,7 @@ def was_left(folder: Path) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Returns what tells a container's process numbers from another's."""
+    """Returns what distinguishes this container's process numbers from another's."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -172,14 +166,14 @@ def _pid_namespace() -> str:
 def find(
     run_dir: str, *, generation: int | None = None, before: int | None = None
 ) -> dict[int, Mapping[str, str]]:
-    """Returns the processes on this machine that belong to a run, with their environment.
+    """Returns a run's processes on this machine, with their environment.
+
+    Templates belong to no generation, and are returned only if neither filter is given.
 
     Args:
-        run_dir: absolute, as it was given to the launch.
-        generation: only those of this generation.
-        before: only those of earlier generations.
-
-    Templates belong to no generation: they are among the results only where none is asked for.
+        run_dir: absolute, as in the launch.
+        generation: only this one.
+        before: only earlier generations.
     """
     found = {}
     for pid in psutil.pids():
@@ -195,10 +189,7 @@ def find(
 
 
 def end(pids: Iterable[int], *, timeout_s: float = 10.0) -> list[int]:
-    """Kills processes and waits until they are gone.
-
-    Returns those that are still there (stuck in the kernel).
-    """
+    """Kills processes and waits for their end; returns those that are still alive."""
     left = list(pids)
     for pid in left:
         kill(pid)
@@ -209,7 +200,7 @@ def end(pids: Iterable[int], *, timeout_s: float = 10.0) -> list[int]:
 
 
 def kill(pid: int) -> bool:
-    """Sends SIGKILL; returns False when the process was already gone."""
+    """Sends SIGKILL; returns False if the process was already gone."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -222,7 +213,7 @@ def _is_alive(pid: int) -> bool:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return False
-    # A zombie holds nothing but its number.
+    # a zombie only occupies its number
     return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -241,15 +232,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def unkillable(run_dir: str, address: str) -> str:
-    """Describes the processes of a run that cannot be ended on a node that runs none of it now.
+    """Describes a run's processes that cannot be killed, on a node that runs none of it now.
 
-    SIGKILL does not end a process that is stuck in the kernel (state D), most often in a network
-    file system or a driver that hangs. It holds its memory and its device, nobody can say for how
-    long. The description names the kernel's function, which names the file system or driver.
+    SIGKILL does not end a process that is stuck in the kernel (state D), usually in a hanging network file
+    system or driver, which the kernel's function identifies. It keeps its memory and device for an unknown
+    time.
 
     Args:
-        run_dir: absolute, as it was given to the launch.
-        address: of the node: pretended nodes share a machine, and each answers for its own.
+        run_dir: absolute, as in the launch.
+        address: of the node: simulated nodes share a machine, and each reports its own processes.
     """
     mine = {
         pid: marks
@@ -264,10 +255,10 @@ def unkillable(run_dir: str, address: str) -> str:
 
 
 def _address_of(run_dir: str, marks: Mapping[str, str]) -> str:
-    """Returns the address of the node on which a rank was started."""
+    """Returns the address of the node that a rank was started on."""
     generation, rank = int(marks[MARK_GENERATION]), int(marks[RANK])
     for path in Path(run_dir).glob(f"logs/g{generation:03d}/node*/assignment.json"):
-        with suppress(OSError, ValueError, KeyError):  # torn by what ended the node
+        with suppress(OSError, ValueError, KeyError):  # torn when the node ended
             told = json.loads(path.read_bytes())
             if rank // told["launch"]["ranks_per_node"] == told["node_rank"]:
                 return told["address"]
@@ -280,20 +271,20 @@ def _describe(pid: int, marks: Mapping[str, str]) -> str:
 
 
 def _what_it_does(pid: int) -> str:
-    """Returns the state of a process and its kernel function, as far as the system shows them."""
+    """Returns the state of a process and its kernel function, if the system shows them."""
     try:
         state = psutil.Process(pid).status()
     except psutil.Error:
         return "which is just ending"
     words = "state D (uninterruptible)" if state == psutil.STATUS_DISK_SLEEP else f"state {state}"
     function = ""
-    with suppress(OSError):  # no Linux, or not shown to this user
+    with suppress(OSError):  # not Linux, or not shown to this user
         function = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0\n")
     return f"{words} in the kernel's {function}" if function else words
 
 
 def main() -> None:
-    """Binds this process to the agent, opens the rank's log and becomes the user's command.
+    """Binds this process to the agent, opens the rank's log and executes the user's command.
 
     python -m moebius.cluster.nodes.processes LOG_DIR COMMAND...
     """

@@ -1,7 +1,4 @@
-"""Where a job's nodes come from, and what the supervision asks of a node.
-
-A cluster gives them (supervisor.py), or this machine alone is the one node.
-"""
+"""Declares where a job's nodes come from, and what the supervisor asks of a node."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,26 +13,26 @@ from .node_check import NodeCheck
 
 
 class NodeLost(Exception):
-    """Says that a node does not answer: its actor, its machine or the network to it is gone."""
+    """Says that a node does not answer: its actor, its machine or its network is gone."""
 
 
 class NodesUnavailable(Exception):
-    """Says that the nodes which the launch needs cannot be had, ever, and what is missing."""
+    """Says that the cluster will never provide the nodes of a launch, and what is missing."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Says how many nodes could take their part of the job."""
+    """Holds how many nodes could take part in the job."""
 
-    could: int  # live ones that are large enough, whoever uses them
-    free: int  # of these, the job's own and those that nobody uses
-    what: str = "room"  # what a node must have
+    could: int  # live and large enough, whoever uses them
+    free: int  # of these, the job's own and unused ones
+    what: str = "room"  # that a node must have
     have: str = ""  # what the cluster's nodes have
-    leaving: tuple[str, ...] = ()  # the job's own that will be taken away; in none of the counts
+    leaving: tuple[str, ...] = ()  # the job's own that will be taken away; not counted above
 
 
 class NodeHandle(Protocol):
-    """Declares what the supervision asks of a node; every call may raise NodeLost (agent.Node)."""
+    """Declares what the supervisor asks of a node; every call may raise NodeLost (node.Node)."""
 
     def describe(self) -> dict[str, Any]: ...
     def check(self, wanted: NodeCheck) -> str: ...
@@ -55,19 +52,16 @@ class NodeProvider(Protocol):
     """Declares where a job's nodes come from."""
 
     def capacity(self) -> Capacity:
-        """Returns what the cluster has for the job now."""
+        """Returns what the cluster can offer the job now."""
         ...
 
     def provide_nodes(
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
-        """Returns so many live nodes, in the order of their ranks.
-
-        Replaces those that were lost.
+        """Returns `num_nodes` live nodes in rank order, replacing lost ones.
 
         Args:
-            while_waiting: called several times a second with what is being waited for; its
-                exceptions end the waiting.
+            while_waiting: called several times a second with the reason; its exceptions end the waiting.
 
         Raises:
             NodesUnavailable: the cluster cannot hold the job.
@@ -75,14 +69,11 @@ class NodeProvider(Protocol):
         ...
 
     def adopt_nodes(self) -> Sequence[NodeHandle]:
-        """Returns the living nodes of an earlier supervisor of this job, in the order of their ranks.
-
-        Called at most once, before nodes are asked for.
-        """
+        """Returns an earlier supervisor's live nodes in rank order; called before nodes are asked for."""
         ...
 
     def exclude(self, node: NodeHandle, why: str) -> None:
-        """Uses a node no more.
+        """Stops using a node.
 
         Raises:
             NodesUnavailable: there is no other.
@@ -90,7 +81,7 @@ class NodeProvider(Protocol):
         ...
 
     def release(self) -> None:
-        """Ends everything on the nodes and gives them back."""
+        """Ends everything on the nodes and releases them."""
         ...
 
 
@@ -98,21 +89,21 @@ class ThisMachine:
     """Provides one node: this machine."""
 
     def __init__(self, launch: Launch | None = None) -> None:
-        """Starts what `launch` can be started from soon (agent.Node); None: nothing."""
+        """Starts the template for `launch`; None: nothing."""
         self._node = Node(launch=launch)
 
     def capacity(self) -> Capacity:
-        """Returns that there is one node."""
+        """Returns the capacity of one node."""
         return Capacity(1, 1, have="this machine")
 
     def provide_nodes(
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
-        """Returns this machine, at once."""
+        """Returns this machine at once."""
         return [self._node]
 
     def adopt_nodes(self) -> Sequence[NodeHandle]:
-        """Returns none: what ran here has ended with who supervised it."""
+        """Returns none: whatever ran here has ended with its supervisor."""
         return ()
 
     def exclude(self, node: NodeHandle, why: str) -> None:

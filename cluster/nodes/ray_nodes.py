@@ -1,9 +1,9 @@
-"""A job's nodes as Ray has them: one bundle per node, spread strictly, an agent actor in each.
+"""Provides a job's nodes from Ray: one bundle per node, strictly spread, with an agent actor in each.
 
-Bundles and actors are detached: they live on when the supervisor dies, and the ranks train on. Their
-names begin with the job's, so that the next supervisor finds them. Each call carries the number of
-the supervisor that makes it (supervise/fencing.py), and a node refuses one that has a successor. Should
-no supervisor come any more, because somebody has ended it for good, the nodes end themselves.
+Bundles and actors are detached, so ranks continue to train when the supervisor dies. Their names begin with
+the job's, by which the next supervisor finds them. Every call carries the caller's supervisor number
+(supervise/fencing.py), and a node refuses a replaced supervisor. If no supervisor can come any more, the
+nodes end themselves.
 
 Cost: one process of about 80 MB per node; one remote call per node every 0.2 s (about 1 ms each).
 """
@@ -35,13 +35,13 @@ from .node import Address, Node
 from .provider import Capacity, NodeHandle, NodesUnavailable
 from .remote_node import RemoteNode
 
-_NODE_ID = "ray.io/node-id"  # the label that Ray gives to each node
-ADOPT_TIMEOUT_S = 5.0  # of a predecessor's node, for its first answer
-ORPHANED_LOOK_S = 30.0  # between two looks of a node for its supervisor
+_NODE_ID = "ray.io/node-id"  # Ray's label of a node
+ADOPT_TIMEOUT_S = 5.0  # for the first answer of a predecessor's node
+ORPHANED_LOOK_S = 30.0  # between two checks for the supervisor
 
 
 def actor_name(run_dir: str) -> str:
-    """Returns the name of the job's supervisor and placement group: one per folder and cluster."""
+    """Returns the name of a job's supervisor and placement group, unique per run folder."""
     return f"supervisor-{_key(run_dir)}"
 
 
@@ -50,21 +50,21 @@ def _key(run_dir: str) -> str:
 
 
 class NodeAgent(Node):
-    """Runs one node's agents, as an actor in the node's bundle."""
+    """Runs one node's agents as an actor in the node's bundle."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(ray.util.get_node_ip_address(), launch)
-        self._supervisor = 0  # the number of the last one that has called
+        self._supervisor = 0  # the number of the last caller
         context = ray.get_runtime_context()
         self._me, self._node_id = context.current_actor, context.get_node_id()
         self._listens_at = _address_of(self._node_id)
         threading.Thread(target=self._end_without_supervisor, args=(launch,), daemon=True).start()
 
     def serve(self, supervisor: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of this node for the supervisor of this number.
+        """Calls a method of this node for the supervisor with this number.
 
         Raises:
-            ReplacedError: a later one has called.
+            ReplacedError: a later supervisor has called.
         """
         if supervisor < self._supervisor:
             raise ReplacedError(f"supervisor {supervisor} was replaced by {self._supervisor}")
@@ -72,17 +72,17 @@ class NodeAgent(Node):
         return getattr(self, method)(*arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what every node tells, its name in the cluster, and where it listens."""
+        """Adds the node's id in the cluster and its listening address to `Node.describe`."""
         own = {"node_id": self._node_id, "listens_at": self._listens_at}
         return super().describe() | own
 
     def _end_without_supervisor(self, launch: Launch) -> None:
-        """Gives the node back once Ray knows of no supervisor that could come back."""
+        """Releases the node once Ray knows no supervisor that could return."""
         name = actor_name(launch.run_dir)
         while True:
             time.sleep(min(ORPHANED_LOOK_S, launch.supervisor_timeout_s))
             if self._supervisor == 0 and launch.where == SIMULATED:
-                continue  # data is still being prepared; the cluster ends with who does it
+                continue  # data is still being prepared; the cluster ends with that process
             try:
                 ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:
@@ -96,7 +96,7 @@ class NodeAgent(Node):
 
 @dataclass(frozen=True)
 class _Bundle:
-    """What a job takes of each of its nodes."""
+    """What a job reserves on each node."""
 
     cpus: int
     gpus: int
@@ -119,7 +119,7 @@ class _Bundle:
 
 
 class RayNodeProvider:
-    """Provides a job's nodes: one Ray bundle per node, spread strictly, a node agent in each."""
+    """Provides a job's nodes: one Ray bundle per node, with an agent actor in each."""
 
     def __init__(self, launch: Launch, supervisor: int):
         self._launch = launch
@@ -129,13 +129,12 @@ class RayNodeProvider:
         self._capacity = Capacity(0, 0)
         self._group: PlacementGroup | None = None
         self._nodes: list[RemoteNode | None] = []
-        self._excluded: set[str] = set()  # nodes with processes that cannot be killed
+        self._excluded: set[str] = set()  # ids of nodes with processes that cannot be killed
 
     def capacity(self) -> Capacity:
-        """Returns how many nodes are large enough, and how many of them we have or could have.
+        """Returns how many nodes are large enough, and how many of them are free or the job's own.
 
-        While the cluster's control store does not answer that is what it said last: to ask it would
-        be to wait for it.
+        While the control store does not answer, returns the last values instead of waiting.
         """
         if listens(self._control_store):
             self._capacity = self._ask_capacity()
@@ -165,7 +164,7 @@ class RayNodeProvider:
     def provide_nodes(
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
-        """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
+        """Returns an agent per bundle; reserves the bundles first, and replaces lost nodes."""
         if len(self._nodes) != num_nodes:
             self._give_back()
         self._drop_dead(while_waiting)
@@ -183,7 +182,7 @@ class RayNodeProvider:
         return nodes
 
     def _drop_dead(self, while_waiting: Callable[[str], None]) -> None:
-        """Forgets the nodes that do not live; waits for those that are being started."""
+        """Forgets dead nodes, after waiting for those that are starting."""
         if self._group is not None and any(node and not node.node_id for node in self._nodes):
             number = len(self._nodes)
             while_waiting(f"waiting for {number} reserved node(s) with {self._bundle} each")
@@ -194,15 +193,12 @@ class RayNodeProvider:
                 self._nodes[number] = None
 
     def _holds_unwanted(self) -> bool:
-        """Returns whether a node is among them that is to be given back."""
+        """Returns whether one of the nodes must be released."""
         unwanted = _leaving() | self._excluded
         return any(node is not None and node.node_id in unwanted for node in self._nodes)
 
     def place_ahead(self) -> bool:
-        """Has the nodes start and import for a supervisor that comes soon; waits for nothing.
-
-        Returns False where the cluster has no room at the moment.
-        """
+        """Starts the nodes for a supervisor that follows soon; returns False if there is no room now."""
         self._sweep_predecessor()
         num_nodes = self._launch.num_nodes
         if self._ask_capacity().free < num_nodes:
@@ -213,7 +209,7 @@ class RayNodeProvider:
         return True
 
     def adopt_nodes(self) -> Sequence[NodeHandle]:
-        """Returns the living nodes of an earlier supervisor of this job; they stay reserved."""
+        """Returns an earlier supervisor's live nodes, which stay reserved."""
         self.expect_nodes()
         deadline = time.monotonic() + ADOPT_TIMEOUT_S
         for number, node in enumerate(self._nodes):
@@ -224,9 +220,7 @@ class RayNodeProvider:
         return [node for node in self._nodes if node is not None]
 
     def expect_nodes(self) -> None:
-        """Counts on what has been reserved and started for the job, by an earlier supervisor or by
-        who submitted it.
-        """
+        """Takes over the bundles and agents that an earlier supervisor or the submitter created."""
         try:
             group = ray.util.get_placement_group(actor_name(self._launch.run_dir))
         except ValueError:
@@ -244,10 +238,10 @@ class RayNodeProvider:
                 self._nodes[number] = node
 
     def where_to_prepare(self) -> list[str]:
-        """Returns the preparer's arguments: tasks on the CPUs that the bundles leave.
+        """Returns arguments of the process that prepares data: its tasks use the remaining CPUs.
 
         Raises:
-            NodesUnavailable: they leave none.
+            NodesUnavailable: no CPU remains.
         """
         cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
         left = int(cpus) - len(self._nodes) * self._bundle.cpus
@@ -261,12 +255,12 @@ class RayNodeProvider:
         return ["--address", address, "--capacity", str(tasks_for(left))]
 
     def exclude(self, node: NodeHandle, why: str) -> None:
-        """Reserves no bundle on a node any more; a supervisor that is started anew asks again."""
+        """Reserves no bundle on this node again; a restarted supervisor forgets the exclusion."""
         assert isinstance(node, RemoteNode), "the nodes of this provider are remote"
         self._excluded.add(node.node_id)
 
     def release(self) -> None:
-        """Ends the agents and gives the bundles back."""
+        """Ends the agents and releases the bundles."""
         self._give_back()
 
     def _give_back(self) -> None:
@@ -279,13 +273,13 @@ class RayNodeProvider:
             self._group = None
 
     def _sweep_predecessor(self) -> None:
-        """Ends what an earlier supervisor has left, of this submission or of one before."""
+        """Ends everything that an earlier supervisor of this run folder has left."""
         for _, actor in self._agents():
             ray.kill(actor)
         _remove_group(actor_name(self._launch.run_dir))
 
     def _agents(self) -> list[tuple[int, Any]]:
-        """Returns the job's agent actors that Ray knows of, with the numbers of their bundles."""
+        """Returns the job's agent actors with the numbers of their bundles."""
         prefix = f"node-{_key(self._launch.run_dir)}-"
         named: Any = ray.util.list_named_actors(all_namespaces=True)
         found = []
@@ -297,10 +291,10 @@ class RayNodeProvider:
         return found
 
     def _reserve(self, num_nodes: int, while_waiting: Callable[[str], None]) -> PlacementGroup:
-        """Reserves the bundles; waits as long as other jobs hold what is needed."""
+        """Reserves the bundles; waits while other jobs hold them."""
         self._sweep_predecessor()
         group = self._create_group(num_nodes)
-        self._group = group  # release() gives it back when the waiting ends with an exception
+        self._group = group  # so that release() removes it if the waiting is aborted
         self._await_group(group, while_waiting)
         return group
 
@@ -342,22 +336,20 @@ class RayNodeProvider:
     def _start_agent(
         self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
     ) -> RemoteNode:
-        """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead
-        node for a while.
-        """
+        """Starts the agent of a bundle; a bundle of a lost node still points to it for a while."""
         while True:
             node = self._create_agent(group, number)
             try:
                 if self._is_up(node, while_waiting):
                     return node
             except BaseException:
-                node.end()  # nobody waits for it any more
+                node.end()  # the waiting was aborted
                 raise
             while_waiting(f"the agent of node {number} could not be started; trying again")
             time.sleep(POLL_S)
 
     def _is_up(self, node: RemoteNode, while_waiting: Callable[[str], None]) -> bool:
-        """Returns whether a node lives; waits for one that is still being started."""
+        """Returns whether a node is alive; waits while it is starting."""
         if node.node_id:
             return node.is_alive()
         while not node.is_up(timeout_s=POLL_S):
@@ -373,18 +365,18 @@ def _remove_group(name: str) -> None:
 
 
 def _address_of(node_id: str) -> Address:
-    """Returns where a node's raylet listens for the others."""
+    """Returns the address at which a node's raylet listens."""
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
 def _leaving() -> set[str]:
-    """Returns the nodes that Ray was told to drain: they will be preempted, or are idle."""
+    """Returns the nodes that Ray is draining: they will be preempted, or are idle."""
     return set(cluster_state.get_draining_nodes())
 
 
 def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises NodesUnavailable when the nodes do not all run the same moebius, torch and Python."""
+    """Raises NodesUnavailable unless all nodes run the same moebius, torch and Python."""
     first = nodes[0]
     for node in nodes[1:]:
         differing = [

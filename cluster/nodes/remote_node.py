@@ -1,4 +1,4 @@
-"""A node as the supervisor calls it: a Ray actor on another machine, behind a network."""
+"""Calls a node on another machine: a Ray actor behind a network."""
 
 import contextlib
 import time
@@ -14,9 +14,9 @@ from ..supervise.fencing import ReplacedError
 from .node import Node
 from .provider import NodeLost
 
-# A node answers within milliseconds, or within seconds when processes resist being ended.
+# A node answers within milliseconds, or within seconds if processes are slow to end.
 CALL_TIMEOUT_S = 30.0
-BEAT_EVERY_S = 5.0  # while an answer is waited for
+BEAT_EVERY_S = 5.0  # while waiting for an answer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 def _remote(
     method: Callable[Concatenate[Node, P], R],
 ) -> Callable[Concatenate["RemoteNode", P], R]:
-    """Returns the method that calls a method of `Node` on the other machine."""
+    """Returns a method that calls a method of `Node` on the other machine."""
 
     def call(node: "RemoteNode", *arguments: P.args, **named: P.kwargs) -> R:
         if named:
@@ -45,7 +45,7 @@ class RemoteNode:
         self._address = ""
         self._ready = actor.serve.remote(supervisor, "describe")
         self.is_dead = False
-        self.node_id = ""  # in the cluster, once it is up
+        self.node_id = ""  # set once it is up
 
     describe = _remote(Node.describe)
     check = _remote(Node.check)
@@ -82,13 +82,13 @@ class RemoteNode:
 
     def end(self) -> None:
         """Ends the ranks, the template and the actor."""
-        if self.node_id:  # else the actor waits for its place, and would not answer
-            with contextlib.suppress(NodeLost):  # then nothing is left to end
+        if self.node_id:  # otherwise the actor waits for its place and would not answer
+            with contextlib.suppress(NodeLost):  # nothing is left to end
                 self._call("end")
         self.forget()
 
     def forget(self) -> None:
-        """Lets Ray end the actor, now or when the network to it is back: its place is another's."""
+        """Kills the actor, now or when its network is back, to free its place."""
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -108,10 +108,7 @@ class RemoteNode:
             raise NodeLost(f"its agent actor died{at} ({_first_line(error)})") from error
 
     def _await(self, answer: Any) -> Any:
-        """Waits for an answer, and shows meanwhile that the supervisor lives.
-
-        Where the network to a node is cut, Ray reports it after a minute only.
-        """
+        """Waits for an answer while sending heartbeats: Ray reports a cut network only after a minute."""
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while True:
             left_s = deadline - time.monotonic()
@@ -124,6 +121,6 @@ class RemoteNode:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns what Ray says, without what its libraries add: that is half a page."""
+    """Returns the first line of Ray's message, without half a page from its libraries."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.partition("; last error")[0]

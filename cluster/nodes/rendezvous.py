@@ -1,20 +1,20 @@
-"""Where the agents and ranks of one generation meet: a store that strangers cannot reach.
+"""Provides the store at which one generation's agents and ranks meet, closed to everyone else.
 
-A TCPStore knows no credentials, so its server is bound to the loopback, always. If all nodes are
-on this machine (or pretend to be) that is all: agents and ranks connect to it. Otherwise:
+A TCPStore has no authentication, so its server always listens on the loopback only. If all nodes are on this
+machine, agents and ranks connect to it directly. Otherwise:
 
     ranks, agent ── loopback ── StoreRelay ══ cluster ══ StoreGate ── loopback ── TCPStore
     of another node                          authenticated                      on node 0
 
-The gate listens on node 0's address in the cluster. Both sides first prove that they know the
-generation's secret (HMAC-SHA256 over fresh random numbers of either side, all of fixed size);
-who cannot is hung up on before the store hears of it. Afterwards every frame carries a number and
-a tag under a key of this connection and direction, so nothing can be put in, left out, repeated or
-changed on the way. Nothing is encrypted. The secret is drawn by the supervisor for each generation
-and reaches the agents through Ray's authenticated calls; ranks never have it.
+The gate listens on node 0's address in the cluster. Both sides first prove that they know the generation's
+secret (HMAC-SHA256 over fresh random numbers of both sides, all of fixed size); a peer that cannot is
+disconnected before it reaches the store. Afterwards every frame carries a number and a tag under a key of
+this connection and direction, so frames cannot be inserted, dropped, repeated or changed. Nothing is
+encrypted. The supervisor draws a secret per generation and sends it to the agents through Ray's authenticated
+calls; ranks never have it.
 
-Cost, both ends on one busy machine with 2 cores: 0.1-0.2 ms more per operation of another node's
-ranks, and some 15 MB/s for large values; nothing per training step.
+Cost, both ends on one busy machine with 2 cores: 0.1-0.2 ms more per operation of another node's ranks, and
+about 15 MB/s for large values; nothing per training step.
 """
 
 import asyncio
@@ -43,37 +43,37 @@ from ...distributed.process.store import LOOPBACK, bind, is_loopback, serve_stor
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0  # for a peer to prove itself
-MAX_STRANGERS = 256  # connections that have not proved themselves yet; more wait in line
+MAX_STRANGERS = 256  # unproven connections at a time; more wait in line
 MAX_FRAME_BYTES = 64 << 10
-_RETRY_S = 0.2  # between two attempts to reach a gate that is not there yet
+_RETRY_S = 0.2  # between two attempts to reach a gate that is not up yet
 _NONCE_BYTES = _TAG_BYTES = 32
 _LENGTH = struct.Struct(">I")
 
 
 class NotAuthentic(ConnectionError):
-    """Says that the other side does not know the secret, or that what it sent was changed."""
+    """Says that the other side does not know the secret, or that a frame was changed."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Says where one generation's agents meet, as one node sees it."""
+    """Describes where one generation's agents meet, as one node sees it."""
 
-    name: str  # of the job and its generation: the prefix of the agents' keys
+    name: str  # of the job and generation; prefixes the agents' keys
     node_rank: int
     num_nodes: int
-    address: str  # of node 0, as the others reach it
+    address: str  # of node 0, for the other nodes
     port: int
-    secret: str  # needed if there are other machines
+    secret: str  # needed with several machines
     timeout_s: float
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether no other machine needs to reach the store."""
+        """Returns whether no other machine needs to reach the store."""
         return self.num_nodes == 1 or is_loopback(self.address)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Gives torchrun's agent its rank and the store, as the head of this module describes."""
+    """Gives torchrun's agent its rank and the store."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -82,7 +82,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Tells ranks that they are clients of the agents' store."""
+        """Tells ranks to connect to the agents' store as clients."""
         return True
 
     def get_backend(self) -> str:
@@ -90,11 +90,11 @@ class NodeRendezvous(RendezvousHandler):
         return "moebius"
 
     def get_run_id(self) -> str:
-        """Returns what tells this generation from others."""
+        """Returns the name of this generation."""
         return self._meeting.name
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the store once all agents have come.
+        """Returns the store once all agents have arrived.
 
         Raises:
             ConnectionError: node 0 does not answer, or does not know the secret.
@@ -111,14 +111,14 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """Returns False: a generation is one rendezvous and no second one."""
+        """Returns False: a generation has exactly one rendezvous."""
         return False
 
     def set_closed(self) -> None:
         """Does nothing: the supervisor ends generations."""
 
     def num_nodes_waiting(self) -> int:
-        """Returns 0: nodes are given, and none may come later."""
+        """Returns 0: the nodes are fixed, and none join later."""
         return 0
 
     def shutdown(self) -> bool:
@@ -157,13 +157,13 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class StoreGate:
-    """Lets connections that prove to know the secret through to the store on the loopback."""
+    """Connects peers that prove to know the secret to the store on the loopback."""
 
     def __init__(self, bound: socket.socket, *, store_port: int, secret: str) -> None:
         """Starts to listen.
 
         Args:
-            bound: where others reach this machine.
+            bound: the socket at this machine's address in the cluster.
             store_port: of the store on this machine's loopback.
         """
         self._store_port, self._secret = store_port, _key(secret)
@@ -188,7 +188,7 @@ class StoreGate:
 
 
 class StoreRelay:
-    """Listens on the loopback of another node in place of the store; its other end is the gate."""
+    """Stands in for the store on another node's loopback, and forwards to the gate."""
 
     def __init__(self, address: str, port: int, *, secret: str) -> None:
         """Starts to listen on `self.port`.
@@ -208,11 +208,11 @@ class StoreRelay:
         self._loop.stop()
 
     def await_gate(self, *, timeout_s: float) -> None:
-        """Returns when the gate has proved itself; it may not be up yet.
+        """Returns once the gate, which may not be up yet, has proved itself.
 
         Raises:
-            NotAuthentic: who answers there does not know the secret.
-            ConnectionError: nobody answers within `timeout_s`.
+            NotAuthentic: the peer does not know the secret.
+            ConnectionError: no peer answers within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         host, port = self._gate
@@ -251,7 +251,7 @@ class StoreRelay:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of one connection, one for each direction, as one side uses them."""
+    """Keys of one connection, one per direction, as one side uses them."""
 
     to_send: bytes
     to_receive: bytes
@@ -260,11 +260,11 @@ class _Keys:
 async def _prove(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_gate: bool
 ) -> _Keys:
-    """Both sides prove to know the secret; the gate last, after it has seen the other's proof.
+    """Proves the secret on both sides; the gate proves itself last, after checking its peer.
 
     Raises:
-        NotAuthentic: the other side does not.
-        TimeoutError: it did not say so within HANDSHAKE_S.
+        NotAuthentic: the other side does not know the secret.
+        TimeoutError: it did not prove itself within HANDSHAKE_S.
     """
     own = secrets.token_bytes(_NONCE_BYTES)
     async with asyncio.timeout(HANDSHAKE_S):
@@ -289,7 +289,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _join_streams(framed: Streams, plain: Streams, keys: _Keys) -> None:
-    """Carries bytes both ways between a framed and a plain connection until one of them ends."""
+    """Copies bytes both ways between a framed and a plain connection until one of them ends."""
     outward = asyncio.ensure_future(_seal(plain[0], framed[1], keys.to_send))
     inward = asyncio.ensure_future(_unseal(framed[0], plain[1], keys.to_receive))
     try:
@@ -345,7 +345,7 @@ def _key(secret: str) -> bytes:
 
 
 class _Loop:
-    """An event loop in a thread of its own: torch's store blocks the thread that waits in it."""
+    """Runs an event loop in its own thread, because torch's store blocks the calling thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -354,7 +354,7 @@ class _Loop:
         self._server: asyncio.Server | None = None
 
     def run(self, act: Coroutine[Any, Any, None]) -> None:
-        """Runs `act` there and returns when it is done."""
+        """Runs `act` in the loop and returns when it is done."""
         asyncio.run_coroutine_threadsafe(act, self._loop).result()
 
     def serve(
@@ -362,7 +362,7 @@ class _Loop:
         bound: socket.socket,
         handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
     ) -> None:
-        """Listens on `bound`; a connection that fails is closed, and the others go on."""
+        """Listens on `bound`; a failed connection is closed, and the others continue."""
 
         async def handle_and_close(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -379,7 +379,7 @@ class _Loop:
         self.run(start())
 
     def stop(self) -> None:
-        """Ends the loop with all its connections. Twice is harmless."""
+        """Ends the loop with all its connections; a second call does nothing."""
         if self._loop.is_closed():
             return
         self.run(self._end_all())

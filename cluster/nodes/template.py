@@ -1,18 +1,16 @@
-"""The template: a process that has imported what agents and ranks need, and forks agents.
+"""Runs the template: a process that has imported what agents and ranks need, and forks agents.
 
-    python -m moebius.cluster.nodes.template SOCKET_FD KIND      (a child of the node, start.py)
+    python -m moebius.cluster.nodes.template SOCKET_FD KIND      (a child of the node)
 
-It starts no thread, touches no device and draws no random number: what it has is modules. It waits
-at a socket for orders, one JSON object each; the order for an agent brings a pipe with the
-generation's secret, which the template does not read. The fork becomes the agent: a session, an
-environment, marks and a log of its own. `main` returns in the fork as in a process that was just
-started, so that exit codes, tracebacks and atexit handlers are what they always are.
+It starts no thread, touches no device and draws no random number. It waits at a socket for orders, one JSON
+object each; the order for an agent comes with a pipe that holds the generation's secret, which the template
+does not read. The fork becomes the agent with its own session, environment, marks and log. `main` returns in
+the fork as in a new process, so exit codes, tracebacks and atexit handlers are the usual ones.
 
-Every layer dies with the one above it, as ever: node → template → agent → ranks.
+Every layer dies with the one above it: node → template → agent → ranks.
 
-Cost: 3 s of one core, once per job and node. It saves memory, because forks share all that they do
-not write: 4 ranks of the recipe `smoke` on one node take 1.1 GB (proportional, template and agent
-included), as programs 1.8 GB.
+Cost: 3 s of one core, once per job and node. Forks share unmodified memory: 4 ranks of the recipe `smoke` on
+one node take 1.1 GB (proportional, with template and agent), and 1.8 GB as programs.
 """
 
 import gc
@@ -25,7 +23,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +30,8 @@ from typing import Any
 from . import processes
 
 if __name__ == "__main__":
-    # before the imports below, which take a second on a busy machine: what binds this process to
-    # its parent must come as soon as it can
+    # before the imports below, which take a second on a busy machine: the process must be bound to
+    # its parent as early as possible
     processes.bind_to_parent()
 
 from ...train.record.process_log import print_through_log
@@ -51,32 +48,30 @@ _RANKS_NEED = (
     "torch._dynamo",  # 0.8 s: the first optimizer imports it
 )
 _CAN_COME_LATER = (
-    "torch.utils.tensorboard",  # 0.7 s on rank 0: the event files of the metrics
+    "torch.utils.tensorboard",  # 0.7 s on rank 0, for the event files of the metrics
 )
-# Threads of libraries that end and start them around a fork by themselves.
+# Threads of libraries that stop and restart them around a fork.
 _MAY_RUN = {"jemalloc_bg_thd"}
 
 
 def main(channel: socket.socket, kind: str) -> int:
-    """Serves orders until the node hangs up; a fork runs the agent or the rank it has become."""
+    """Serves orders until the node hangs up; in a fork, runs the agent or rank."""
     print_through_log()
-    began = time.monotonic()
-    gc.disable()  # a fifth of the time of the imports, which leave next to no garbage (6 MB)
+    gc.disable()  # saves a fifth of the import time; imports leave next to no garbage (6 MB)
     import_all(kind, is_awaited=lambda: _has_orders(channel))
     if refusal := why_no_fork():
         tell(channel, refused=refusal)
         return 0
-    gc.freeze()  # a collection in a fork would write to every object, and so copy every page
+    gc.freeze()  # a collection in a fork would write to, and so copy, every page
     gc.enable()
-    tell(channel, ready=round(time.monotonic() - began, 2))
     order = _Server(channel).serve()
     return 0 if order is None else agent.main(Path(order.log_dir), forks_ranks=kind == TRAINING)
 
 
 def import_all(kind: str, *, is_awaited: Callable[[], bool]) -> None:
-    """Imports what the forks need, also what they import no earlier than they use it.
+    """Imports everything that the forks need, including what they import lazily.
 
-    What the ranks import beside other work is left to them if the template `is_awaited`.
+    Optional imports are skipped once the template `is_awaited`.
     """
     needed = _AGENTS_NEED + (_RANKS_NEED if kind == TRAINING else ())
     for name in needed:
@@ -89,7 +84,7 @@ def import_all(kind: str, *, is_awaited: Callable[[], bool]) -> None:
 
 
 def why_no_fork() -> str | None:
-    """Returns why this process must not be forked; None: it may be."""
+    """Returns why this process must not be forked; None if it may be."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -108,7 +103,7 @@ def _has_orders(channel: socket.socket) -> bool:
 
 
 class _Server:
-    """Takes orders and tells how the forks ended."""
+    """Takes orders and reports how the forks ended."""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
@@ -119,7 +114,7 @@ class _Server:
         self._told = told
 
     def serve(self) -> Order | None:
-        """Returns None when the node has hung up; in a fork, the order that it must carry out."""
+        """Returns None when the node has hung up; in a fork, the order to carry out."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
         with selectors.DefaultSelector() as events:
@@ -156,7 +151,7 @@ class _Server:
         return True, None
 
     def _kill(self, number: int) -> None:
-        """Kills a fork; its number cannot be another process's while it is not reaped."""
+        """Kills a fork; its pid cannot be reused before it is reaped."""
         for pid, mine in self._children.items():
             if mine == number:
                 processes.kill(pid)
@@ -169,7 +164,7 @@ class _Server:
                 tell(self._channel, ended=number, code=os.waitstatus_to_exitcode(status))
 
     def _become(self, order: Order, secret: int, *, parent: int) -> None:
-        """Makes this fork what `python -m moebius.cluster.nodes.agent` would be."""
+        """Turns this fork into what `python -m moebius.cluster.nodes.agent` would be."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (self._wake_up, self._told):

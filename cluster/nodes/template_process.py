@@ -1,7 +1,7 @@
-"""A node's hand on its template (template.py): starts it, orders agents, learns their exit codes.
+"""Controls a node's template (template.py): starts it, orders agents, receives their exit codes.
 
-Where processes cannot be forked (no Linux, a library with threads of its own, a device that is
-initialised by an import) agents are started as programs instead, and their logs say why.
+If forking is impossible (no Linux, a library with threads, an import that initialises a device), agents start
+as programs, and their logs say why.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ import psutil
 from ..job import Launch
 from . import processes
 
-KILL_TIMEOUT_S = 10.0  # for the template to kill an agent; then it is killed itself
+KILL_TIMEOUT_S = 10.0  # for the template to kill an agent, before it is killed itself
 
-# numpy's library starts its threads when it is loaded; nothing here multiplies with numpy
+# OpenBLAS starts its threads when numpy is loaded; nothing here multiplies with numpy
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class AgentProcess(Protocol):
-    """Declares what a node asks of an agent's process; subprocess.Popen has it."""
+    """Declares what a node needs of an agent's process; subprocess.Popen has it."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -38,19 +38,18 @@ class AgentProcess(Protocol):
 
 
 class Template:
-    """A template process and the agents that were ordered from it."""
+    """Holds a template process and the agents that were ordered from it."""
 
     def __init__(self, launch: Launch, environment: Mapping[str, str], log: Path) -> None:
         """Starts the process; returns before it is ready.
 
         Args:
-            launch: whose agents and ranks it will be.
+            launch: of its agents and ranks.
             environment: of agents and ranks, without their marks.
-            log: of what the imports say.
+            log: for output of the imports.
         """
-        self.refusal: str | None = None  # why it cannot fork, or how it has ended
-        self._exit_code: int | None = None  # 0: it has refused
-        self.ready_s: float | None = None  # how long the imports took
+        self.refusal: str | None = None  # why it cannot fork, or how it ended
+        self._exit_code: int | None = None  # 0: it refused
         self._agents: dict[int, OrderedAgent] = {}
         self._lock = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,16 +67,16 @@ class Template:
 
     @property
     def has_not_ended(self) -> bool:
-        """Whether the process is there, or has said that it never will be of use."""
+        """Returns whether the process is alive or has refused to fork."""
         return self._exit_code is None or self._exit_code == 0
 
     def order(
         self, log_dir: Path, generation: int, secret: str, *, otherwise: Callable[[], AgentProcess]
     ) -> "OrderedAgent":
-        """Orders an agent; returns before it is there.
+        """Orders an agent; returns before the agent exists.
 
         Args:
-            otherwise: starts the agent if the template turns out not to fork.
+            otherwise: starts the agent as a program if the template does not fork.
         """
         with self._lock:
             number = len(self._agents)
@@ -99,7 +98,7 @@ class Template:
         return agent
 
     def end(self) -> None:
-        """Ends the template and, with it, its agents."""
+        """Ends the template and its agents."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
@@ -115,7 +114,7 @@ class Template:
     def _hold(
         self, theirs: socket.socket, environment: dict[str, str], started: threading.Event
     ) -> None:
-        """Starts the process and hears what it says until it has ended."""
+        """Starts the process and receives its messages until it ends."""
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = self._start(theirs, environment)
@@ -156,7 +155,7 @@ class Template:
                 stderr=log,
                 env=_ONE_THREAD | environment | processes.room_for_marks(),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the command line
+                start_new_session=True,  # Ctrl-C must reach only the command line
             )
 
     def _hear(self) -> dict[str, Any] | None:
@@ -167,9 +166,7 @@ class Template:
         return json.loads(data) if data else None
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "ready" in message:
-            self.ready_s = message["ready"]
-        elif "started" in message:
+        if "started" in message:
             self._agents[message["started"]].pid = message["pid"]
         elif "ended" in message:
             self._agents[message["ended"]].has_ended(message["code"])
@@ -179,7 +176,7 @@ class Template:
 
 
 def _sweep(own: Path) -> None:
-    """Removes the empty logs of templates whose nodes were killed: host-PID.log, of this host."""
+    """Removes the empty logs (host-PID.log) of this host's templates whose nodes were killed."""
     host, _, _ = own.stem.rpartition("-")
     for log in own.parent.glob(f"{glob.escape(host)}-*.log"):
         pid = log.stem.rpartition("-")[2]
@@ -194,11 +191,11 @@ def _remove_if_empty(log: Path) -> None:
 
 
 class OrderedAgent:
-    """An agent that was ordered from a template."""
+    """Holds an agent that was ordered from a template."""
 
     def __init__(self, kill: Callable[[], None], otherwise: Callable[[], AgentProcess]) -> None:
-        """Takes what kills the fork, and what starts a program in its place."""
-        self.pid: int | None = None  # of the fork, once there is one
+        """Takes functions that kill the fork, or start a program instead of it."""
+        self.pid: int | None = None  # of the fork, once it exists
         self.ended = threading.Event()
         self._code: int | None = None
         self._kill, self._otherwise = kill, otherwise
@@ -207,11 +204,11 @@ class OrderedAgent:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Returns the exit code; None while it runs or is still to come."""
+        """Returns the exit code; None while it runs or has not started."""
         return self._code if self._program is None else self._program.poll()
 
     def kill(self) -> None:
-        """Kills it; it may be gone already."""
+        """Kills the agent, if it is still alive."""
         with self._lock:
             self._killed = True
             program = self._program
@@ -221,7 +218,7 @@ class OrderedAgent:
             self._kill()
 
     def wait(self) -> int:
-        """Returns its exit code when it has ended."""
+        """Waits for its end and returns the exit code."""
         if self._program is not None:
             return self._program.wait()
         self.ended.wait()
@@ -229,12 +226,12 @@ class OrderedAgent:
         return self._code
 
     def has_ended(self, code: int) -> None:
-        """Takes note of the exit code."""
+        """Records the exit code."""
         self._code = code
         self.ended.set()
 
     def was_refused(self) -> None:
-        """Starts the agent as a program: no fork of the template will come."""
+        """Starts the agent as a program, because the template will not fork it."""
         with self._lock:
             if self._killed:
                 self.has_ended(-signal.SIGKILL)
@@ -242,7 +239,7 @@ class OrderedAgent:
                 self._program = self._otherwise()
 
     def template_has_ended(self, code: int) -> None:
-        """Takes note of the end of the template, which the agent, if there is one, shares."""
+        """Handles the end of the template, which a forked agent shares."""
         if self.ended.is_set():
             return
         if self.pid is None:
@@ -254,16 +251,14 @@ class OrderedAgent:
 def start_program(
     log_dir: Path, environment: Mapping[str, str], secret: str, *, why: str | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts an agent as a program, from a thread that lives as long as the agent does.
+    """Starts an agent as a program, from a thread that lives as long as the agent.
 
-    The kernel's parent-death signal follows the thread that forked, and the threads of an actor
-    come and go.
+    The kernel's parent-death signal follows the thread that forked, and an actor's threads come and go.
 
     Args:
         log_dir: of the node in the generation.
-        environment: of the agent.
-        secret: of the generation, told through a pipe.
-        why: said in the agent's log: what keeps a template from forking it.
+        secret: of the generation, passed through a pipe.
+        why: reason, for the agent's log, why no template forked it.
     """
     started: list[subprocess.Popen[bytes] | OSError] = []
     ready = threading.Event()
@@ -300,20 +295,20 @@ def _popen(
             stdout=log,
             stderr=log,
             env=dict(environment),
-            # Ctrl-C in a terminal is for the command line, which sets the stop flag
+            # Ctrl-C in a terminal must reach only the command line, which sets the stop flag
             start_new_session=True,
         )
 
 
 def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
-    """Through a pipe: files and environments are read by others, and inherited by ranks."""
+    """Passes the secret through a pipe: others can read files, and ranks inherit the environment."""
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() reports why it ended
         pipe.write(secret.encode() + b"\n")
 
 
-TRAINING = "training"  # the template's forks run the training loop
-COMMAND = "command"  # they run a command of the user's
+TRAINING = "training"  # the forks run the training loop
+COMMAND = "command"  # the forks run the user's command
 MAX_MESSAGE_BYTES = 64 << 10
 
 
@@ -321,16 +316,16 @@ MAX_MESSAGE_BYTES = 64 << 10
 class Order:
     """Asks the template for an agent."""
 
-    number: int  # of the orders of this template
+    number: int  # counts this template's orders
     log_dir: str
     generation: int
 
 
 def send_order(channel: socket.socket, order: Order, secret: int) -> None:
-    """Sends an order and the pipe that holds the generation's secret."""
+    """Sends an order and the pipe with the generation's secret."""
     socket.send_fds(channel, [json.dumps(asdict(order)).encode()], [secret])
 
 
 def tell(channel: socket.socket, **message: object) -> None:
-    """Sends any message other than an order, as one JSON object of the keyword arguments."""
+    """Sends any other message: one JSON object of the keyword arguments."""
     channel.send(json.dumps(message).encode())

@@ -2,10 +2,11 @@
 
     python -m moebius.cluster.places.host PLAN
 
-It starts the simulated nodes, prints the cluster's address in one line, adopts every orphan below it, and ends everything
-when its user is gone. For a cluster of one command, the user holds its standard input. For one that stays (`moebius
-cluster up`), the user connects to a Unix socket in the cluster's private folder: one line of JSON asks, one line answers.
-If the host itself is killed, the kernel kills the raylets (Ray binds them to it).
+It starts the simulated nodes, prints the cluster's address in one line, adopts every orphan below it, and
+ends everything when its user is gone. For a cluster of one command, the user holds its standard input. For
+one that stays (`moebius cluster up`), the user connects to a Unix socket in the cluster's private folder: one
+line of JSON asks, one line answers. If the host itself is killed, the kernel kills the raylets (Ray binds
+them to it).
 """
 
 import contextlib
@@ -35,9 +36,9 @@ STOP_TIMEOUT_S = 15.0
 JOIN_TIMEOUT_S = 60.0  # of a new node, which needs 2 s, or 20 s on a busy machine
 REAP_EVERY_S = 1.0
 
-# A node whose processes are gone refuses connections and is dead after 2 s instead of Ray's 15; one that does not answer
-# on a busy machine has 14 s. No workers are started in advance (60 MB each). Workers, and so ranks, have normal priority:
-# Ray's default of nice 15 leaves them a thirtieth of what a busy neighbour gets.
+# A node whose processes are gone refuses connections and is dead after 2 s instead of Ray's 15; one that does
+# not answer on a busy machine has 14 s. No workers are started in advance (60 MB each). Workers, and so
+# ranks, have normal priority: Ray's default of nice 15 leaves them a thirtieth of what a busy neighbour gets.
 _SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,

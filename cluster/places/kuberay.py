@@ -1,9 +1,9 @@
 """Writes a job as a manifest for KubeRay: a ConfigMap with its configuration, and a RayJob that runs it.
 
-The RayJob starts a Ray cluster whose head runs `moebius submit … --address auto`, and ends it with the job. The RayJob is
-not retried, because our supervisor restarts what fails. The configuration is a file and not on the command line, which
-would pass through YAML, a pod's shell, Ray's job API and another shell. Names, paths and values on the command line may
-contain only letters, digits and a few signs that need no quoting anywhere.
+The RayJob starts a Ray cluster whose head runs `moebius submit … --address auto`, and ends it with the job.
+The RayJob is not retried, because our supervisor restarts what fails. The configuration is a file and not on
+the command line, which would pass through YAML, a pod's shell, Ray's job API and another shell. Names, paths
+and values on the command line may contain only letters, digits and a few signs that need no quoting anywhere.
 
 The fields are those of ray.io/v1 in KubeRay 1.6, and so are the operator's rules beyond the schema
 (tests/cluster/places/rayjob_schema.py). No cluster has run it yet.
@@ -122,7 +122,8 @@ def object_name(job_name: str) -> str:
     """Returns a job's name in KubeRay's form: "my_Run.2" becomes "my-run-2".
 
     Raises:
-        JobError: the name does not fit. KubeRay names a Service after the job, so it must begin with a letter.
+        JobError: the name does not fit. KubeRay names a Service after the job, so it must begin with a
+            letter.
     """
     name = dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
     if not name[0].isalpha():

@@ -1,6 +1,7 @@
 """Connects this process to a Ray cluster, with one clear error for each way in which that can fail.
 
-Ray itself would answer with a minute of silence or a page of C++ log lines, so every case below is checked first.
+Ray itself would answer with a minute of silence or a page of C++ log lines, so every case below is checked
+first.
 """
 
 import contextlib
@@ -33,11 +34,12 @@ def require_ray() -> None:
 def connected(address: str) -> Iterator[Any]:
     """Connects this process to the cluster at `address`; yields the module `ray`.
 
-    `address` is "auto", or host:port of the cluster's head. Token authentication is Ray's: RAY_AUTH_MODE=token with
-    RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    `address` is "auto", or host:port of the cluster's head. Token authentication is Ray's:
+    RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 
     Raises:
-        JobError: Ray is missing, no head answers, this machine is not a node of the cluster, or the token is wrong.
+        JobError: Ray is missing, no head answers, this machine is not a node of the cluster, or the token is
+            wrong.
     """
     require_ray()
     _check_reachable(address)

@@ -1,14 +1,15 @@
 """Simulates a Ray cluster on this machine; nothing is left of it when its user is gone.
 
-The cluster lives below a host process (host.py), which holds the raylets, adopts every orphan, and ends everything when
-its standard input closes: after a normal exit, after Ctrl-C, and after a kill -9 of the command line. Clusters that stay
-between commands are in standing.py.
+The cluster lives below a host process (host.py), which holds the raylets, adopts every orphan, and ends
+everything when its standard input closes: after a normal exit, after Ctrl-C, and after a kill -9 of the
+command line. Clusters that stay between commands are in standing.py.
 
-Ray 2.60 turns on tokens for local clusters and writes one to the user's home. Here the token belongs to this process, is
-in the cluster's own folder (mode 0600), and is removed with it. Each node has its own address: 127.0.0.2, 127.0.0.3, …
+Ray 2.60 turns on tokens for local clusters and writes one to the user's home. Here the token belongs to this
+process, is in the cluster's own folder (mode 0600), and is removed with it. Each node has its own address:
+127.0.0.2, 127.0.0.3, …
 
-Cost on 2 cores (Ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12 processes; each further node 1.2 s
-and 0.12 GB.
+Cost on 2 cores (Ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12 processes; each
+further node 1.2 s and 0.12 GB.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
 """Writes a job as an sbatch script for Slurm: Ray on all nodes of the allocation, the job on the first.
 
-The script contains the configuration in a quoted here-document, which no shell interprets. #SBATCH lines have no quoting,
-so their values must be plain words; paths are quoted by shlex. A requeued script submits the same run folder, so it
-continues from the newest checkpoint.
+The script contains the configuration in a quoted here-document, which no shell interprets. #SBATCH lines have
+no quoting, so their values must be plain words; paths are quoted by shlex. A requeued script submits the same
+run folder, so it continues from the newest checkpoint.
 
-It has not run under Slurm: bash and shellcheck check it, and tests run it with stand-ins for srun and scontrol.
+It has not run under Slurm: bash and shellcheck check it, and tests run it with stand-ins for srun and
+scontrol.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Manages simulated clusters that stay between commands: `moebius cluster up` and `down`.
 
-Each cluster has a name and a note, clusters/NAME/cluster.json, in the user's state folder ($XDG_STATE_HOME/moebius, else
-~/.local/state/moebius; mode 0700). The note names the host process (host.py) and the token. Reading the notes also removes
-those of dead hosts and what they left, so every note that is returned belongs to a live cluster.
+Each cluster has a name and a note, clusters/NAME/cluster.json, in the user's state folder
+($XDG_STATE_HOME/moebius, else ~/.local/state/moebius; mode 0700). The note names the host process (host.py)
+and the token. Reading the notes also removes those of dead hosts and what they left, so every note that is
+returned belongs to a live cluster.
 
 Cost: a cluster of four nodes uses 0.8 GB, and starts once instead of once per job.
 """

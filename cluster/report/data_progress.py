@@ -1,7 +1,7 @@
 """Records how far a job's data is prepared: `preparation.jsonl` in the run folder.
 
-The process that prepares data beside the ranks appends a line about once a second. Reading it needs neither Ray nor
-data_pipeline/.
+The process that prepares data beside the ranks appends a line about once a second. Reading it needs neither
+Ray nor data_pipeline/.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Reads a run's curves from metrics.jsonl, in bounded memory.
 
-A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts. Loss and
-rates are kept for every step (about 100 bytes each), expert loads for at most `MAX_LOADS` steps: beyond that, every
-other one is dropped. A run of 100,000 steps takes about 20 MB.
+A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts.
+Loss and rates are kept for every step (about 100 bytes each), expert loads for at most `MAX_LOADS` steps:
+beyond that, every other one is dropped. A run of 100,000 steps takes about 20 MB.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Reads growing files of JSON lines: the journal, the metrics, the progress of a preparation.
 
-Their writers may be killed, disks may fill up, and people edit the files. A torn line, or one whose values have the
-wrong types, is skipped, so it cannot end a command that shows a job. Lines of unknown kinds pass: a later version may
-have written them.
+Their writers may be killed, disks may fill up, and people edit the files. A torn line, or one whose values
+have the wrong types, is skipped, so it cannot end a command that shows a job. Lines of unknown kinds pass: a
+later version may have written them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Follows a job through its run folder: a live view in a terminal or notebook, otherwise plain lines.
 
-Everything comes from files, so following works for a job on any cluster, also after its end, and can neither slow nor
-stop it. Cost: two `stat` calls and the new lines, twice a second; in a terminal also one scan of this machine's
-processes per second.
+Everything comes from files, so following works for a job on any cluster, also after its end, and can neither
+slow nor stop it. Cost: two `stat` calls and the new lines, twice a second; in a terminal also one scan of
+this machine's processes per second.
 """
 
 import contextlib
@@ -126,12 +126,12 @@ def follow(
 ) -> JobStatus:
     """Shows a job until it ends; returns its final status.
 
-    A job whose supervisor falls silent is shown as LOST and may come back. Watching ends when it has been silent for
-    `GIVEN_UP_AFTER_S`.
+    A job whose supervisor falls silent is shown as LOST and may come back. Watching ends when it has been
+    silent for `GIVEN_UP_AFTER_S`.
 
     Args:
-        live: redraw in place, or print a line per event; default: redraw in a terminal. A notebook always redraws
-            the view below the cell.
+        live: redraw in place, or print a line per event; default: redraw in a terminal. A notebook always
+            redraws the view below the cell.
         until: ends the watching earlier.
     """
     console = console or Console()

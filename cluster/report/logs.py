@@ -1,12 +1,12 @@
 """Merges the logs of a run's ranks into one stream, across rotations and generations.
 
-The log of a rank in one generation is logs/g001/node0/rank0.log; rotation leaves the older pieces rank0.log.1,
-rank0.log.2, … (train/record/process_log.py). The last 100 lines of a rank therefore reach back into older pieces and
-generations.
+The log of a rank in one generation is logs/g001/node0/rank0.log; rotation leaves the older pieces
+rank0.log.1, rank0.log.2, … (train/record/process_log.py). The last 100 lines of a rank therefore reach back
+into older pieces and generations.
 
-A piece keeps its number. The file without a number is piece n + 1, where n is the highest number; reading checks that
-no rotation happened while the file was opened. Older pieces are read again as well: a child of the rank may still write
-there.
+A piece keeps its number. The file without a number is piece n + 1, where n is the highest number; reading
+checks that no rotation happened while the file was opened. Older pieces are read again as well: a child of
+the rank may still write there.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Lists the runs below a folder, newest first, for `moebius status FOLDER`.
 
-A run is a folder with a journal. The search goes three levels deep and stops at runs, so checkpoints and prepared data
-are not searched.
+A run is a folder with a journal. The search goes three levels deep and stops at runs, so checkpoints and
+prepared data are not searched.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Summarises a run from its run folder: one line for people, one JSON object for scripts.
 
-"SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last checkpoint step 9,500".
-docs/watch.md lists the keys of the JSON object.
+"SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last checkpoint
+step 9,500". docs/watch.md lists the keys of the JSON object.
 
 Cost: another read of the journal, the end of metrics.jsonl, and one listing of the checkpoint folder.
 """

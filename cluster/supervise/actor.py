@@ -1,9 +1,10 @@
 """Runs a job's supervisor as a Ray actor.
 
-The actor is detached, named, and on the head node. It outlives the command that submitted the job, and Ray restarts it
-when it is killed. Its state is in the run folder and on the nodes, which do not die with it (ray_nodes.py). A restarted
-supervisor reads the journal, takes a new number (fencing.py), finds the nodes by name, and continues to watch their
-generation, which has noticed nothing. job_supervisor.py holds the lifecycle; this module only connects it to Ray.
+The actor is detached, named, and on the head node. It outlives the command that submitted the job, and Ray
+restarts it when it is killed. Its state is in the run folder and on the nodes, which do not die with it
+(ray_nodes.py). A restarted supervisor reads the journal, takes a new number (fencing.py), finds the nodes by
+name, and continues to watch their generation, which has noticed nothing. job_supervisor.py holds the
+lifecycle; this module only connects it to Ray.
 
 Cost: one process of about 80 MB.
 """
@@ -37,8 +38,8 @@ class Supervisor:
         """Starts the job, or waits for `begin`.
 
         Args:
-            held_at: number of the run's last supervisor. This one waits for `begin`, unless it has taken a later number
-                and was restarted. None: it starts at once.
+            held_at: number of the run's last supervisor. This one waits for `begin`, unless it has taken a
+                later number and was restarted. None: it starts at once.
         """
         self._launch = launch
         self._may_begin, self._has_begun = threading.Event(), threading.Event()

@@ -1,13 +1,13 @@
 """Prepares a job's data while its ranks train, for the supervisor.
 
-One child process prepares (prepare_data.py). Like the ranks, it dies with the supervisor; a restarted supervisor starts
-another one, which continues where the last one stopped. A killed child is restarted at most `max_restarts` times. After a
-permanent failure the folder is given up (`data_pipeline/growth.py`): the ranks train to the end of the sealed data, save
-and stop, and the job ends with that cause.
+One child process prepares (prepare_data.py). Like the ranks, it dies with the supervisor; a restarted
+supervisor starts another one, which continues where the last one stopped. A killed child is restarted at most
+`max_restarts` times. After a permanent failure the folder is given up (`data_pipeline/growth.py`): the ranks
+train to the end of the sealed data, save and stop, and the job ends with that cause.
 
-The child never uses CPUs that ranks need. On a cluster, the ranks' CPUs are reserved before its first task, and each of
-its tasks takes one CPU of the rest. On one machine it uses the CPUs beyond one per rank at the lowest priority, or if
-there are none, one process that runs when ranks are idle.
+The child never uses CPUs that ranks need. On a cluster, the ranks' CPUs are reserved before its first task,
+and each of its tasks takes one CPU of the rest. On one machine it uses the CPUs beyond one per rank at the
+lowest priority, or if there are none, one process that runs when ranks are idle.
 """
 
 import json
@@ -45,7 +45,8 @@ class BackgroundData:
 
     Args:
         launch: of the job; its run folder contains config.json.
-        where: returns the child's arguments that say where tasks run; called once the ranks' CPUs are reserved.
+        where: returns the child's arguments that say where tasks run; called once the ranks' CPUs are
+            reserved.
     """
 
     def __init__(self, launch: Launch, where: Callable[[], list[str]]):

@@ -6,8 +6,8 @@ Lost nodes should not use up the restarts meant for failures, nor the other way 
   `reset_restarts_after_steps` new steps since the last one;
 * infrastructure: lost nodes, and agents and actors that die. `max_node_losses`.
 
-Whatever the budget, the job ends when the same error occurs at the same step three times, since another restart would not
-help. Lost nodes are exempt: they say nothing about the run.
+Whatever the budget, the job ends when the same error occurs at the same step three times, since another
+restart would not help. Lost nodes are exempt: they say nothing about the run.
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
 """Decides which supervisor of a run is current, by a number in the run folder.
 
-Each supervisor takes the next number when it begins. One that finds a higher number has a successor: it writes and ends
-nothing more, and nodes refuse calls with a lower number than the last caller's. (The generation's number fences ranks. A
-generation may outlive its supervisor, so supervisors have their own number.)
+Each supervisor takes the next number when it begins. One that finds a higher number has a successor: it
+writes and ends nothing more, and nodes refuse calls with a lower number than the last caller's. (The
+generation's number fences ranks. A generation may outlive its supervisor, so supervisors have their own
+number.)
 """
 
 from dataclasses import dataclass

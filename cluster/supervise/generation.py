@@ -1,6 +1,7 @@
 """Runs one generation of a job: starts its agents, watches them, and judges how they ended.
 
-The job's supervisor (job_supervisor.py) decides what follows. The generation's progress is read from rank 0's metrics.
+The job's supervisor (job_supervisor.py) decides what follows. The generation's progress is read from rank 0's
+metrics.
 """
 
 import contextlib

@@ -1,18 +1,19 @@
 """Runs a job from its launch to its end: generation after generation until it is finished, stopped or given up.
 
-Read `supervise` first. This module knows nothing of Ray: a `NodeProvider` supplies the nodes, so it runs jobs on a cluster
-(actor.py) and on this machine alone (`ThisMachine`).
+Read `supervise` first. This module knows nothing of Ray: a `NodeProvider` supplies the nodes, so it runs jobs
+on a cluster (actor.py) and on this machine alone (`ThisMachine`).
 
-A generation is announced in the file `generation`, which fences off every older writer. One agent per node is started and
-watched until all ranks have exited with 0 and a result, or something else happens. Then everything is ended everywhere,
-the reason is journaled, and the job continues or ends:
+A generation is announced in the file `generation`, which fences off every older writer. One agent per node is
+started and watched until all ranks have exited with 0 and a result, or something else happens. Then
+everything is ended everywhere, the reason is journaled, and the job continues or ends:
 
-* result.json says "finished" or "stopped": SUCCEEDED or STOPPED (PREEMPTED if that was the reason). If the supervisor had
-  paused the ranks, the next generation follows on other nodes (placing.py).
+* result.json says "finished" or "stopped": SUCCEEDED or STOPPED (PREEMPTED if that was the reason). If the
+  supervisor had paused the ranks, the next generation follows on other nodes (placing.py).
 * A stop was requested: STOPPED or PREEMPTED, however the generation ended.
-* A rank says that no restart would help (train/config/errors.py), the same error occurs at the same step three times, or a
-  budget is used up (budgets.py): FAILED with the root cause.
-* Otherwise: RECOVERING, and the next generation resumes from the last checkpoint. Without progress, the back-off doubles.
+* A rank says that no restart would help (train/config/errors.py), the same error occurs at the same step
+  three times, or a budget is used up (budgets.py): FAILED with the root cause.
+* Otherwise: RECOVERING, and the next generation resumes from the last checkpoint. Without progress, the
+  back-off doubles.
 """
 
 import time

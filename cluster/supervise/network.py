@@ -1,8 +1,9 @@
 """Finds network failures of a job: between its nodes, or to the head node.
 
-If a cable, a switch port or a firewall rule fails between two nodes, both answer the supervisor, but their ranks wait for
-each other and would do so again in a new generation. So after a generation fails without a killed rank, every node
-connects to every other at once. This takes milliseconds, or seconds if a path is broken.
+If a cable, a switch port or a firewall rule fails between two nodes, both answer the supervisor, but their
+ranks wait for each other and would do so again in a new generation. So after a generation fails without a
+killed rank, every node connects to every other at once. This takes milliseconds, or seconds if a path is
+broken.
 """
 
 import threading
@@ -108,8 +109,9 @@ class NetworkWatch:
 class ControlStoreWatch:
     """Checks every few seconds, in a thread, whether Ray's control store answers.
 
-    Ray waits a minute for its control store (the GCS on the head node) and then ends every process of the cluster,
-    including the supervisor. This thread journals the reason before that, so that a LOST job is explained.
+    Ray waits a minute for its control store (the GCS on the head node) and then ends every process of the
+    cluster, including the supervisor. This thread journals the reason before that, so that a LOST job is
+    explained.
     """
 
     def __init__(

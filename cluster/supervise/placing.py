@@ -1,15 +1,16 @@
 """Decides on how many nodes the next generation runs, and when a run should be resized.
 
-It applies `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`, and asks the `NodeProvider` what the cluster has.
+It applies `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`, and asks the `NodeProvider` what the
+cluster has.
 
 * If all nodes are there, it takes them, or waits while other jobs use them.
-* If some are missing, it waits `wait_for_node_s` for a replacement. Then it continues with the largest available number
-  that is at least `min_nodes` and fits the run (`Launch.layouts`).
-* With fewer, the job stays PLACING and says what is missing and since when, until `give_up_after_s`. A job that has never
-  run fails after `place_timeout_s` instead, because nodes that never existed are a mistake.
-* `why_resize` says when a running job should change its nodes: it has fewer than it may have, `moebius scale` asked for
-  another number, or a node will be taken away. The ranks then pause at a step boundary. If others took the new nodes
-  meanwhile, the next pause for more nodes follows a minute later, then after two, four …
+* If some are missing, it waits `wait_for_node_s` for a replacement. Then it continues with the largest
+  available number that is at least `min_nodes` and fits the run (`Launch.layouts`).
+* With fewer, the job stays PLACING and says what is missing and since when, until `give_up_after_s`. A job
+  that has never run fails after `place_timeout_s` instead, because nodes that never existed are a mistake.
+* `why_resize` says when a running job should change its nodes: it has fewer than it may have, `moebius scale`
+  asked for another number, or a node will be taken away. The ranks then pause at a step boundary. If others
+  took the new nodes meanwhile, the next pause for more nodes follows a minute later, then after two, four …
 """
 
 import time
@@ -63,7 +64,8 @@ class Placing:
     """Chooses a job's nodes.
 
     Args:
-        while_waiting: called several times a second with the reason, "" for nothing new; its exceptions end the waiting.
+        while_waiting: called several times a second with the reason, "" for nothing new; its exceptions end
+            the waiting.
     """
 
     def __init__(

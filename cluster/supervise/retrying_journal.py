@@ -1,11 +1,13 @@
 """Writes a supervisor's journal even if the disk is full for a while.
 
-A supervisor must neither end nor forget its decisions because the run folder cannot be written for an hour. Entries that
-cannot be written are kept in order and retried with every heartbeat, while the ranks continue. The first late entry says
-how late it is and why; every late one has `late_s` in its details, and the time of the decision. A new generation begins
-only when all is written, because the successor of a killed supervisor would not know of it.
+A supervisor must neither end nor forget its decisions because the run folder cannot be written for an hour.
+Entries that cannot be written are kept in order and retried with every heartbeat, while the ranks continue.
+The first late entry says how late it is and why; every late one has `late_s` in its details, and the time of
+the decision. A new generation begins only when all is written, because the successor of a killed supervisor
+would not know of it.
 
-If the supervisor is killed, its unwritten entries are lost. Its successor finds no ranks and starts a new generation.
+If the supervisor is killed, its unwritten entries are lost. Its successor finds no ranks and starts a new
+generation.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Finds the root cause of a failed generation in the nodes' reports.
 
-When one rank of a distributed program dies, its peers fail a moment later with "connection reset", and the agents end the
-rest with SIGTERM. All reports arrive within a tenth of a second, so their order says little. Failures are therefore ranked
-by kind: a rank's own exception or a signal from outside, an early exit with code 0, a lost connection, a SIGTERM.
+When one rank of a distributed program dies, its peers fail a moment later with "connection reset", and the
+agents end the rest with SIGTERM. All reports arrive within a tenth of a second, so their order says little.
+Failures are therefore ranked by kind: a rank's own exception or a signal from outside, an early exit with
+code 0, a lost connection, a SIGTERM.
 """
 
 import re
@@ -33,8 +34,8 @@ def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
 def is_certain(reports: Mapping[int, AgentReport]) -> bool:
     """Returns whether the root cause is among these reports, whatever the other nodes say.
 
-    A killed process is a cause. SIGTERM (from the agents) and SIGABRT (from a library that lost its peers) may be
-    consequences.
+    A killed process is a cause. SIGTERM (from the agents) and SIGABRT (from a library that lost its peers)
+    may be consequences.
     """
     failures = [failure for report in reports.values() for failure in report.failures]
     codes = [failure.exit_code for failure in failures]

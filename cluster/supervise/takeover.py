@@ -1,8 +1,8 @@
 """Takes over the generation of a supervisor that was killed.
 
-Nodes and ranks do not die with a supervisor, and training continues without one. If every node of the last generation is
-there and still runs it, the new supervisor continues to watch it, and no step is lost. Otherwise a new generation follows
-as after any failure.
+Nodes and ranks do not die with a supervisor, and training continues without one. If every node of the last
+generation is there and still runs it, the new supervisor continues to watch it, and no step is lost.
+Otherwise a new generation follows as after any failure.
 """
 
 import time

@@ -1,11 +1,12 @@
 """Collects evidence about ranks that hang, on their own machine, within seconds.
 
-For every rank: the state of its process and where it waits in the kernel; the Python stacks of all its threads, which
-faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and its progress in the collectives. All ranks are asked at
-once. A stopped process cannot answer; for it there is only /proc, and its stacks if py-spy is installed.
+For every rank: the state of its process and where it waits in the kernel; the Python stacks of all its
+threads, which faulthandler writes on SIGUSR1 (train/record/heartbeat.py); and its progress in the
+collectives. All ranks are asked at once. A stopped process cannot answer; for it there is only /proc, and its
+stacks if py-spy is installed.
 
-The evidence goes to one file per rank, logs/g001/stall/rank3.txt. Cost: about half a second if all answer, WAIT_S if
-one does not.
+The evidence goes to one file per rank, logs/g001/stall/rank3.txt. Cost: about half a second if all answer,
+WAIT_S if one does not.
 """
 
 import json

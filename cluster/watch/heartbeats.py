@@ -1,10 +1,12 @@
 """Reads the pages in which the ranks of this machine report where they are (train/record/heartbeat.py).
 
-The pages are in memory (/dev/shm), in a folder that only this user can enter. Reading those of eight ranks takes a
-millisecond, and a hanging file system cannot keep a rank from writing. Ages use CLOCK_MONOTONIC of one machine.
+The pages are in memory (/dev/shm), in a folder that only this user can enter. Reading those of eight ranks
+takes a millisecond, and a hanging file system cannot keep a rank from writing. Ages use CLOCK_MONOTONIC of
+one machine.
 
-A rank without a CPU is slow, not stuck. Linux counts how long a thread was ready but had no CPU (/proc/PID/schedstat);
-the main thread's share in its current phase is reported beside the age. Where the kernel does not count it, it is 0.
+A rank without a CPU is slow, not stuck. Linux counts how long a thread was ready but had no CPU
+(/proc/PID/schedstat); the main thread's share in its current phase is reported beside the age. Where the
+kernel does not count it, it is 0.
 """
 
 import contextlib

@@ -11,8 +11,8 @@ One JSON object per line:
 * `ranks`: list of `rank`, `phase`, `step`, `step_s` (median of the last steps; 0: none yet), `cpu_percent`,
   `memory_bytes` (resident)
 
-The node's process writes it when it reads the heartbeats (node.py), without a thread. A file of MAX_BYTES is renamed
-resources.1.jsonl. Cost: 1 ms and 300 bytes plus 130 per rank, each time.
+The node's process writes it when it reads the heartbeats (node.py), without a thread. A file of MAX_BYTES is
+renamed resources.1.jsonl. Cost: 1 ms and 300 bytes plus 130 per rank, each time.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """Finds out when ranks hang and which rank the others wait for, in pure functions.
 
-The ranks of a generation move in step: one that stands still stops all others in a collective within a step or two. A
-generation hangs when every rank is over the limit of its phase. Behind the others is:
+The ranks of a generation move in step: one that stands still stops all others in a collective within a step
+or two. A generation hangs when every rank is over the limit of its phase. Behind the others is:
 
 1. a rank whose process is stopped or gone;
-2. otherwise a rank that is blamed and waits for nobody. Every rank reports the collective it waits in, and blames the
-   members of the group that have not reached it. (If A waits for B and B for C, it is C.)
+2. otherwise a rank that is blamed and waits for nobody. Every rank reports the collective it waits in, and
+   blames the members of the group that have not reached it. (If A waits for B and B for C, it is C.)
 3. otherwise the ranks at the lowest step, unless that is all of them.
 
 If none applies, every rank arrived but no data does: the network failed, or all ranks hang alike.

@@ -1,10 +1,10 @@
 """Watches the ranks of one generation for hangs, waits for data, and slow ranks.
 
-About once a second it asks all nodes for their heartbeats at once. A slow node delays nobody; it is asked again after it
-has answered.
+About once a second it asks all nodes for their heartbeats at once. A slow node delays nobody; it is asked
+again after it has answered.
 
-* If all ranks are over the limit of their phase, evidence is gathered from every node (evidence.py), the rank that the
-  others wait for is named (stalls.py), and the generation ends with that root cause.
+* If all ranks are over the limit of their phase, evidence is gathered from every node (evidence.py), the rank
+  that the others wait for is named (stalls.py), and the generation ends with that root cause.
 * A long wait for data is journaled after a minute, then whenever it has doubled.
 * A slow rank is journaled once, and so are ranks that are over their limit for lack of a CPU.
 """
