@@ -338,7 +338,7 @@ class Bench:
 
 COMMANDS = (
     ["status"], ["status", "runs/mine"], ["status", "runs/mine", "--json"], ["watch", "runs/mine"],
-    ["status", "runs", "--all", "--json"], ["watch", "runs/mine", "--json"],
+    ["status", "runs", "--all", "--json"],
     ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2"],
     ["logs", "runs/mine", "--json", "--generation", "1"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],

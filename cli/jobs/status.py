@@ -29,8 +29,9 @@ def add_commands(commands: Commands) -> None:
     _add_logs(commands)
 
 
-def _add_json(parser: argparse.ArgumentParser, what: str = "one JSON object per line") -> None:
-    parser.add_argument("--json", action="store_true", help=f"{what} (keys: docs/watch.md)")
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    text = "one JSON object per line (keys: docs/watch.md)"
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 # status -------------------------------------------------------------------------------------------
@@ -130,28 +131,19 @@ def _add_watch(commands: Commands) -> None:
         commands,
         "watch",
         _watch,
-        "follow a run until it ends: loss, throughput, experts, events, every node and rank",
-        examples=["watch runs/mine", "watch runs/mine --json"],
+        "follow a run until it ends: loss, throughput, experts, events",
+        examples=["watch runs/mine"],
         notes=EXIT_CODES,
     )
     add_run_argument(parser)
-    _add_json(parser, "print the current state of the run, its nodes and its ranks")
 
 
 def _watch(options: argparse.Namespace) -> int:
     """Carries out `moebius watch`."""
     from rich.console import Console
 
-    from ...cluster.job import read_status
-    from ...cluster.report.run_report import read_report
-
-    if options.json:
-        from ...cluster.report.ranks import look_once
-
-        print(json.dumps(look_once(options.run_dir), ensure_ascii=False))
-        return read_status(options.run_dir).exit_code
-
     from ...cluster.report.live import follow
+    from ...cluster.report.run_report import read_report
 
     console = Console()
     follow(options.run_dir, console=console)

@@ -1,7 +1,7 @@
 """Gathers a node's facts: its software, limits, memory, devices and network interface.
 
 Nothing here imports torch or initialises a device: versions come from the installed packages' metadata, GPUs
-from NVIDIA's management library. Cost: some milliseconds.
+from nvidia-smi.
 """
 
 import importlib.metadata
@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,20 @@ import psutil
 
 from ... import __version__
 from ..nodes.agent import interface_of
-from ..watch.resources import Gpu, Gpus
 
 UNLIMITED = -1
 _SHARED_MEMORY = Path("/dev/shm")
 _CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the user
+_SMI_LIMIT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describes one of a node's GPUs, whether or not a rank may use it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,7 @@ class NodeFacts:
     shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
     interface: str | None = None  # the one with the node's address
     mtu: int | None = None
-    chosen: Mapping[str, str] = field(
-        default_factory=dict
-    )  # interfaces, by the variable that names them
+    chosen: Mapping[str, str] = field(default_factory=dict)  # interfaces, by variable
     interfaces: Sequence[str] = ()
     driver: str = ""  # NVIDIA's
     gpus: Sequence[Gpu] = ()
@@ -50,7 +58,7 @@ def gather_facts(address: str) -> NodeFacts:
     memory = psutil.virtual_memory()
     interface = interface_of(address)
     stats = psutil.net_if_stats()
-    driver, gpus = Gpus(None).describe()
+    driver, gpus = gpus_here()
     shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     return NodeFacts(
         address=address,
@@ -67,6 +75,24 @@ def gather_facts(address: str) -> NodeFacts:
         driver=driver,
         gpus=gpus,
     )
+
+
+def gpus_here() -> tuple[str, list[Gpu]]:
+    """Returns the driver's version and all GPUs by nvidia-smi; "" and none without a working driver."""
+    fields = "driver_version,name,memory.free,memory.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", []
+    driver, found = "", []
+    for line in done.stdout.splitlines():
+        driver, name, *sizes = line.split(", ")
+        free, total = (int(size) << 20 if size.isdecimal() else 0 for size in sizes)  # in MiB
+        found.append(Gpu(name, free, total))
+    return driver, found
 
 
 def software() -> dict[str, str]:

@@ -20,7 +20,6 @@ from ..job import Launch
 from ..report.tracebacks import read_tail
 from ..watch.evidence import Evidence, gather
 from ..watch.heartbeats import RankState, WatchedRanks
-from ..watch.resources import ResourceLog
 from . import processes
 from .assignment import AgentReport, Assignment
 from .node_check import NodeCheck
@@ -82,7 +81,6 @@ class Node:
         self._agent: AgentProcess | None = None
         self._watchdog: Watchdog | None = None
         self._ranks: WatchedRanks | None = None
-        self._resources: ResourceLog | None = None
         self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
         self._template: Template | None = None
         self._warm_up()
@@ -131,7 +129,6 @@ class Node:
         self._assignment = assignment
         self._ranks = WatchedRanks(assignment.heartbeats, assignment.ranks)
         self._ranks.open()
-        self._resources = ResourceLog(assignment.log_dir)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
@@ -167,10 +164,7 @@ class Node:
     def heartbeats(self) -> list[RankState]:
         """Returns where the ranks are; a rank that has not begun to train is absent."""
         assert self._ranks is not None, "start comes first"
-        states = self._ranks.look()
-        if self._resources is not None:
-            self._resources.write_if_due(states)
-        return states
+        return self._ranks.look()
 
     def gather_evidence(self) -> list[Evidence]:
         """Asks hanging ranks where they are, and writes their answers to logs/g001/stall."""

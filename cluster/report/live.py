@@ -34,14 +34,12 @@ from ..liveness import LivenessWatch
 from .data_progress import PREPARATION, as_record, duration, progress_words
 from .history import ExpertLoad, History, spell_number
 from .json_lines import JsonLinesTail
-from .ranks import RunMonitor, node_table, rank_table
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing progress must not import what prepares data
     from ...data_pipeline.make.units import PrepareProgress
 
 POLL_S = 0.4
-RANKS_EVERY_S = 1.0
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 _PAGE_WIDTH = 100  # characters, of the view in a notebook
@@ -72,7 +70,6 @@ class View:
     total: int | None = None
     status: JobStatus | None = None  # the watcher's last verdict
     data: Mapping[str, Any] | None = None  # progress of data that is prepared beside the ranks
-    ranks: Mapping[str, Any] | None = None  # the last reading of nodes and ranks
 
     def __post_init__(self) -> None:
         self._data = JsonLinesTail.near_the_end(self.run_dir / PREPARATION, num_bytes=BACKLOG_BYTES)
@@ -166,11 +163,8 @@ def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Even
 
 
 def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
-    monitor, next_look = RunMonitor(view.run_dir), 0.0
     with Live(render(view), console=console, auto_refresh=False, transient=False) as screen:
         for events in _looks(view, until):
-            if time.monotonic() >= next_look:
-                view.ranks, next_look = monitor.look(), time.monotonic() + RANKS_EVERY_S
             for event in events:  # they stay, above what is drawn over and over
                 words = (event.text, event.style)
                 console.print(Text.assemble((f"{_clock(event.time)} ", "dim"), words))
@@ -265,9 +259,6 @@ def render(view: View, *, width: int = 100) -> Group:
         newest = view.history.loads[max(view.history.loads)]
         title = Text("expert load per depth step", style="dim")
         parts += [Text(""), title, expert_load_table(newest, width=width)]
-    if view.ranks is not None and view.ranks["nodes"]:
-        nodes, ranks = node_table(view.ranks["nodes"]), rank_table(view.ranks["ranks"])
-        parts += [Text(""), nodes, Text(""), ranks]
     return Group(*parts)
 
 
@@ -277,8 +268,6 @@ def _heading(view: View) -> Text:
     words: list[Any] = [(view.run_dir.name, "bold"), "  ", (state.value, style)]
     if view.entry and view.entry.generation:
         words.append((f"  generation {view.entry.generation}", "dim"))
-    if view.ranks is not None and view.ranks["phase"]:
-        words.append((f"  {view.ranks['phase']}", "dim"))
     return Text.assemble(*words)
 
 

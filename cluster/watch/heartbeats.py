@@ -43,7 +43,6 @@ class RankState:
     own_step_s: float = 0.0  # the same without waiting for other ranks; 0: unknown
     starved_s: float = 0.0  # part of `age_s` in which it was ready but had no CPU
     process: str = ""  # state in /proc (R, S, D, T, Z), or GONE; empty: unknown
-    pid: int = 0
 
 
 class WatchedRanks:
@@ -98,7 +97,6 @@ class WatchedRanks:
             own_step_s=beat.own_step_s,
             starved_s=min(max(0.0, starved_s), age_s),
             process=process_state(beat),
-            pid=beat.pid,
         )
 
 

@@ -87,8 +87,6 @@ def test_logs_plain_and_for_scripts(runs, moebius):
 
 
 def test_watch_of_a_run_that_has_ended(runs, moebius):
-    look = moebius("watch", runs / "bad", "--json")
-    assert (look.code, json.loads(look.out)["ranks"]) == (1, [])
     watched = moebius("watch", runs / "good")
     assert watched.code == 0
     assert "SUCCEEDED" in watched.out

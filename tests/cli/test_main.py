@@ -66,7 +66,7 @@ def write_finished_run(folder: Path) -> Path:
 def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> None:
     run = str(write_finished_run(tmp_path / "run"))
     commands = [["--help"], ["logs", run], ["status", run], ["stop", run]]
-    commands += [["watch", run, "--json"]]
+    commands += [["watch", run]]
     asked = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(commands)],
         capture_output=True,

@@ -16,7 +16,7 @@ import torch
 from moebius.cli.main import main
 from moebius.cluster.check import doctor
 from moebius.cluster.check.doctor import Examination, examine
-from moebius.cluster.check.facts import UNLIMITED, NodeFacts
+from moebius.cluster.check.facts import UNLIMITED, Gpu, NodeFacts, gpus_here
 from moebius.cluster.check.findings import (
     Finding,
     FolderTrial,
@@ -33,7 +33,6 @@ from moebius.cluster.check.findings import (
 )
 from moebius.cluster.check.probe import PREFIX, NodeFault, NodeSilent, Probe, Seen
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
-from moebius.cluster.watch.resources import Gpu
 from moebius.planning.measured import fit_hockney, read_table
 
 GIB = 1 << 30
@@ -312,6 +311,28 @@ def test_a_node_reaches_another_and_not_a_stranger():
     assert reached.why in ("another program answered on this port", "Connection reset by peer")
     closed = probe.connect("127.0.0.1", port, 60.0)
     assert (closed.seconds, closed.why) == (None, "Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        (
+            'echo "580.65, NVIDIA H100 80GB HBM3, 80995, 81559"; echo "580.65, NVIDIA GB10, [N/A], [N/A]"',
+            (
+                "580.65",
+                [Gpu("NVIDIA H100 80GB HBM3", 80995 << 20, 81559 << 20), Gpu("NVIDIA GB10", 0, 0)],
+            ),
+        ),
+        ('echo "it could not communicate with the driver"; exit 9', ("", [])),
+        (None, ("", [])),
+    ],
+)
+def test_the_gpus_as_the_driver_tells_them(tmp_path, monkeypatch, script, found):
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus_here() == found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
