@@ -333,27 +333,17 @@ class Addresses:
 
 
 @dataclass(frozen=True)
-class BlockCounts:
-    """Holds what programs need of each other: counts of blocks of routes and of blocks of rows."""
-
-    base_PB: Tensor  # int32, as all: how many routes of a rank earlier blocks have
-    sources_b: Tensor  # pairs of a block of source rows
-    targets_b: Tensor | None
-
-
-@dataclass(frozen=True)
 class SendCounts:
-    """Holds what goes to every rank, and the number of every row among those that do.
+    """What each rank receives, and the index of every row among the rows that go there.
 
-    The numbers are −1 where a row does not go there; `number_PT` is None where target rows are the
-    source rows. `blocks` is of Triton's kernels alone.
+    An index is −1 where a row does not go to that rank. `number_PT` is None where the target rows
+    are the source rows.
     """
 
     counts_P3: Tensor  # int64: distinct rows, routes, distinct target rows
     destination_N: Tensor  # int32
     number_PU: Tensor  # int32
     number_PT: Tensor | None  # int32
-    blocks: BlockCounts | None = None
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,18 @@
-"""What a rank sends to the ranks of its routes' experts: counted first, then written down.
+"""Counts and packs the rows and routes that a rank sends to the ranks of its experts.
 
-A row goes once to every destination that wants it. `count_sends` says how many rows, routes and
-target rows each destination gets, which is all that the ranks must know of each other before rows
-can travel; `pack_sends` writes down the routes as they travel and lists the rows, while the counts
-do; `unpack_sends` reads routes that came. Nothing here reads a number from the device: what has a
-length of its own is as long as it can be.
+A row is sent once to each destination. `count_sends` returns how many rows, routes and target rows
+each destination gets; the ranks exchange these counts first. `pack_sends` overlaps with that
+exchange: it packs the routes and lists the rows. `unpack_sends` reads received routes. Nothing here
+reads a value from the device, so outputs of unknown length are allocated at their upper bound.
 
-On CPUs two passes of cpu/lists.cpp do it, on GPUs five of Triton's kernels (triton/sends.py); the
-operations of torch here stand for both where there is no compiler, and are what both are tested
-against.
+On CPUs, cpu/lists.cpp needs two passes. The torch operations here serve GPUs and machines without
+a compiler, and are the reference in the tests.
 
 Legend: N routes, P ranks, U source rows, T target rows, M distinct (rank, row) pairs,
 R routes that came, D width.
 """
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,36 +33,29 @@ from .calls import (
 from .cpu import lists
 from .cpu.library import handles
 from .permute import inverse_order, sort_by_expert
-from .triton.available import reason_against
 
 
 def count_sends(to: Addresses) -> SendCounts:
-    """Says where every route goes, and counts what does.
+    """Finds the destination of every route and counts what each destination receives.
 
     Raises:
-        IndexError: a route is out of range; of C++ alone.
+        IndexError: a route is out of range; only the C++ code checks.
     """
-    if handles(to.expert_N, torch.int64, torch.int32):
-        return lists.count_sends(to)
-    return _triton().count_sends(to) if _has_triton(to.expert_N) else count_by_torch(to)
+    is_native = handles(to.expert_N, torch.int64, torch.int32)
+    return lists.count_sends(to) if is_native else count_by_torch(to)
 
 
 def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
-    """Writes down the routes as they travel, and the distinct rows; differentiable in the weights."""
-    given = to, counts, weight_N.detach()
-    if handles(weight_N, *INTEGERS):
-        packed = lists.pack_sends(*given)
-    elif counts.blocks is not None:
-        packed = _triton().pack_sends(*given)
-    else:
-        packed = pack_by_torch(*given)
+    """Packs the routes by destination and lists the distinct rows; differentiable in the weights."""
+    pack = lists.pack_sends if handles(weight_N, *INTEGERS) else pack_by_torch
+    packed = pack(to, counts, weight_N.detach())
     metadata_N4: Any = _WithWeights.apply(weight_N, packed.metadata_N4, packed.place_N)
     return replace(packed, metadata_N4=metadata_N4)
 
 
 @dataclass(frozen=True)
 class UnpackedSends:
-    """Holds routes that came; rows and targets are numbered as they came."""
+    """Received routes; their rows and targets are numbered in order of arrival."""
 
     source_R: Tensor  # int64, as the following two
     slot_R: Tensor
@@ -74,13 +64,14 @@ class UnpackedSends:
 
 
 def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> UnpackedSends:
-    """Reads routes that came, from one source after another; differentiable in the weights.
+    """Unpacks received routes, source rank by source rank; differentiable in the weights.
 
     Args:
-        received_P3: int64: rows, routes and target rows that came from every source.
+        received_P3: int64, rows, routes and target rows received from each source.
 
     Raises:
-        IndexError: the counts are not theirs, or a route names what did not come; of C++ alone.
+        IndexError: the counts do not match, or a route names a row or slot that does not exist;
+            only the C++ code checks.
     """
     places_3R, weight_R = _Unpack.apply(metadata_R4, received_P3, num_slots)  # pyright: ignore[reportGeneralTypeIssues]
     source_R, slot_R, target_R = places_3R.unbind(0)
@@ -88,20 +79,20 @@ def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> Un
 
 
 def gather_pairs(x_UD: Tensor, pairs: RowPairs) -> Tensor:
-    """Gathers the row of every pair, by destination: (U, D) to (M, D)."""
+    """Gathers the row of every pair, ordered by destination: (U, D) to (M, D)."""
     return _GatherPairs.apply(x_UD, pairs)  # pyright: ignore[reportReturnType]
 
 
 def sum_pairs(rows_MD: Tensor, pairs: RowPairs) -> Tensor:
-    """Adds up the pairs of every row in the order of destinations: (M, D) to (U, D)."""
+    """Sums the pairs of every row in destination order: (M, D) to (U, D)."""
     return _SumPairs.apply(rows_MD, pairs)  # pyright: ignore[reportReturnType]
 
 
-# By torch's operations -----------------------------------------------------------------------------------------------
+# In torch operations -------------------------------------------------------------------------------------------------
 
 
 def count_by_torch(to: Addresses) -> SendCounts:
-    """Does what `count_sends` says, by some twenty operations."""
+    """Implements `count_sends` in about twenty torch operations."""
     destination_N = to.rank_E.index_select(0, to.expert_N).long()
     number_PU = _numbers(destination_N, to.source_N, to.num_ranks, to.num_sources)
     number_PT = None
@@ -117,7 +108,7 @@ def count_by_torch(to: Addresses) -> SendCounts:
 
 
 def pack_by_torch(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
-    """Does what `pack_sends` says, by some thirty operations."""
+    """Implements `pack_sends` in about thirty torch operations."""
     destination_N = counts.destination_N.long()
     order_N = sort_by_expert(destination_N, to.num_ranks)
     row_N = counts.number_PU[destination_N, to.source_N]
@@ -138,9 +129,7 @@ def pack_by_torch(to: Addresses, counts: SendCounts, weight_N: Tensor) -> Packed
 def unpack_by_torch(
     metadata_R4: Tensor, received_P3: Tensor, num_slots: int
 ) -> tuple[Tensor, Tensor]:
-    """Does what `unpack_sends` says, by a dozen operations: source, slot and target, (3, R), and
-    weights.
-    """
+    """Implements `unpack_sends`: returns source, slot and target as (3, R), and the weights."""
     del num_slots
     integers_R3 = metadata_R4[:, :3].contiguous().view(INTEGERS[metadata_R4.dtype]).long()
     first_P3 = received_P3.cumsum(0) - received_P3
@@ -153,7 +142,7 @@ def unpack_by_torch(
 
 
 def _numbers(destination_N: Tensor, row_N: Tensor, num_ranks: int, num_rows: int) -> Tensor:
-    """(P, U) int32: the number of every marked row among those of its destination, else −1."""
+    """Returns (P, U) int32: the index of a row among those sent to a destination, or −1."""
     mask = torch.zeros(num_ranks * num_rows, dtype=torch.bool, device=row_N.device)
     mask = mask.index_fill_(0, destination_N * num_rows + row_N, True)
     mask_PU = mask.view(num_ranks, num_rows)
@@ -177,11 +166,11 @@ def _pairs(number_PU: Tensor, counts_P: Tensor, num_routes: int) -> RowPairs:
     )
 
 
-# Their gradients -----------------------------------------------------------------------------------------------------
+# Gradients -----------------------------------------------------------------------------------------------------------
 
 
 class _WithWeights(torch.autograd.Function):
-    """The metadata, whose last column is the weights."""
+    """Connects the metadata's last column to the weights."""
 
     @staticmethod
     def forward(ctx: Any, weight_N: Tensor, metadata_N4: Tensor, place_N: Tensor) -> Tensor:
@@ -200,10 +189,7 @@ class _Unpack(torch.autograd.Function):
     def forward(
         ctx: Any, metadata_R4: Tensor, received_P3: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor]:
-        if handles(metadata_R4, *INTEGERS):
-            unpack = lists.unpack_sends
-        else:
-            unpack = _triton().unpack_sends if _has_triton(metadata_R4) else unpack_by_torch
+        unpack = lists.unpack_sends if handles(metadata_R4, *INTEGERS) else unpack_by_torch
         places_3R, weight_R = unpack(metadata_R4.detach(), received_P3, num_slots)
         ctx.mark_non_differentiable(places_3R)
         return places_3R, weight_R
@@ -243,15 +229,7 @@ class _SumPairs(torch.autograd.Function):
 
 
 def _sum_by_row(rows_MD: Tensor, by_row_M: Tensor, first_U: Tensor) -> Tensor:
-    """(U, D): the sum over every row's pairs in order of destination, zero where there is none."""
+    """Returns (U, D): the sum of every row's pairs in destination order, zero without pairs."""
     if not len(rows_MD):
         return rows_MD.new_zeros(len(first_U), rows_MD.shape[1])
     return F.embedding_bag(by_row_M, rows_MD, first_U, mode="sum")
-
-
-def _has_triton(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and reason_against("cuda", torch.float32) is None
-
-
-def _triton() -> Any:
-    return import_module(".triton.sends", __package__)

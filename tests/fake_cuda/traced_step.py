@@ -36,7 +36,7 @@ from moebius.distributed.dispatch import alltoall, expert_map
 from moebius.distributed.dispatch.table import needs_nodes
 from moebius.distributed.mesh import Mesh
 from moebius.distributed.process.process import Process
-from moebius.kernels import backend, permute, sends
+from moebius.kernels import backend, permute
 from moebius.kernels.fused import router
 from moebius.kernels.triton import tiles
 from moebius.train import evaluate
@@ -111,7 +111,7 @@ def _no_reason(*_: object, **__: object) -> None:
 def pretended_gpu() -> Iterator[None]:
     """Lets the library believe in an H100 whose driver, streams and memory do nothing."""
     places = [(backend.triton_library, "reason_against")]
-    places += [(each, "reason_against") for each in (permute, router, sends)]
+    places += [(each, "reason_against") for each in (permute, router)]
     patches = [mock.patch.object(module, name, _no_reason) for module, name in places]
     patches += [
         mock.patch.object(torch.cuda, name, value)

@@ -34,9 +34,8 @@ from triton_compiling import (  # noqa: E402
     resources,
 )
 
-from moebius.kernels.calls import Addresses  # noqa: E402
 from moebius.kernels.triton import rotary as rotations  # noqa: E402
-from moebius.kernels.triton import router, router_gradients, sends  # noqa: E402
+from moebius.kernels.triton import router, router_gradients  # noqa: E402
 from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
 from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
 
@@ -87,8 +86,7 @@ def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
         and (name != "ragged_product" or chip.products != "mma.sync")
         and (name != "row_gradient" or chip.products != "tcgen05.mma")
         and max(waits, default=0) == 0,
-        "atomics": name not in ("_histogram", "_mark")
-        and re.search(r"\b(atom|red)\.|_atomic_", code) is not None,
+        "atomics": name != "_histogram" and re.search(r"\b(atom|red)\.|_atomic_", code) is not None,
     }
     about = f"{constants}: {registers} registers, {stack} bytes of stack, {shared} shared, {waits}"
     return [f"{target} {name}: {what}: {about}" for what, is_so in wrong.items() if is_so]
@@ -108,25 +106,6 @@ def test_routing(launches: list[Launch]) -> None:
         "_scatter",
         "_tile_table",
     ]
-    check(launches)
-
-
-@pytest.mark.parametrize("ranks", [8, 128, 1])
-@pytest.mark.parametrize("into_sources", [True, False])
-def test_sends(ranks: int, into_sources: bool, launches: list[Launch]) -> None:
-    rows_N = torch.empty(16384 * 8, dtype=torch.int64)
-    targets_N = rows_N if into_sources else torch.empty_like(rows_N)
-    tables = (torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32))
-    to = Addresses(
-        *(rows_N, targets_N, torch.empty_like(rows_N), *tables, 16384, 16384, ranks),
-        into_sources=into_sources,
-    )
-    counts = sends.count_sends(to)
-    packed = sends.pack_sends(to, counts, torch.empty(len(rows_N)))
-    sends.unpack_sends(packed.metadata_N4, counts.counts_P3, 8)
-    lists = ["_list"] if into_sources else ["_list", "_list"]
-    kernels = [kernel.fn.__name__ for kernel, *_ in launches]
-    assert kernels == ["_mark", "_number", "_describe", *lists, "_unpack"]
     check(launches)
 
 

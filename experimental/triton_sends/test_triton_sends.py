@@ -1,4 +1,4 @@
-"""What an exchange sends, by Triton's kernels, against loops."""
+"""The Triton kernels of an exchange's sends against loops. Run it with TRITON_INTERPRET=1."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from send_cases import CASES, addresses, check_received, check_sends, weights
 
+from experimental.triton_sends import triton_sends as ours
 from moebius.kernels.sends import UnpackedSends
-from moebius.kernels.triton import sends as ours
 
 
 def test_cases_fill_several_blocks() -> None:
@@ -41,8 +41,8 @@ def test_everything_is_written_down_as_by_loops(
     to = addresses(name, shuffled=shuffled)
     for dtype in (torch.float32, torch.float64):
         weight_N = weights(to, dtype)
-        counts = ours.count_sends(to)
-        packed = ours.pack_sends(to, counts, weight_N)
+        counts, blocks = ours.count_sends(to)
+        packed = ours.pack_sends(to, counts, blocks, weight_N)
         check_sends(to, counts, packed, weight_N)
         places_3R, weight_R = ours.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
         source_R, slot_R, target_R = places_3R.unbind(0)
@@ -59,7 +59,7 @@ def test_so_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, more in (("tokens", 0), ("into heads", 1)):
         launched.clear()
         to = addresses(name)
-        counts = ours.count_sends(to)
-        packed = ours.pack_sends(to, counts, weights(to))
+        counts, blocks = ours.count_sends(to)
+        packed = ours.pack_sends(to, counts, blocks, weights(to))
         ours.unpack_sends(packed.metadata_N4, counts.counts_P3, 7)
         assert len(launched) == 5 + more

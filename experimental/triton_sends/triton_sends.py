@@ -1,33 +1,43 @@
-"""What a rank sends, counted and written down on a GPU: five small kernels, without a word to the
-host.
+"""`kernels/sends.py` on a GPU: five small Triton kernels that never synchronise with the host.
 
-  1. `_mark`: a block of routes finds its destinations, marks which (destination, row) there are,
-     and counts its routes by destination;
-  2. `_number`: one program per destination numbers its marks and adds up its blocks; beside them
-     one per block of rows counts the marks of these rows;
-  3. `_describe`: a block of routes writes itself down at its place, in the order of destinations;
-  4. `_list`: a block of rows lists its pairs, by destination and by row; twice where target rows
-     are not the source rows;
-  5. `_unpack`: a block of routes that came is read.
+  1. `_mark`: each block of routes finds its destinations, marks the (destination, row) pairs, and
+     counts its routes by destination;
+  2. `_number`: one program per destination numbers the marks and sums the block counts; one program
+     per block of rows counts the marks of these rows;
+  3. `_describe`: each block of routes writes its metadata in destination order;
+  4. `_list`: each block of rows lists its pairs by destination and by row; launched twice where the
+     target rows are not the source rows;
+  5. `_unpack`: reads a block of received routes.
 
-Integers all through, and none is written by two programs with two values: two runs agree bit for
-bit.
+All values are integers and no two programs write different values to one place, so runs agree bit
+for bit.
 
 Legend: N routes, E experts, P ranks, U source rows, T target rows, B blocks of
 routes, b blocks of rows, R routes that came.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor, empty, full, int32, int64
 
-from ..calls import INTEGERS, Addresses, BlockCounts, PackedSends, RowPairs, SendCounts
-from .guard import launch, tl, triton
-from .routing import rank_in_block
+from moebius.kernels.calls import INTEGERS, Addresses, PackedSends, RowPairs, SendCounts
+from moebius.kernels.triton.guard import launch, tl, triton
+from moebius.kernels.triton.routing import rank_in_block
 
 _BLOCK = 256  # routes of a program
 _COMPARED = 32
 _ROWS = 512  # of a program
 _SCAN = 1024
 _LEAST_BINS = 128
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """What one program needs from the others: counts of blocks of routes and of blocks of rows."""
+
+    base_PB: Tensor  # int32, as all: routes of a rank in earlier blocks
+    sources_b: Tensor  # pairs of a block of source rows
+    targets_b: Tensor | None
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_sources", "num_targets"])
@@ -253,8 +263,8 @@ def _unpack(
     tl.store(weight_R + route, tl.load(weights_R4 + at + 3, mask=live, other=0.0), mask=live)
 
 
-def count_sends(to: Addresses) -> SendCounts:
-    """Says where every route goes, and counts what does; as `sends.count_sends`."""
+def count_sends(to: Addresses) -> tuple[SendCounts, BlockCounts]:
+    """Returns what `kernels.sends.count_sends` does, and the counts of blocks for `pack_sends`."""
     num_routes, device = to.expert_N.shape[0], to.expert_N.device
     num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
     sizes = [to.num_sources] if to.into_sources else [to.num_sources, to.num_targets]
@@ -291,19 +301,15 @@ def count_sends(to: Addresses) -> SendCounts:
         ROWS=_ROWS,
         SCAN=_SCAN,
     )
-    return SendCounts(
-        counts_P3,
-        destination_N,
-        number_PU,
-        number_PT,
-        BlockCounts(base_PB, row_counts[0], None if to.into_sources else row_counts[1]),
-    )
+    blocks = BlockCounts(base_PB, row_counts[0], None if to.into_sources else row_counts[1])
+    return SendCounts(counts_P3, destination_N, number_PU, number_PT), blocks
 
 
-def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
-    """Writes down the routes as they travel, and the distinct rows; as `sends.pack_sends`."""
-    num_routes, blocks = to.expert_N.shape[0], counts.blocks
-    assert blocks is not None, "counted by these kernels"
+def pack_sends(
+    to: Addresses, counts: SendCounts, blocks: BlockCounts, weight_N: Tensor
+) -> PackedSends:
+    """Packs the routes by destination and lists the distinct rows, as `kernels.sends.pack_sends`."""
+    num_routes = to.expert_N.shape[0]
     metadata_N4 = weight_N.new_empty(num_routes, 4)
     place_N = empty(num_routes, dtype=int32, device=weight_N.device)
     num_blocks = triton.cdiv(num_routes, _BLOCK)
@@ -346,7 +352,7 @@ def _list_pairs(
 
 
 def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Reads routes that came; as `sends.unpack_sends`, but no number is checked."""
+    """Unpacks received routes as `kernels.sends.unpack_sends`, without checking any number."""
     del num_slots
     metadata_R4, num_routes = metadata_R4.contiguous(), metadata_R4.shape[0]
     places_3R = empty((3, num_routes), dtype=int64, device=metadata_R4.device)
