@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank: `python -m moebius.train RUN_DIR`."""
+"""The program of every rank, started by torchrun: `python -m moebius.train RUN_DIR`."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ from .record.redaction import RedactingFilter
 
 
 def main() -> None:
-    """Trains the run whose folder is the only argument.
+    """Trains the run in the folder given as the only argument.
 
-    The exit code says whether a restart could help after an error.
+    On an error, the exit code says whether a restart could help.
     """
     keep_log_of_rank(os.environ)
     try:
@@ -33,7 +33,7 @@ def main() -> None:
 
 @record
 def _train() -> None:
-    """Trains; torchrun's agent learns of any exception from its error file."""
+    """Trains; torchrun's agent reads any exception from its error file."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -1,4 +1,4 @@
-"""Validation loss: the mean over every validation token, the same for any number of ranks."""
+"""Validation loss: the mean over every validation token, equal for any number of ranks."""
 
 import math
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from .micro_batches import document_use
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean cross-entropy (nats per token) over the `tokens` tokens that count."""
+    """Holds the mean cross-entropy (nats per token) over `tokens` counted tokens."""
 
     loss: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """Returns the perplexity, exp(loss); a loss above 700 counts as 700."""
+        """Returns the perplexity, exp(loss), with the loss capped at 700."""
         return math.exp(min(self.loss, 700.0))
 
 
@@ -40,15 +40,15 @@ class Rows:
     tokens_BS: Tensor
     """int64, the input."""
     targets_BS: Tensor
-    """int64, what the model is asked for at each of them."""
+    """int64, the target of each input."""
     counted_BS: Tensor
-    """bool: False for padding, and for rows that only fill up the last micro-batch."""
+    """bool: False for padding, and for copies that fill the last micro-batch."""
     asked_BS: Tensor
     """bool: which targets count in the loss."""
     documents: Documents | None = None
-    """The documents that the rows consist of, where the run respects them."""
+    """The rows' documents, if the run respects them."""
     num_rows: int = 0
-    """How many rows are no copies."""
+    """Number of rows that are not copies."""
 
 
 def read_rows(
@@ -60,13 +60,13 @@ def read_rows(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Iterator[Rows]:
-    """Yields a rank's rows of a split, micro-batch by micro-batch; as many on every rank.
+    """Yields a rank's rows of a split by micro-batch, equally many on every rank.
 
     Args:
         config: the run's.
         device: where the tokens go.
         split: train or validation.
-        max_rows: how many rows at most, evenly spaced; None: all.
+        max_rows: maximum number of rows, evenly spaced; None: all.
         rank: whose rows.
         num_ranks: how many ranks share the split.
 
@@ -109,14 +109,12 @@ def read_rows(
 def evaluate(
     model: Transformer, config: Config, process: Process, *, split: str = "validation"
 ) -> Evaluation:
-    """Measures the loss over a split of the data, per target that counts; a collective call.
+    """Measures the loss over a split of the data, per counted target; a collective call.
 
-    Every rank runs the same number of passes, so that expert exchanges always meet.
-
-    Rows do not overlap; each counts once, on one rank. Evaluation mode: no regularisation. A model
-    that routes sequences together sees the same groups on every layout. Copies that fill up the
-    last batch do not count, but where there is a capacity in evaluation they take places like other
-    rows.
+    Every rank runs the same number of passes, so that expert exchanges always match. Each row
+    counts once, on one rank, without regularisation. A model that routes sequences together sees
+    the same groups on every layout. Copies that fill the last batch do not count, but they do take
+    places in an evaluation capacity.
 
     Raises:
         ValueError: no target of the split counts.
@@ -137,7 +135,7 @@ def evaluate(
             logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
         )
         asked_BS = rows.asked_BS.to(process.device)
-        # not by an index, for whose length the host would wait
+        # not by index, whose length the host would wait for
         losses_BS = losses.view_as(asked_BS).where(asked_BS, 0.0)
         sums[0] += losses_BS.sum(1, dtype=torch.float64).sum()
         sums[1] += asked_BS.sum()
@@ -147,6 +145,6 @@ def evaluate(
     if not tokens:
         raise ValueError(
             f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
-            "there is nothing to measure: look at the data's loss mask (prompts without answers?)"
+            "there is nothing to measure: check the data's loss mask (prompts without answers?)"
         )
     return Evaluation(loss=loss / tokens, tokens=int(tokens))

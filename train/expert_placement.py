@@ -1,11 +1,10 @@
-"""When experts move: a run counts what is routed to them, and every n steps all ranks decide alike
-where they live next.
+"""Moves experts during training: counts their routes, and rebalances them every n steps.
 
-`mesh.rebalance_every` = n; the loads are those of the n steps before. `mesh.replicas` = r gives
-every rank r slots of each bank beyond its share, for copies of the hottest experts. A move changes
-where sums are made and not what is computed; the expert maps and the counts since the last move are
-saved with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On another EP
-degree a resumed run starts with contiguous blocks.
+All ranks decide alike from the loads of the last n = `mesh.rebalance_every` steps. `mesh.replicas`
+= r gives every rank r extra slots of each bank, for copies of the hottest experts. A move changes
+where sums are computed, not the results. The expert maps and the counts since the last move are
+saved with checkpoints, so a resumed run moves what an uninterrupted one would. On another EP degree
+a resumed run starts with contiguous blocks.
 
 Cost: one addition per step and kind of router; every n steps one all-reduce of a number per expert,
 the packing (balance_load.py) and the move (move.py).
@@ -34,7 +33,7 @@ from ..distributed.placement.move import (
 from ..distributed.placement.replicas import make_reducer
 from ..model.transformer import Transformer
 
-# Which banks of a layer are routed by each kind of router.
+# The banks of a layer behind each kind of router.
 _BANKS = {
     "feed_forward": ("feed_forward.sparse",),
     "value": ("attention.value",),
@@ -45,10 +44,10 @@ _BANKS = {
 
 @dataclass(frozen=True)
 class RebalanceResult:
-    """The outcome of a rebalancing.
+    """Reports one rebalancing.
 
-    The imbalance before and after is the hottest rank's counted load over the mean of all ranks, of
-    the bank where that is largest.
+    The imbalance is the hottest rank's counted load over the mean of all ranks, in the bank where
+    that is largest.
     """
 
     hottest_before: float
@@ -59,9 +58,9 @@ class RebalanceResult:
 
 
 class ExpertPlacement:
-    """Decides which rank stores which expert of a run, from the load since the last decision.
+    """Decides which rank stores which expert, from the load since the last decision.
 
-    `reducer` sums the gradients of the experts where they are now.
+    `reducer` sums the experts' gradients where they currently are.
     """
 
     def __init__(
@@ -87,9 +86,8 @@ class ExpertPlacement:
             self._loads[kind].index_add_(0, index_L, load_LE)
 
     def decide(self, step: int) -> RebalanceResult | None:
-        """Moves the experts, after every n-th step, to where the counted load wants them.
-
-        Then it is a collective call; after other steps it returns None.
+        """Rebalances the experts after every n-th step, a collective call; otherwise returns
+        None.
         """
         if not self.active or step % self._config.rebalance_every:
             return None
@@ -111,9 +109,9 @@ class ExpertPlacement:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns where experts are and what was counted, as a checkpoint's meta has it.
+        """Returns the placement and the counts for a checkpoint's meta.
 
-        A collective call where experts move.
+        A collective call if experts move.
         """
         if not self.active:
             return {}
@@ -124,13 +122,12 @@ class ExpertPlacement:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Moves the experts to where they were saved, before their values are read.
+        """Moves the experts to their saved places, before their values are read.
 
-        A collective call where experts move.
+        A collective call if experts move.
 
         Raises:
-            ValueError: the checkpoint is of another model; on all ranks, for all are given the
-                same.
+            ValueError: the checkpoint is of another model; on all ranks.
         """
         if not self.active:
             return
@@ -141,13 +138,13 @@ class ExpertPlacement:
         expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}
         if all(len(own.slots_P) == self._mesh.layout.ep for own in expert_maps.values()):
             self._move(expert_maps)
-        if self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
+        if self._mesh.rank == 0:  # the sum over all ranks; only their total matters
             for member, kind in self._routed:
                 load_E = saved[_bank_names(member, kind)[0]]["load"]
                 self._loads[kind][member] = torch.tensor(load_E)
 
     def _move(self, expert_maps: Mapping[str, ExpertMap]) -> MoveResult:
-        """Moves the experts, and makes the reducer that fits them there; a collective call."""
+        """Moves the experts and rebuilds the reducer for them; a collective call."""
         moved = move_experts(self._model, self._optimizer, self._mesh, expert_maps)
         self.reducer = make_reducer(self._model, self._mesh)
         return moved
@@ -162,17 +159,17 @@ class ExpertPlacement:
             name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)
         ):
             listed = ", ".join(
-                f"{name}: {theirs.get(name, 0)} in it, {ours.get(name, 0)} here"
+                f"{name}: {theirs.get(name, 0)} saved, {ours.get(name, 0)} here"
                 for name in unlike[:3]
             )
             raise ValueError(
-                "the checkpoint says where other experts live than this model has "
-                f"({listed}{', …' if unlike[3:] else ''}): it is of another model; continue it "
-                "with the configuration that it was saved with"
+                "the checkpoint's experts differ from this model's "
+                f"({listed}{', …' if unlike[3:] else ''}): it is of another model; continue it with "
+                "the configuration that it was saved with"
             )
 
     def _all_loads(self) -> dict[str, list[int]]:
-        """Returns the routes of every bank's experts since the last decision, over all ranks.
+        """Sums the routes of every bank's experts since the last decision over all ranks.
 
         A collective call.
         """
@@ -190,7 +187,7 @@ class ExpertPlacement:
         }
 
     def _no_loads(self) -> dict[str, Tensor]:
-        """Returns counts of zero, (G, E) for every kind of router."""
+        """Returns zero counts, (G, E) for every kind of router."""
         expert_maps, device = expert_maps_of(self._model), next(self._model.parameters()).device
         return {
             kind: torch.zeros(
@@ -204,7 +201,7 @@ class ExpertPlacement:
 
 
 def _worst_imbalance(expert_maps: Mapping[str, ExpertMap], loads: Mapping[str, list[int]]) -> float:
-    """Returns the load imbalance of the bank where it is largest."""
+    """Returns the load imbalance of the worst bank."""
     return max(load_imbalance(expert_maps[name], load_E) for name, load_E in loads.items())
 
 

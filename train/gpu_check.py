@@ -1,7 +1,6 @@
-"""Checks that this machine's GPUs compute what they should: every kernel of the experts, of norms,
-rotation and routers against plain PyTorch.
+"""Checks this machine's GPU kernels (experts, norms, rotation, routers) against plain PyTorch.
 
-It takes less than a minute, most of which is compiling. `python -m benchmarks.gpu` measures speed.
+It takes less than a minute, mostly compiling. `python -m benchmarks.gpu` measures speed.
 """
 
 import time
@@ -20,24 +19,24 @@ from ..model.layers import rotary_table
 from ..model.routing import Routes, token_routes
 
 TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 300, 8, 2, 64, 32
-# Relative errors of the norms; `segments` on a CPU has up to 3e-7 and 4.4e-3 in these calls.
+# Relative errors in norm; `segments` on a CPU reaches 3e-7 and 4.4e-3 in these calls.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-ROUTER_TOLERANCE = 5e-5  # logits are made of bfloat16 products: 4e-6 in the interpreter
+ROUTER_TOLERANCE = 5e-5  # logits come from bfloat16 products: 4e-6 in the interpreter
 
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """One thing that was tried on a GPU."""
+    """Reports one check on a GPU."""
 
     name: str
     is_ok: bool
     found: str
-    advice: str = ""  # where it is not ok
+    advice: str = ""  # if it is not ok
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the experts, and its weights in float64."""
+    """Holds a call of the experts, and its weights in float64."""
 
     name: str
     weights: list[Tensor]
@@ -45,13 +44,18 @@ class _Call:
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
-    """Compares outputs and gradients of Triton's kernels of experts, norms, rotation and routers with the references."""
+    """Compares Triton's kernels of experts, norms, rotation and routers with the references.
+
+    It compares outputs and gradients.
+    """
     check, began_s = f"kernels, {str(dtype).removeprefix('torch.')}", time.perf_counter()
     if reason := reason_against("triton", device.type, dtype):
-        return GpuCheck(check, False, f"Triton's cannot run: {reason}", "see docs/kernels.md")
+        return GpuCheck(
+            check, False, f"Triton's kernels cannot run: {reason}", "see docs/kernels.md"
+        )
     worst = 0.0
     for what, error, most in _errors(device, dtype):
-        if not error <= most:  # NaN is not
+        if not error <= most:  # also if it is NaN
             found = f"{what}: off by {error:.1e} (at most {most:g})"
             return GpuCheck(
                 check, False, found, "report it, with the GPU's name; kernels.backend=segments"
@@ -64,11 +68,11 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> GpuCheck:
 
 
 def _errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float, float]]:
-    """Yields what was computed, its relative error, and the most that it may have."""
+    """Yields each checked value with its relative error and its tolerance."""
     for what, name, value, expected in _compared(device, dtype):
         error = ((value - expected).norm() / expected.norm()).item()
         yield f"{what}: {name}", error, TOLERANCE[dtype]
-    if dtype is torch.float32:  # routers compute in it, whatever the experts' dtype is
+    if dtype is torch.float32:  # routers always compute in float32
         for name, error in _router_errors(device).items():
             yield f"router: {name}", error, ROUTER_TOLERANCE
 
@@ -76,7 +80,7 @@ def _errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, flo
 def _compared(
     device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yields what was computed, the name of a value, what the kernels found and what is expected."""
+    """Yields operation, name of a value, the kernel's value and the expected one."""
     for call in _calls():
         expected = _outputs(call, torch.device("cpu"), dtype, "reference")
         for name, value in _outputs(call, device, dtype, "triton").items():
@@ -106,7 +110,7 @@ def _calls() -> Iterator[_Call]:
         )
 
     yield from (mlp(activation) for activation in ("relu", "gelu", "swiglu"))
-    for width in (HIDDEN, 2 * WIDTH):  # the gate's gradient is taken on the narrow side
+    for width in (HIDDEN, 2 * WIDTH):  # the gate's gradient is computed on the narrow side
         yield _Call(
             f"matrices from {WIDTH} to {width}",
             [new(EXPERTS, WIDTH, width)],
@@ -119,8 +123,9 @@ def _calls() -> Iterator[_Call]:
 def _outputs(
     call: _Call, device: torch.device, dtype: torch.dtype, backend: str
 ) -> dict[str, Tensor]:
-    """Output and gradients, float64 on the CPU; the reference computes in float64 with the operands of
-    `dtype`.
+    """Returns output and gradients, float64 on the CPU.
+
+    The reference computes in float64 with operands rounded to `dtype`.
     """
     wide = torch.float64 if backend == "reference" else dtype
     generator = torch.Generator().manual_seed(1)
@@ -141,7 +146,7 @@ def _outputs(
 
 
 def _operands(seed: int, device: torch.device, *, exact: bool) -> Callable[..., Tensor]:
-    """Returns what draws one operand after another: rounded to `of`, and then wide if `exact`."""
+    """Returns a function that draws operands, rounded to `of` and widened if `exact`."""
     generator = torch.Generator().manual_seed(seed)
 
     def operand(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
@@ -154,8 +159,9 @@ def _operands(seed: int, device: torch.device, *, exact: bool) -> Callable[..., 
 def _norms(
     device: torch.device, dtype: torch.dtype, run: Callable[..., NormedRows]
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of a norm after an addition, float64 on the CPU; the reference computes in
-    float64. Rows are added, and copied, in `dtype`.
+    """Returns outputs and gradients of addition and norm, float64 on the CPU.
+
+    Rows are added and copied in `dtype`; the reference computes in float64.
     """
     exact = run is add_norm_reference
     operand = _operands(2, device, exact=exact)
@@ -165,7 +171,7 @@ def _norms(
     low = torch.float64 if exact else dtype
     rows = run(*given, 1e-5, low=low, copies=("normed", "total"))
     names = ("sum", "norm", "copy of the norm", "copy of the sum")
-    assert rows.normed is not None, "it is wanted"
+    assert rows.normed is not None, "the norm was requested"
     outputs = dict(zip(names, (rows.total, rows.normed, *rows.copies), strict=True))
     grads = [operand(TOKENS, WIDTH) for _ in outputs]
     grads = [grad.to(out.dtype) for grad, out in zip(grads, outputs.values(), strict=True)]
@@ -178,8 +184,9 @@ def _norms(
 def _rotations(
     device: torch.device, dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
-    """Rotated queries and keys, of which some channels are not rotated, and their gradients, float64 on
-    the CPU; the reference computes in float64.
+    """Returns partly rotated queries and keys and their gradients, float64 on the CPU.
+
+    The reference computes in float64.
     """
     exact = run is _rotated_by_reference
     operand = _operands(3, device, exact=exact)
@@ -202,9 +209,9 @@ def _rotated_by_reference(
 
 
 def _router_errors(device: torch.device) -> dict[str, float]:
-    """Returns relative errors of a router's logits, gates and gradients, against float64's.
+    """Returns relative errors of a router's logits, gates and gradients against float64.
 
-    Of 300 rows none is so near to another choice that rounding could change it.
+    None of the 300 rows is close enough to another choice for rounding to change it.
     """
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(TOKENS, WIDTH, generator=generator)

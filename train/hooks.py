@@ -1,7 +1,7 @@
-"""What happens between two steps and around them: `HOOKS` lists it in order.
+"""What happens between and around steps; `HOOKS` lists it in order.
 
-Each takes the run and the result of the step that has just been made, and decides by itself
-whether it has something to do. All ranks call all hooks, since most are collective.
+Every hook takes the run and the result of the last step, and decides itself whether to act. All
+ranks call all hooks, because most are collective.
 """
 
 import json
@@ -22,8 +22,8 @@ _LAST_COPY_S = 240.0  # how long a finished run waits for the second copy of its
 def log_step(run: Run, result: StepResult) -> None:
     """Sums the step's statistics over the ranks and writes them to the log.
 
-    It does so for the first step of this process, every `train.log_every`-th and the last. The
-    times are means over the steps since the last line; `data_wait_s` is of all ranks together.
+    It logs this process's first step, every `train.log_every`-th and the last. Times are means over
+    the steps since the last line; `data_wait_s` is summed over ranks.
     """
     run.clock.count_step()
     number, train = run.progress.step, run.config.train
@@ -54,14 +54,14 @@ def log_step(run: Run, result: StepResult) -> None:
 
 
 def log_spike(run: Run, result: StepResult) -> None:
-    """Writes to the log that the step was a spike, if it was one."""
+    """Logs the step if it was a spike."""
     if result.spike is not None:
         spike = asdict(result.spike)
         run.log.write("spike", run.progress.step, first_sample=result.batch.first_sample, **spike)
 
 
 def move_experts(run: Run, result: StepResult) -> None:
-    """Counts the load, and moves experts to where it wants them every `mesh.rebalance_every` steps."""
+    """Counts the load, and rebalances experts every `mesh.rebalance_every` steps."""
     run.expert_placement.count(result.meter.loads())
     moved = run.expert_placement.decide(run.progress.step)
     if moved is not None:
@@ -75,7 +75,7 @@ def save_checkpoint(run: Run, result: StepResult) -> None:
 
 
 def evaluate_validation(run: Run, result: StepResult) -> None:
-    """Evaluates every `train.eval_every` steps and at the end, but not when the run was stopped."""
+    """Evaluates every `train.eval_every` steps and at the end, unless the run was stopped."""
     finished = run.progress.step == run.config.train.steps
     is_due = not result.stop and due(run.progress.step, run.config.train.eval_every)
     if finished or is_due:
@@ -84,12 +84,12 @@ def evaluate_validation(run: Run, result: StepResult) -> None:
 
 
 def log_checkpoints(run: Run, _result: StepResult) -> None:
-    """Writes to the log which checkpoints were completed since the last step."""
+    """Logs the checkpoints completed since the last step."""
     log_saved(run)
 
 
 def roll_back_after_spikes(run: Run, result: StepResult) -> None:
-    """Returns the run to an earlier checkpoint after too many spikes."""
+    """Rolls the run back after too many spikes."""
     if not result.is_last:
         roll_back_if_due(run)
 
@@ -106,8 +106,8 @@ HOOKS: tuple[Callable[[Run, StepResult], None], ...] = (
 
 
 def evaluate_run(run: Run) -> None:
-    """Measures the validation loss, and writes it to the log."""
-    # A router that follows a schedule is judged as the next step would use it.
+    """Measures the validation loss and logs it."""
+    # Evaluate a scheduled router as the next step would use it.
     run.model.before_step(run.progress.step)
     began_s = time.monotonic()
     with run.heartbeat.during(Phase.EVAL):
@@ -123,7 +123,7 @@ def evaluate_run(run: Run) -> None:
 
 
 def finish(run: Run, state: str) -> None:
-    """Waits for the last checkpoint and its second copy, and writes how the run ended."""
+    """Waits for the last checkpoint and its second copy, and records how the run ended."""
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.wait()
         run.checkpoints.wait_for_copies(_LAST_COPY_S)
@@ -132,7 +132,7 @@ def finish(run: Run, state: str) -> None:
     run.log.write("end", run.progress.step, state=state)
     run.log.close()
     if run.process.rank == 0:
-        # Without this file the supervisor does not believe an exit code of 0.
+        # Without this file the supervisor distrusts an exit code of 0.
         partial_file = run.run_dir / "result.json.tmp"
         result = {"state": state, "step": run.progress.step}
         partial_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -140,5 +140,5 @@ def finish(run: Run, state: str) -> None:
 
 
 def due(step: int, every: int) -> bool:
-    """Returns whether something that happens every so many steps happens after this one; 0: never."""
+    """Returns whether a step completes another `every` steps; 0: never."""
     return every > 0 and step % every == 0

@@ -1,13 +1,13 @@
-"""The training run on one rank, in the order in which things happen. Read this first.
+"""The training run on one rank, in order. Read this first.
 
     start → model → resume? → data
           → [batch → loss → gradients → clip → update → hooks] × steps
           → end
 
 The hooks (hooks.py) run at every step boundary: log, move experts, save, evaluate, roll back. Every
-rank runs this same code. What is decided (to skip an update, to stop, to save) is decided from
-numbers that are equal on all ranks, so no rank ever enters a collective alone. `cluster/` starts
-the ranks, on one machine or on many nodes.
+rank runs this code. Decisions (to skip an update, to stop, to save) use numbers that are equal on
+all ranks, so no rank ever enters a collective alone. `cluster/` starts the ranks, on one machine or
+on many nodes.
 """
 
 import time
@@ -40,10 +40,10 @@ from .state import seed_micro_batch
 
 
 def train(config: Config, run_dir: Path) -> str:
-    """Trains to the last step, or to the next step boundary after a stop was requested.
+    """Trains to the last step, or to the next step boundary after a stop request.
 
     Returns:
-        "finished" or "stopped"; result.json in the run folder says the same.
+        "finished" or "stopped", as in the run folder's result.json.
 
     Raises:
         ValueError: the configuration, the data or a checkpoint cannot be used; the message says
@@ -73,17 +73,17 @@ def train(config: Config, run_dir: Path) -> str:
 
 
 def train_steps(run: Run) -> str:
-    """Makes one step after another, and calls the hooks after each of them.
+    """Runs the steps, each followed by the hooks.
 
     Returns:
-        "finished" after the last step; "stopped" if somebody requested the end before it.
+        "finished" after the last step; "stopped" after an earlier stop request.
     """
     config = run.config
     if run.progress.step == 0:
         evaluate_run(run)
     run.restart_clock()
     if run.progress.step < config.train.steps:
-        roll_back_if_due(run)  # if the run ended after the spikes were saved
+        roll_back_if_due(run)  # the run may have ended between spikes and rollback
     stopped = False
     while run.progress.step < config.train.steps and not stopped:
         batch = next_batch(run)
@@ -100,16 +100,16 @@ def train_steps(run: Run) -> str:
 def step(
     run: Run, batch: Batch, rate: float, *, data_ready: Callable[[], bool] = lambda: True
 ) -> StepResult:
-    """Makes one optimizer step over this rank's micro-batches; a collective call.
+    """Runs one optimizer step over this rank's micro-batches; a collective call.
 
-    All ranks skip the update together: if a gradient is not finite on any of them, if no target of
-    the batch counts, and if the step is a spike and `train.spikes` says so.
+    All ranks skip the update together if any rank's gradient is not finite, if no target of the
+    batch counts, or if the step is a spike and `train.spikes` says so.
 
     Args:
         run: the run.
         batch: this rank's share of the global batch.
         rate: the learning rate.
-        data_ready: tells whether this rank has the next step's batch.
+        data_ready: whether this rank has the next step's batch.
     """
     device = run.process.device
     micro_batches = split_batch(batch, device, document_use(run.config))
@@ -123,7 +123,7 @@ def step(
     own_s = time.perf_counter() - began_s - meter.waited_s
 
     run.reducer.reduce()
-    # Numbers that every rank needs travel with the reduction of the gradient's norm.
+    # The reduction of the gradient's norm carries other numbers that every rank needs.
     loss = [meter.loss] if run.spikes else []
     grad_norm, (stops, waiting, *global_loss) = clip_gradients(
         run.parameters,
@@ -142,7 +142,7 @@ def step(
         stop=stops > 0,
         is_last=stops > 0 or run.progress.step == run.config.train.steps,
         counted_targets=counted_targets,
-        own_s=own_s if device.type == "cpu" else None,  # the host does not see a GPU's work
+        own_s=own_s if device.type == "cpu" else None,  # the host cannot time a GPU's work
         spike=spike,
     )
 
@@ -150,7 +150,7 @@ def step(
 def accumulate_gradients(
     run: Run, micro_batches: list[MicroBatch], meter: StepMeter, *, global_targets: int | None
 ) -> None:
-    """Adds up the gradients of this rank's micro-batches, and in `meter` what they report."""
+    """Accumulates the gradients of this rank's micro-batches, and their reports in `meter`."""
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
     counters_before = counters_of(run.model)
@@ -178,9 +178,9 @@ def accumulate_gradients(
 def update_weights(
     run: Run, meter: StepMeter, batch: Batch, *, rate: float, skipped: str | None
 ) -> None:
-    """Updates the weights unless `skipped` gives a reason not to, and counts the step."""
+    """Updates the weights unless `skipped` gives a reason, and counts the step."""
     config = run.config
-    carried = meter.reduce_carried()  # what routers learn without a gradient, from all ranks
+    carried = meter.reduce_carried()  # for routers that learn without a gradient
     if skipped is None:
         for group in run.optimizer.param_groups:
             group["lr"] = rate

@@ -1,10 +1,10 @@
 """The loss of one micro-batch as this rank's contribution to one global scalar.
 
 loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local sequences of
-regularisation ÷ global sequences, both over all ranks and accumulation steps. So every reduction of
-gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere. With a loss mask tokens are those
-whose targets count (train/micro_batches.py counts them); regularisation is of all tokens, for
-experts serve prompts as they serve answers.
+regularisation ÷ global sequences, global meaning all ranks and accumulation steps. Every reduction
+of gradients is therefore a plain sum, without 1/dp, 1/ep or 1/steps. With a loss mask only counted
+targets are tokens here (train/micro_batches.py counts them); regularisation covers all tokens,
+because experts serve prompts and answers alike.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from ..model.transformer import ModelOutput
 
 
 class Forward(Protocol):
-    """A forward pass to the loss: a model, or one in lower precision (model/execution/precision.py)."""
+    """Runs a forward pass to the loss: a model, or one in lower precision
+    (model/execution/precision.py).
+    """
 
     def __call__(
         self,
@@ -28,26 +30,26 @@ class Forward(Protocol):
         loss_mask_BS: Tensor | None,
         documents: Documents | None,
     ) -> ModelOutput:
-        """Returns the loss of tokens, given those that follow them; both (B, S) int64.
+        """Returns the loss of tokens given their next tokens, both (B, S) int64.
 
-        `loss_mask_BS`: bool, which of those that follow count; None: all. `documents`: of the
-        tokens; None: every row is one.
+        `loss_mask_BS`: bool, which targets count; None: all. `documents`: of the tokens; None:
+        every row is one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """This micro-batch's share of the loss, and what its forward pass reports."""
+    """Holds a micro-batch's share of the loss and the reports of its forward pass."""
 
-    loss: Tensor  # scalar, to be differentiated
+    loss: Tensor  # scalar, differentiable
     cross_entropy: Tensor  # detached: this micro-batch's share of the global mean, nats per token
     # detached: its share of the mean over sequences, all auxiliary losses with their coefficients
     regularisation: Tensor
     # detached: the same of every auxiliary loss, without its coefficient
     auxiliary: dict[str, Tensor]
     loads: dict[str, DepthLoad]
-    carried: dict[str, Tensor]  # sums of this micro-batch that routers want of the whole step
+    carried: dict[str, Tensor]  # this micro-batch's share of the sums for `Router.after_step`
 
 
 def micro_batch_loss(
@@ -63,21 +65,21 @@ def micro_batch_loss(
     """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
 
     Args:
-        rows_BS1: int64, every token valid, padding too.
-        targets_BS: where these are given, all of the rows is input, and these are what is to be
-            predicted at each token of it.
+        forward: the forward pass.
+        rows_BS1: int64, every token valid, including padding.
         global_sequences: rows of one optimizer step over all ranks.
-        loss_mask_BS: bool: which targets count; None: all of them.
-        global_targets: those that count in one optimizer step over all ranks; needed with a mask.
-            With none at all the cross-entropy is 0.
+        targets_BS: the target of each token; then the whole row is input.
+        loss_mask_BS: bool: which targets count; None: all.
+        global_targets: counted targets of one optimizer step over all ranks; required with a mask.
+            If 0, the cross-entropy is 0.
         documents: of the input tokens; None: every row is one.
 
     Raises:
-        ValueError: one of mask and number without the other.
+        ValueError: only one of mask and number is given.
     """
     if (loss_mask_BS is None) != (global_targets is None):
         raise ValueError(
-            "a loss mask and the number of targets that count in the whole step go together; "
+            "a loss mask requires the number of counted targets in the whole step, and vice versa; "
             f"given: {'no' if loss_mask_BS is None else 'a'} mask and {global_targets=}"
         )
     inputs_BS = rows_BS1

@@ -1,21 +1,20 @@
-"""A rank's share of a step as its model reads it: micro-batches, which of their targets count, and
-the documents that their rows consist of.
+"""Splits a rank's share of a step into micro-batches, with their counted targets and documents.
 
-The training loss is the mean over the targets that count, of the whole optimizer step: all ranks
-and all micro-batches together. A mean of the micro-batches' means would weigh the answer of a short
-one more than that of a long one, and another number of ranks would train another model. So the
-number of targets must be known before the first backward pass: one all-reduce of one number per
-step, made only where the data has a loss mask or document ids, and with these padding. Where it has
-neither every target counts, the number follows from the configuration, and nothing is exchanged.
+The training loss is the mean over all counted targets of the optimizer step, over all ranks and
+micro-batches. A mean of the micro-batches' means would overweight short answers, and would train
+another model on another number of ranks. So the number of targets must be known before the first
+backward pass: one all-reduce of one number per step, made only if the data has a loss mask or
+document ids. Otherwise every target counts, and the number follows from the configuration.
 
-A target counts where the mask says so, and where it and the token before it are no padding. The
-first token of a document counts too, after the last one of the document before, which is the end of
-a document in every data set of ours: so a model learns how texts begin.
+A target counts if the mask says so and neither it nor the token before it is padding. A document's
+first token counts too, after the end-of-document token before it, so that a model learns how texts
+begin.
 
-Labels of their own (`data.targets="paired"`): every second token of a row is the target of the one
-before it, and no input. So labels travel as the tokens do, through shards, order and checksums.
+With `data.targets="paired"` the data has its own labels: every second token of a row is the target
+of the one before it, and no input. Labels thus travel like tokens, through shards, order and
+checksums.
 
-Masks stay on the host, which so knows how many rows the read-out has without asking the device.
+Masks stay on the host, which then knows the read-out's number of rows without asking the device.
 
 Legend: A micro-batches, B sequences of one, S positions.
 """
@@ -34,21 +33,19 @@ from .config.run_config import Config
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the rows of one forward pass, and what of them counts."""
+    """Holds the rows of one forward pass, and which of them count."""
 
     inputs_BS: Tensor  # int64, on the device
-    targets_BS: Tensor  # int64, on the device: what is to be predicted at each of them
+    targets_BS: Tensor  # int64, on the device: each input's target
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
     documents: Documents | None = None  # of the input tokens; None: every row is one
-    document_ids_BS: Tensor | None = None  # int32, on the host: what `documents` was made of
-    equal_rows: bool = False  # all ranks have equally many tokens, none of them padding
+    document_ids_BS: Tensor | None = None  # int32, on the host: the source of `documents`
+    equal_rows: bool = False  # all ranks have equally many tokens and no padding
 
 
 @dataclass(frozen=True)
 class DocumentUse:
-    """Says what of a row is input and target, and what a run respects of its documents beside
-    padding.
-    """
+    """Says how rows split into input and target, and what respects documents beside padding."""
 
     attention: bool  # data.document_attention
     balance: bool  # train.balance_documents
@@ -66,15 +63,15 @@ class DocumentUse:
         document_ids: np.ndarray | None,
         device: torch.device,
     ) -> tuple[Tensor | None, Documents | None]:
-        """Returns which targets of a micro-batch count, on the host, and what it has of documents.
+        """Returns which targets of a micro-batch count, on the host, and its documents.
 
         Args:
             loss_mask: bool [B, S], of all tokens but the first; None: all count.
-            document_ids: int32 [B, S+1]; None: the data says nothing of documents.
+            document_ids: int32 [B, S+1]; None: the data has none.
             device: the model's.
 
         Raises:
-            ValueError: documents are to be respected, and the data does not have them.
+            ValueError: the run must respect documents, and the data has none.
         """
         mask_BS = None if loss_mask is None else torch.from_numpy(loss_mask)
         if mask_BS is not None and self.paired:
@@ -97,7 +94,7 @@ class DocumentUse:
 
 
 def document_use(config: Config) -> DocumentUse:
-    """Returns what a run is configured to read of its rows."""
+    """Returns how a run is configured to read its rows."""
     return DocumentUse(
         config.data.document_attention,
         config.train.balance_documents,
@@ -106,10 +103,10 @@ def document_use(config: Config) -> DocumentUse:
 
 
 def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[MicroBatch]:
-    """Returns the micro-batches of a rank's batch, their tokens on `device`.
+    """Returns the micro-batches of a rank's batch, with tokens on `device`.
 
     Raises:
-        ValueError: documents are to be respected, and the batch does not have them.
+        ValueError: the run must respect documents, and the batch has none.
     """
     rows_ABS1 = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
     found = []
@@ -124,7 +121,7 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
                 mask_BS,
                 documents,
                 ids_BS,
-                # Padding is no row of a sparse layer, and ranks have more or less of it.
+                # Sparse layers drop padding, of which ranks have different amounts.
                 equal_rows=batch.equal_shapes and documents is None,
             )
         )
@@ -132,13 +129,13 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
 
 
 def count_targets(micro_batches: list[MicroBatch], device: torch.device) -> int | None:
-    """Counts the targets of a step that count, over all ranks and micro-batches.
+    """Counts a step's targets in the loss, over all ranks and micro-batches.
 
-    A collective call where the data has a loss mask or document ids, which it has on all ranks or
-    on none.
+    A collective call if the data has a loss mask or document ids, which it has on all ranks or on
+    none.
 
     Returns:
-        The number; None where there is neither, and all count.
+        The number; None: all count.
     """
     masks = [each.loss_mask_BS for each in micro_batches if each.loss_mask_BS is not None]
     if not masks:

@@ -1,4 +1,6 @@
-"""The optimizer and the learning-rate schedule: AdamW with the published cosine, or the user's own."""
+"""The optimizer and the learning-rate schedule: AdamW with the published cosine, or a user's
+own.
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +14,7 @@ from torch.nn import Parameter
 
 from ..own_parts import OwnPartError, Wanted
 
-# Their parts are defined below; `OptimConfig` wants their names alone.
+# The functions are defined below; `OptimConfig` needs only their names.
 OPTIMIZER = Wanted(
     "optim.kind",
     "an optimizer",
@@ -30,7 +32,7 @@ SCHEDULE = Wanted(
 
 
 class OptimConfig(BaseModel):
-    """The settings of AdamW, warm-up and cosine; every default is that of the MoEUT paper."""
+    """Configures AdamW, warm-up and cosine; every default is from the MoEUT paper."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -38,7 +40,7 @@ class OptimConfig(BaseModel):
     """The optimizer."""
 
     schedule: Annotated[str, SCHEDULE] = "cosine"
-    """How the learning rate follows the steps."""
+    """The learning-rate schedule."""
 
     learning_rate: float = Field(default=2.5e-4, gt=0)
     """Peak of the schedule."""
@@ -72,7 +74,7 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
     """Returns the learning rate of step `step`, counted from 0.
 
     Raises:
-        OwnPartError: a schedule of the user's own returns no number, or a negative one.
+        OwnPartError: a user's own schedule returns no number, or a negative one.
     """
     rate = SCHEDULE.get(config.schedule)(step, config)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
@@ -86,9 +88,9 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
 def cosine_rate(config: OptimConfig, step: int) -> float:
     """Returns the learning rate of the published schedule.
 
-    Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up
-    (as in the published runs, so that with 4000 of 100,000 steps the last rate is a little above
-    final_fraction·peak).
+    Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up.
+    As in the published runs, with 4000 of 100,000 steps the last rate is a little above
+    final_fraction·peak.
     """
     peak, floor = config.learning_rate, config.final_fraction
     if step < config.warmup_steps:
@@ -98,10 +100,10 @@ def cosine_rate(config: OptimConfig, step: int) -> float:
 
 
 def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Makes the optimizer that the configuration names, over all parameters of a model.
+    """Builds the configured optimizer over all parameters of a model.
 
     Raises:
-        OwnPartError: a function of the user's own returns no optimizer, or leaves parameters out.
+        OwnPartError: a user's own function returns no optimizer, or omits parameters.
     """
     named = list(model.named_parameters())
     optimizer = OPTIMIZER.get(config.kind)(named, config)
@@ -114,7 +116,7 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
     if left_out := [name for name, parameter in named if parameter not in taken]:
         raise OwnPartError(
             f"optim.kind: {config.kind} leaves out {len(left_out)} of {len(named)} parameters, "
-            f"{left_out[0]} among them: give every parameter a group, with lr=0 if it is to stay"
+            f"for example {left_out[0]}: give every parameter a group, with lr=0 to freeze it"
         )
     return optimizer
 
@@ -122,17 +124,19 @@ def optimizer_of(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer
 def make_optimizer(
     config: OptimConfig, parameters: Iterable[Parameter], *, fused: bool | None = None
 ) -> torch.optim.AdamW:
-    """Makes AdamW; its moments have the parameters' own precision.
+    """Builds AdamW, whose moments have the parameters' dtype.
 
-    Sharded parameters of one mesh are a group, and so are those that are not sharded: one operation
+    Sharded parameters of one mesh form a group, and unsharded ones another, because one operation
     cannot mix them.
 
     Args:
-        fused: one kernel updates a group, in another order of roundings; else some ten operations
-            over all of its tensors do, and the host reads every tensor's count of steps. None: on
-            GPUs, where launches are dear. On CPUs it is quicker too, but torch rounds the last
-            elements of a tensor, or of a thread's part of it, otherwise than the others: copies of
-            an expert in different slots of a bank would drift apart (train/expert_placement.py).
+        config: of the optimizer.
+        parameters: to update.
+        fused: update each group in one kernel, which rounds in another order; otherwise about ten
+            operations over all its tensors do, and the host reads every tensor's step count. None:
+            on GPUs, where launches are expensive. On CPUs it is faster too, but torch rounds the
+            last elements of a tensor, or of a thread's part, differently: copies of an expert in
+            different slots would drift apart (train/expert_placement.py).
     """
     groups: dict[Any, list[Parameter]] = {}
     parameters = list(parameters)

@@ -1,9 +1,9 @@
 """The data of one rank: its loader, and waiting for data together.
 
-A rank that lacks data does not wait in a collective, which ends the run after `train.timeout_s`. A
-slow store, or a segment that is not sealed yet, may take an hour. So before a step for which some rank
-has no batch, all ranks wait here in short rounds. They know it from the step before, whose
-gradient norm carried a flag: while data arrives in time, nothing is exchanged.
+A rank that lacks data must not wait in a collective, which aborts the run after `train.timeout_s`:
+a slow store or an unsealed segment may take an hour. So before a step for which some rank has no
+batch, all ranks wait here in short rounds. They learn it from a flag that the previous step's
+gradient norm carried; while data arrives in time, nothing is exchanged.
 """
 
 import logging
@@ -23,13 +23,13 @@ from .run import Run, save
 
 logger = logging.getLogger(__name__)
 
-_ROUND_S = 5.0  # of waiting together; much shorter than the time-out of a collective
-_SAY_AFTER_S = 10.0  # then after twice as long, and so on
+_ROUND_S = 5.0  # of waiting together; much shorter than a collective's time-out
+_SAY_AFTER_S = 10.0  # doubles each time
 
 
 @contextmanager
 def open_data(run: Run, position: dict[str, Any] | None) -> Iterator[None]:
-    """Gives the run its loader, and closes the one that it has in the end."""
+    """Opens the run's loader, and closes its current loader at the end."""
     run.loader = open_loader(run, position)
     run.first_step = run.progress.step + 1
     try:
@@ -39,7 +39,7 @@ def open_data(run: Run, position: dict[str, Any] | None) -> Iterator[None]:
 
 
 def reopen_data(run: Run, position: dict[str, Any]) -> None:
-    """Opens the data anew where a rollback has put the run."""
+    """Reopens the data at the position after a rollback."""
     run.loader.close()
     run.loader = open_loader(run, position)
     run.first_step = run.progress.step + 1
@@ -48,11 +48,11 @@ def reopen_data(run: Run, position: dict[str, Any]) -> None:
 
 
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
-    """Opens the data where the run stands, which is a seek on any number of ranks.
+    """Opens the data at the run's position, which is a seek on any number of ranks.
 
     Args:
         run: the run.
-        position: the data's position in the checkpoint that the run continues from.
+        position: the data's position in the checkpoint that the run resumes from.
     """
     config = run.config
     loader = Loader(
@@ -75,7 +75,7 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
 
 
 def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
-    """Logs how the data differs from the checkpoint's, and checks that it is enough."""
+    """Logs how the data differs from the checkpoint's, and checks that there is enough."""
     config = run.config
     if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.differences(position):
@@ -91,8 +91,8 @@ def next_batch(run: Run) -> Batch:
     """Returns this rank's next batch, once every rank has one; a collective call.
 
     Raises:
-        PreparationFailedError: the preparation beside the run has failed; on all ranks alike, which
-            save the run first.
+        PreparationFailedError: the concurrent preparation failed; on all ranks, after saving the
+            run.
     """
     run.heartbeat.enter(Phase.DATA_WAIT)
     if run.data_is_late:
@@ -108,7 +108,7 @@ def next_batch(run: Run) -> Batch:
 
 
 def _wait_together(run: Run) -> None:
-    """Returns once every rank has the next batch or its error; logs how many ranks lack one."""
+    """Waits until every rank has the next batch or its error; logs how many ranks lack one."""
     began = time.monotonic()
     say_after_s = _SAY_AFTER_S
     while num_waiting := _count_waiting(run):
@@ -125,7 +125,7 @@ def _wait_together(run: Run) -> None:
 
 
 def _count_waiting(run: Run) -> int:
-    """Waits a round for this rank's batch, and returns how many ranks still lack theirs."""
+    """Waits one round for this rank's batch, and returns how many ranks still lack theirs."""
     ready = run.loader.wait_until_ready(min(_ROUND_S, run.process.timeout_s / 4))
     waiting = torch.tensor(int(not ready), device=run.process.device)
     dist.all_reduce(waiting)

@@ -1,4 +1,4 @@
-"""The parts of one run on one rank, put together, and continued where a checkpoint left them."""
+"""The parts of one run on one rank: built, and restored from a checkpoint."""
 
 import os
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ from .spikes.history import (
 )
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
-_COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
+_COMPARE_S = 60.0  # time-out of ranks that compare their runs
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class StepResult:
     meter: StepMeter  # this rank's sums over the step's micro-batches
     learning_rate: float
     grad_norm: float  # before clipping; not finite: all ranks skipped the update
-    stop: bool  # somebody requested the run's end; the same on all ranks
-    is_last: bool  # so this step is the last: it was stopped, or made all its steps
-    # targets in the loss, over all ranks; None: every one; 0: all ranks skipped the update
+    stop: bool  # a stop was requested; the same on all ranks
+    is_last: bool  # the run stops here or is complete
+    # targets in the loss, over all ranks; None: all; 0: all ranks skipped the update
     counted_targets: int | None
     own_s: float | None  # forward and backward here, without waiting for others; None: on a GPU
-    spike: Spike | None  # what made it a spike, whose update all ranks skipped
+    spike: Spike | None  # if it was one; all ranks skipped its update
 
 
 @dataclass
 class Run:
-    """The parts of one run on one rank, and how far it has come."""
+    """The parts of one run on one rank, and its progress."""
 
     config: Config
     run_dir: Path
@@ -87,44 +87,44 @@ class Run:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when it was loaded last
-    was_fetched: bool = False  # what it was resumed from, from the second place
-    spikes: SpikeDetector | None = None  # None: it is off
+    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # at the last load
+    was_fetched: bool = False  # it resumed from a second copy
+    spikes: SpikeDetector | None = None  # None: off
     rollbacks: tuple[Rollback, ...] = ()
     loader: Loader = field(init=False)  # open_data sets it (rank_data.py)
     log: MetricsLog = field(init=False)  # open_log sets it (metrics/run_lines.py)
     clock: StepClock = field(default_factory=StepClock)  # since the last line of metrics
-    first_step: int = 1  # since the data was opened
-    saved_step: int = 0  # of the last checkpoint that was begun
+    first_step: int = 1  # after opening the data
+    saved_step: int = 0  # of the last started checkpoint
     data_is_late: bool = True  # some rank may lack its next batch
 
     def restart_clock(self) -> None:
-        """Measures the time of steps from now on."""
+        """Restarts the measurement of step times."""
         self.clock = StepClock(waited_s=self.loader.wait_s)
 
     def end_is_requested(self) -> bool:
-        """Tells, on rank 0, whether the run is to save and end at the next step boundary."""
+        """Returns, on rank 0, whether the run must save and end at the next step boundary."""
         if self.process.rank != 0:
             return False
         return end_is_asked(self.run_dir) or self.checkpoints.must_stop
 
     @property
     def skipped_samples(self) -> SkippedSamples:
-        """Returns the samples that no step takes, because of rollbacks."""
+        """Returns the samples that rollbacks exclude."""
         return skipped_by(self.rollbacks)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
-        """Sums the gradients over the ranks; every move of experts replaces it."""
+        """Returns the sum of gradients over the ranks; every move of experts replaces it."""
         return self.expert_placement.reducer
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:
-    """Builds everything that exists once per rank; no data has been read and nothing resumed yet.
+    """Builds everything that exists once per rank, before any data is read or state restored.
 
     Raises:
-        ValueError: the configuration does not fit the world, or the ranks differ in it, in their
-            code or in their parameters.
+        ValueError: the configuration does not fit the world, or ranks differ in configuration, code
+            or parameters.
     """
     config.import_parts()
     layout, backend = _agree_on_run(config, process)
@@ -180,7 +180,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
 
 
 def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
-    """Compares with the other ranks what is to be run; returns the layout and the backend."""
+    """Compares the run with the other ranks' and returns its layout and backend."""
     compare_s = min(_COMPARE_S, process.timeout_s)
     facts = flat_facts("config", config.model_dump(mode="json")) | code_facts()
     process.agree("run", facts, timeout_s=compare_s)
@@ -192,11 +192,11 @@ def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
 
 
 def choose_kernels(config: Config, process: Process) -> str:
-    """Returns the backend of the experts' products; also sets how CPUs multiply float32.
+    """Returns the backend of the experts' products, and sets how CPUs multiply float32.
 
     Raises:
-        ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is
-            asked for and not exact here.
+        ValueError: the backend cannot run here, the ranks' machines differ, or float32 through
+            oneDNN is requested but not exact here.
     """
     refused: ValueError | None = None
     try:
@@ -206,7 +206,7 @@ def choose_kernels(config: Config, process: Process) -> str:
         build_backend(backend)
         if config.kernels.onednn:
             onednn.allow_if_exact()
-    except ValueError as error:  # told to the other ranks first, which would wait for this one
+    except ValueError as error:  # tell the other ranks before raising, or they would wait
         backend, refused = str(error), error
     process.agree("kernels", {"kernels.backend on the rank's machine": backend})
     if refused is not None:
@@ -215,31 +215,30 @@ def choose_kernels(config: Config, process: Process) -> str:
 
 
 def check_generation(run_dir: Path) -> int:
-    """Returns this process's generation; 0 where no supervisor started it.
+    """Returns this process's generation; 0 without a supervisor.
 
     Raises:
-        ConfigError: a supervisor has numbered the generations of this folder, and this process is
-            none of them.
+        ConfigError: a supervisor owns this folder but did not start this process.
     """
     mine = os.environ.get("MOEBIUS_GENERATION")
     if mine is None and (run_dir / "generation").exists():
         raise ConfigError(
-            f"{run_dir}: belongs to a job, whose supervisor alone starts its ranks; continue it "
-            "with `moebius train` or `moebius submit` and --run-dir, or use a folder of its own"
+            f"{run_dir}: belongs to a job, and only its supervisor starts ranks; continue it with "
+            "`moebius train` or `moebius submit` and --run-dir, or use another folder"
         )
     return int(mine or 0)
 
 
 def resume(run: Run) -> dict[str, Any] | None:
-    """Continues from the newest whole checkpoint of the run folder, if there is one.
+    """Restores the newest whole checkpoint of the run folder, if there is one.
 
-    Newer checkpoints that are damaged are set aside. Samples that were left out stay left out.
+    Sets newer damaged checkpoints aside. Skipped samples stay skipped.
 
     Returns:
-        The checkpoint's position in the data; None: the run starts at its beginning.
+        The checkpoint's position in the data; None: the run starts from the beginning.
 
     Raises:
-        CheckpointError: there were checkpoints, and none is whole or fits; on all ranks.
+        CheckpointError: no checkpoint is whole and fits; on all ranks.
     """
     written = run.checkpoints.on_rank_0(lambda: as_values(read_rollbacks(run.run_dir)))
     run.rollbacks = from_values(written)
@@ -257,12 +256,12 @@ def resume(run: Run) -> dict[str, Any] | None:
 
 
 def why_not_from(run: Run, meta: CheckpointMeta) -> str:
-    """Returns why the run must not go on from a checkpoint: "" where it may."""
+    """Returns why the run must not resume from a checkpoint; "" if it may."""
     return why_abandoned(meta.step, len(meta.meta.get("rollbacks", [])), run.rollbacks)
 
 
 def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
-    """Loads a checkpoint into the run as it stands, and returns its meta; a collective call."""
+    """Loads a checkpoint into the run, and returns its meta; a collective call."""
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     tensors, shards = state_tensors(run.model, run.optimizer)
     meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
@@ -274,7 +273,7 @@ def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
 
 
 def save(run: Run) -> None:
-    """Begins a checkpoint, which is written in the background while the run continues."""
+    """Starts a checkpoint, which is written in the background while the run continues."""
     meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
         "data": run.loader.position(run.progress.samples),
@@ -291,7 +290,7 @@ def save(run: Run) -> None:
 
 
 def trace_next_step(run: Run) -> StepTrace:
-    """Returns what records the coming step's routes, if `train.record_routing` wants them."""
+    """Returns the recorder of the next step's routes, as `train.record_routing` configures."""
     return StepTrace(
         run.model,
         run.run_dir,

@@ -1,8 +1,7 @@
-"""What must survive of a run, as a flat dict of tensors under global names and a plain dict of
-values.
+"""A run's persistent state: a flat dict of tensors under global names, and a plain dict of values.
 
-There is no random state in it: every micro-batch draws from a stream of its own, so the state is
-the step's number.
+It contains no random state: every micro-batch draws from its own stream, keyed by the step's
+number.
 """
 
 import hashlib
@@ -19,29 +18,29 @@ from ..own_parts import OwnPartError
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a run stands: counts of what the saved weights have seen."""
+    """Counts what the saved weights have seen."""
 
     step: int = 0  # optimizer steps done, skipped ones included
     updates: int = 0  # steps that changed the weights: AdamW's own count
-    samples: int = 0  # rows consumed or left out (train/spikes/): the position in the data
+    samples: int = 0  # rows consumed or skipped (train/spikes/): the position in the data
     tokens: int = 0
 
     def after_step(self, *, samples: int, tokens: int, updated: bool) -> "TrainingProgress":
-        """Returns the progress one step later, whose last sample was the one before `samples`."""
+        """Returns the progress one step later; `samples` is the next sample."""
         return TrainingProgress(
             self.step + 1, self.updates + updated, samples, self.tokens + tokens
         )
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the counts as a checkpoint's meta.json has them."""
+        """Returns the counts for a checkpoint's meta.json."""
         return asdict(self)
 
 
 def allocate_moments(model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-    """Gives the optimizer its state now instead of at the first step.
+    """Allocates the optimizer's state before the first step, so that saving and loading know every
+    tensor.
 
-    So saving and loading know every tensor. It makes one step without gradients and at a rate of 0,
-    and empties the state that this step has made.
+    It runs one step without gradients at rate 0 and zeroes the resulting state.
 
     Raises:
         OwnPartError: the optimizer keeps something that a checkpoint cannot hold.
@@ -84,7 +83,7 @@ def set_updates(model: Transformer, optimizer: torch.optim.Optimizer, updates: i
 def state_tensors(
     model: Transformer, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
-    """Returns the tensors of the state by name: this rank's part of each, and its shards."""
+    """Returns this rank's part of the state's tensors by name, and its shards."""
     tensors, shards = model_tensors(model)
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state[parameter].items():
@@ -96,10 +95,10 @@ def state_tensors(
 
 
 def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
-    """Returns the weights, and what routers learn without a gradient, as `state_tensors` does.
+    """Returns the weights and the routers' buffers, as `state_tensors` does.
 
-    Weights that a pass without a backward has left gathered are freed first, for what is saved is
-    each rank's shard.
+    Weights still gathered after a pass without backward are freed first, because each rank saves
+    its shard.
     """
     free_gathered(model)
     tensors = {
@@ -120,8 +119,7 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
     """
     key = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     number = int.from_bytes(key, "little") >> 1
-    # What `torch.manual_seed` does of it, without looking for devices of other kinds: 1 µs on the
-    # host, and not 150.
+    # Like `torch.manual_seed`, but without probing other devices: 1 µs on the host instead of 150.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)

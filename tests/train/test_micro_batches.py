@@ -279,9 +279,9 @@ def test_without_a_mask_no_rank_is_asked() -> None:
 def test_a_mask_without_the_number_of_targets_is_refused() -> None:
     forward = partial(forward_in, tiny_model("dense"), torch.float32)
     row, mask = torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="go together; given: a mask and global_targets=None"):
+    with pytest.raises(ValueError, match="given: a mask and global_targets=None"):
         micro_batch_loss(forward, row, global_sequences=1, loss_mask_BS=mask)
-    with pytest.raises(ValueError, match="go together; given: no mask and global_targets=4"):
+    with pytest.raises(ValueError, match="given: no mask and global_targets=4"):
         micro_batch_loss(forward, row, global_sequences=1, global_targets=4)
 
 

@@ -259,7 +259,7 @@ def test_a_folder_that_belongs_to_a_job_is_not_trained_beside_its_supervisor(
 ) -> None:
     (tmp_path / "generation").write_text("3")
     with pytest.raises(
-        AssertionError, match=r"belongs to a job, whose supervisor alone starts its ranks"
+        AssertionError, match=r"belongs to a job, and only its supervisor starts ranks"
     ):
         run_ranks(run_training, 1, config_of(data), tmp_path)
 

@@ -125,7 +125,7 @@ def test_a_folder_of_a_job_is_refused_to_ranks_that_it_has_not_started(
     assert check_generation(tmp_path) == 0
     (tmp_path / "generation").write_text("3")
     with pytest.raises(
-        ConfigError, match=r"belongs to a job, whose supervisor alone starts its ranks; continue it"
+        ConfigError, match=r"belongs to a job, and only its supervisor starts ranks; continue it"
     ):
         check_generation(tmp_path)
     monkeypatch.setenv("MOEBIUS_GENERATION", "3")
