@@ -166,7 +166,7 @@ def test_what_does_not_work_in_it_is_refused(
     name: str, mesh: dict[str, Any], word: str, data: Path
 ) -> None:
     config_of(data, name, precision="bfloat16", **mesh)
-    with pytest.raises(ValueError, match=f'"bfloat16_only" does not go together with {word}'):
+    with pytest.raises(ValueError, match=f'"bfloat16_only" does not support {word}'):
         config_of(data, name, **mesh)
 
 

@@ -189,7 +189,7 @@ def test_documents_are_asked_for_where_there_are_none(data: Path) -> None:
     batch = Batch(rows().reshape(2, 4, -1), first_sample=0, digest=0)
     with pytest.raises(ValueError, match=r"document_attention=True and .*balance_documents=False"):
         split_batch(batch, torch.device("cpu"), DocumentUse(attention=True, balance=False))
-    with pytest.raises(ValueError, match="needs rows that know their documents"):
+    with pytest.raises(ValueError, match="needs document ids"):
         Config(train=TrainConfig(balance_documents=True))
     assert config_of(data, documents=True).train.balance_documents
 

@@ -1,3 +1,1 @@
-"""Describes a run: the sections of its configuration, their validation, and how recipes and files
-resolve to one.
-"""
+"""The configuration of a run: its sections, their validation, and how recipes and files resolve."""

@@ -1,8 +1,8 @@
-"""Errors of a configuration, and which errors of a rank no restart can fix.
+"""Configuration errors, and which errors of a rank no restart can fix.
 
-A job restarts what a crash has ended. A configuration that cannot run, data that is not there, a
-device that the machine lacks: these stay the same after any number of restarts. A rank that meets
-one exits with EXIT_MISTAKE, and the supervisor ends the job with it.
+A job restarts after crashes. An invalid configuration, missing data or a missing device stays the
+same after any restart. A rank with such an error exits with EXIT_MISTAKE, and the supervisor ends
+the job.
 
 The supervisor imports this module, so it must not import torch at the top.
 """
@@ -16,11 +16,11 @@ _PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissi
 
 
 class ConfigError(ValueError):
-    """Says why a configuration cannot be run: which value, why, and what to do."""
+    """Reports why a configuration cannot run: which value, why, and what to do."""
 
 
 def no_restart_mends(error: BaseException) -> bool:
-    """Returns whether a rank that raised this would raise it again after any restart.
+    """Returns whether a rank would raise this error again after any restart.
 
     Data that a file system failed to deliver (an I/O error, a stale handle) may be readable later.
     """
@@ -33,7 +33,7 @@ def no_restart_mends(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Returns the error and what it was raised from or while handling."""
+    """Returns the error and its causes and contexts."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:

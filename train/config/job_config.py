@@ -1,6 +1,6 @@
 """The section `job` of a configuration: where a run is placed, and which failures it survives.
 
-It is in train/ and not in cluster/ because a recipe describes a whole run, placement included.
+It is in train/ rather than cluster/ because a recipe describes a whole run, including placement.
 """
 
 from typing import Annotated, Self
@@ -12,11 +12,11 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class PhaseLimits(BaseModel):
-    """Limits how long the ranks may stay in one phase before they count as hanging.
+    """Limits how long ranks may stay in one phase before they count as hanging.
 
-    A generation hangs when *every* rank is over the limit of its phase, so a rank that waits in a
-    step for another one's checkpoint is fine as long as that one is. Time in which a rank could run
-    but got no CPU does not count. Waiting for data has no limit: a slow store is not a hang.
+    A generation hangs when *every* rank exceeds its phase's limit, so a rank that waits for
+    another's checkpoint is fine while that one is. Time without a CPU does not count. Waiting for
+    data has no limit: a slow store is not a hang.
     """
 
     model_config = _SECTION
@@ -34,7 +34,7 @@ class JobConfig(BaseModel):
     model_config = _SECTION
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
-    """The run folder's name begins with it."""
+    """Prefix of the run folder's name."""
 
     num_nodes: PositiveInt = 1
     """Nodes, real or simulated."""
@@ -43,7 +43,7 @@ class JobConfig(BaseModel):
     """Ranks of each node; on GPUs, one per device."""
 
     min_nodes: PositiveInt | None = None
-    """The fewest nodes that a job continues with after losses; none: `num_nodes`."""
+    """Fewest nodes that a job continues with after losses; none: `num_nodes`."""
 
     wait_for_node_s: float = Field(default=60.0, ge=0)
     """How long a job waits for a replacement before it continues with fewer nodes."""
@@ -52,7 +52,7 @@ class JobConfig(BaseModel):
     """How long a job with too few nodes waits before it fails; none: forever."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts after failures of the ranks; 1,000 new steps reset the count."""
+    """Restarts after rank failures; 1,000 new steps reset the count."""
 
     max_node_losses: NonNegativeInt = 100
     """Restarts after losses of nodes and agents, counted separately."""
@@ -63,17 +63,18 @@ class JobConfig(BaseModel):
     limits: PhaseLimits = PhaseLimits()
 
     rehearse_failure_at_step: PositiveInt | None = None
-    """Fault drill: kills one rank, once, when the run reaches this step."""
+    """Fault drill: kills one rank, once, at this step."""
 
     warm_start: bool = True
     """Forks agents and ranks from one process per node that has imported everything, so a restart
-    takes seconds. Linux only; elsewhere, and if false, each is started as a program."""
+    takes seconds. Linux only; otherwise each starts as a program.
+    """
 
     @model_validator(mode="after")
     def _check_min_nodes(self) -> Self:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
             raise ValueError(
-                f"job.min_nodes={self.min_nodes} is more than job.num_nodes={self.num_nodes}: a "
-                "job continues with fewer nodes than it asked for, not with more"
+                f"job.min_nodes={self.min_nodes} is more than job.num_nodes={self.num_nodes}: set it "
+                "to job.num_nodes or less"
             )
         return self

@@ -1,7 +1,7 @@
-"""The reference of the configuration: every key with its type, default, meaning and an example.
+"""The configuration reference: every key with its type, default, meaning and an example.
 
-`moebius config` prints it, and the site's page of the configuration is made from it. All of it is
-read from the classes of the sections, so it cannot differ from what a run accepts.
+`moebius config` prints it, and the site's configuration page is built from it. It is read from the
+sections' classes, so it cannot differ from what a run accepts.
 """
 
 import json
@@ -27,33 +27,33 @@ _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 @dataclass(frozen=True)
 class Key:
-    """Describes one key: what it accepts, what it is by default, and what it means."""
+    """Describes one key: its type, default and meaning."""
 
     path: str
     type: str
-    default: Any  # plain; PydanticUndefined: it must be given
+    default: Any  # plain; PydanticUndefined: required
     meaning: str
     example: str  # as an override
-    kinds: list[str]  # of its section that have it; empty: all
+    kinds: list[str]  # the kinds of its section with this key; empty: all
 
     @property
     def section(self) -> str:
-        """Returns the dotted path of the section that the key is in."""
+        """Returns the dotted path of the key's section."""
         return self.path.rpartition(".")[0]
 
     @property
     def unit(self) -> str:
-        """Returns the unit that the key's name states, or ""."""
+        """Returns the unit in the key's name, or ""."""
         return next((unit for end, unit in _UNITS.items() if self.path.endswith(end)), "")
 
     @property
     def default_text(self) -> str:
-        """Returns the default as it is written in a TOML file."""
+        """Returns the default as written in a TOML file."""
         return toml_value(self.default)
 
 
 def keys() -> list[Key]:
-    """Returns every key of a run's configuration in the order of its sections, over all kinds."""
+    """Returns every key of a run's configuration in section order, over all kinds."""
     found: dict[str, Key] = {}
     for path, info in known_keys(Config):
         if path not in found and path not in KINDS and not _is_section(info.annotation):
@@ -62,7 +62,7 @@ def keys() -> list[Key]:
 
 
 def section_documents() -> dict[str, str]:
-    """Returns the first sentence of every section's description, by its dotted path."""
+    """Returns the first sentence of every section's description, by dotted path."""
     return {
         name: _first_sentence(info.annotation.__doc__ or "")
         for name, info in Config.model_fields.items()
@@ -71,7 +71,7 @@ def section_documents() -> dict[str, str]:
 
 
 def changes(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (path, value, default) of every key whose value is not the default of its kind."""
+    """Yields (path, value, default) for every key that differs from its kind's default."""
     for path, info, value in _values_of(config):
         default = _plain(info.get_default(call_default_factory=True))
         if path.endswith(".kind"):
@@ -81,7 +81,7 @@ def changes(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def commented(config: Config) -> str:
-    """Returns a TOML file of the configuration, in which a comment explains every key."""
+    """Returns the configuration as a TOML file with a comment on every key."""
     known = {key.path: key for key in keys()}
     lines: list[str] = []
     for section, entries in _tables(config).items():
@@ -94,7 +94,7 @@ def commented(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a plain value as TOML writes it; None and a missing default as the words that stand for them."""
+    """Returns a plain value as TOML; None and missing defaults become words."""
     if value is None:
         return "none"
     if value is PydanticUndefined:
@@ -126,7 +126,7 @@ def _key(path: str, info: FieldInfo) -> Key:
 
 
 def _kinds_with(path: str) -> list[str]:
-    """Returns the kinds of its section that have a key; empty if all have it."""
+    """Returns the kinds of a section that have a key; empty if all have it."""
     parent, _, name = path.rpartition(".")
     if parent not in KINDS or name == "kind":
         return []
@@ -140,7 +140,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _default_kind(path: str) -> str:
-    """Returns the kind that a section has by default: that of the first kind of its parent."""
+    """Returns a section's default kind."""
     value: Any = Config()
     for name in path.removesuffix(".kind").split("."):
         value = getattr(value, name)
@@ -174,7 +174,7 @@ def _limits(metadata: Any) -> Iterator[str]:
 
 
 def _example(annotation: Any, default: Any) -> Any:
-    """Returns a value that the key accepts; a key whose type gives none names `examples`."""
+    """Returns a value that the key accepts; types without one need `examples`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return next(part for part in parts if part != default)
@@ -200,7 +200,7 @@ def _values_of(section: BaseModel, path: str = "") -> Iterator[tuple[str, FieldI
 
 
 def _tables(config: Config) -> dict[str, list[tuple[str, FieldInfo, Any]]]:
-    """Groups the values of a configuration by the TOML table that holds them, in their order."""
+    """Groups a configuration's values by TOML table, in order."""
     tables: dict[str, list[tuple[str, FieldInfo, Any]]] = {}
     for path, info, value in _values_of(config):
         tables.setdefault(path.rpartition(".")[0], []).append((path, info, value))

@@ -1,14 +1,14 @@
 """One run on different numbers of ranks: which numbers fit, and with which mesh.
 
-A job that has lost a node may go on with fewer. What is computed stays the same: the global batch,
-the order of the samples and the random streams know nothing of ranks, and a checkpoint is resharded
-when it is loaded. The mesh must fit, and is changed as little as possible:
+A job that lost a node may continue with fewer. The result is the same: the global batch, the order
+of samples and the random streams do not depend on ranks, and loading reshards a checkpoint. The
+mesh must fit, and changes as little as possible:
 
-1. as it is configured;
+1. as configured;
 2. with as many replicas as fill the world (`dp_replicate`), and as few shards as EP needs;
 3. with fewer ranks in an EP group.
 
-Whether the larger share of each rank fits its memory is not known here.
+Whether each rank's larger share fits its memory is not checked.
 """
 
 import json
@@ -23,7 +23,7 @@ MESH_VARIABLE = "MOEBIUS_MESH"  # in a rank's environment: keys of the mesh to c
 
 
 def mesh_for(config: "Config", world_size: int) -> "MeshConfig | None":
-    """Returns the mesh of a run on `world_size` ranks; None where none fits."""
+    """Returns a run's mesh on `world_size` ranks; None: none fits."""
     for mesh in _candidates(config.mesh, world_size):
         try:
             config.model_copy(update={"mesh": mesh}).check_world(world_size)
@@ -48,7 +48,7 @@ def _candidates(mesh: "MeshConfig", world_size: int) -> Iterator["MeshConfig"]:
 
 
 def layouts_for(config: "Config", num_nodes: Sequence[int]) -> dict[int, dict[str, object]]:
-    """Returns the numbers of nodes that fit, each with the keys of the mesh that must change."""
+    """Returns the numbers of nodes that fit, each with the mesh keys to change."""
     layouts = {}
     for number in num_nodes:
         mesh = mesh_for(config, number * config.job.ranks_per_node)
@@ -61,6 +61,6 @@ def layouts_for(config: "Config", num_nodes: Sequence[int]) -> dict[int, dict[st
 
 
 def with_mesh_of(config: "Config", environment: Mapping[str, str]) -> "Config":
-    """Returns the configuration with the mesh that the supervision has chosen for this world."""
+    """Returns the configuration with the mesh that the supervisor chose for this world."""
     changed = json.loads(environment.get(MESH_VARIABLE, "{}"))
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=changed)})

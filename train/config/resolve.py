@@ -1,4 +1,4 @@
-"""Finds the configuration that a recipe or a TOML file describes, with dotted overrides applied.
+"""Resolves a recipe or a TOML file with dotted overrides to a configuration.
 
 moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2
 """
@@ -27,8 +27,8 @@ def resolve(
     """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
 
     Raises:
-        ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
-            nearest known one.
+        ConfigError: no such recipe or file, or a bad override; an unknown key comes with a
+            suggestion.
     """
     values, given = _base_values(name_or_file, recipes)
     _take_from_folder(values, given, overrides)
@@ -38,7 +38,7 @@ def resolve(
 def _base_values(
     name_or_file: str, recipes: Mapping[str, Callable[[], Config]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the plain values of a recipe or a TOML file, and those that the file itself gives."""
+    """Returns the plain values of a recipe or a TOML file, and the file's own values alone."""
     if name_or_file.endswith(".toml"):
         return _read_toml(Path(name_or_file), recipes)
     values = _recipe_values(name_or_file, recipes, where=name_or_file)
@@ -48,9 +48,9 @@ def _base_values(
 def _take_from_folder(
     values: dict[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
 ) -> None:
-    """Sets what the prepared folder `data.directory` knows of itself, where nobody says otherwise.
+    """Takes unset values from the prepared folder `data.directory`.
 
-    It knows all of `prepare`, and the least vocabulary that its tokens need.
+    It determines all of `prepare`, and the minimum vocabulary of its tokens.
     """
     asked: dict[str, Any] = {"data": dict(_section(values, "data"))}
     for override in overrides:
@@ -62,7 +62,7 @@ def _take_from_folder(
     try:
         if not is_prepared(directory):
             return
-    except OSError:  # no path can be so; it is told where the folder is opened
+    except OSError:  # an impossible path, reported on opening the folder
         return
     try:
         known = PrepareConfig.of_folder(read_manifest(directory).header)
@@ -80,7 +80,7 @@ def _take_from_folder(
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a section; an empty one for what is none, which is told when all is checked."""
+    """Returns a section, or an empty one for a bad value, which validation reports later."""
     found = values.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -88,7 +88,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _recipe_values(
     name: str, recipes: Mapping[str, Callable[[], Config]], *, where: str
 ) -> dict[str, Any]:
-    """Returns the plain values of a recipe: one of the table, or `package.module:function`."""
+    """Returns the plain values of a recipe from the table or of `package.module:function`."""
     if name in recipes:
         return recipes[name]().model_dump(mode="json")
     if not is_own(name):
@@ -124,16 +124,16 @@ def resolve_prepare(
     *,
     options: Mapping[str, Any],
 ) -> PrepareConfig:
-    """Returns the section `prepare` alone, of a TOML file or of no file, changed.
+    """Returns only the section `prepare`, of a TOML file or the defaults, with changes.
 
     Args:
         file: its other sections are ignored.
-        overrides: `prepare.key=value`; they take precedence over all else.
-        recipes: that the file may begin from.
+        overrides: `prepare.key=value`; they take precedence over everything else.
+        recipes: possible bases of the file.
         options: values of the section that replace the file's.
 
     Raises:
-        ConfigError: the file cannot be read, or the section is not valid.
+        ConfigError: the file cannot be read, or the section is invalid.
     """
     section = _read_toml(file, recipes)[0].get("prepare", {}) if file else {}
     if not isinstance(section, dict):
@@ -145,7 +145,7 @@ def resolve_prepare(
     for override in overrides:
         if not override.startswith("prepare."):
             raise ConfigError(
-                f"override {override!r}: `moebius prepare` takes the section prepare alone; write "
+                f"override {override!r}: `moebius prepare` only takes the section prepare; write "
                 "prepare.key=value, for example prepare.segment_tokens=1000000"
             )
         _apply(values, override)
@@ -154,7 +154,7 @@ def resolve_prepare(
 
 
 class _PrepareAlone(BaseModel):
-    """Holds the section `prepare` of a configuration whose other sections do not matter."""
+    """Holds the section `prepare` without the other sections."""
 
     prepare: PrepareConfig
 
@@ -162,7 +162,7 @@ class _PrepareAlone(BaseModel):
 def _read_toml(
     path: Path, recipes: Mapping[str, Callable[[], Config]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the values of a file upon those of its recipe, and its own alone."""
+    """Returns a file's values merged into its recipe's, and the file's values alone."""
     try:
         values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -171,7 +171,7 @@ def _read_toml(
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(
-            f"{path}: is nested too deeply; a configuration has sections in sections, no more"
+            f"{path}: is nested too deeply; a configuration only has sections in sections"
         ) from None
     base = values.pop("recipe", None)
     if base is None:
@@ -184,17 +184,17 @@ def _read_toml(
 
 
 def _choose_input(values: dict[str, Any], given: Collection[str]) -> None:
-    """Empties what a recipe names as its text where the other of the two ways was given."""
+    """Removes the recipe's input if the other kind of input was given."""
     for chosen, other in (("sources", "input"), ("input", "sources")):
         if chosen in given and other not in given and isinstance(values.get("prepare"), dict):
             values["prepare"].pop(other, None)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Applies one `section.key=value`; the value is read as TOML, or else as plain text.
+    """Applies one `section.key=value`; the value is read as TOML, or as plain text otherwise.
 
-    Sections may lie in each other: `model.feed_forward.router.top_k=2`. Another `kind` drops the
-    keys of the old one, but for those that mean the same in both (`Section.kept`).
+    Sections may be nested: `model.feed_forward.router.top_k=2`. A new `kind` drops the old one's
+    keys, except those that mean the same in both (`Section.kept`).
     """
     path, equals, text = override.partition("=")
     *sections, key = path.split(".")
@@ -218,5 +218,5 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _keys_with_the_word_none() -> set[str]:
-    """Returns the keys for which "none" is one of the choices and not the absence of a value."""
+    """Returns the keys for which "none" is a choice instead of an absent value."""
     return {key for key, field in known_keys(Config) if "none" in get_args(field.annotation)}

@@ -1,9 +1,8 @@
-"""A run, fully described: the sections that live beside their code, joined and checked against each
-other.
+"""A complete run configuration: the sections, joined and checked against each other.
 
-A run is named by a recipe (train/recipes/smoke.py) or a TOML file and changed with dotted
-overrides: `moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2`. The resolved form is written into
-the run folder as config.json.
+A run is a recipe (train/recipes/smoke.py) or a TOML file plus dotted overrides: `moebius train
+smoke model.feed_forward.num_experts=64 mesh.ep=2`. The run folder's config.json has the resolved
+form.
 """
 
 import json
@@ -36,7 +35,7 @@ from .validation import validated
 
 
 class Config(BaseModel):
-    """Describes one run. It is immutable; every cross-section rule is checked on construction."""
+    """Describes one run; immutable, with all cross-section checks on construction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +51,7 @@ class Config(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks of the run as the job places it."""
+        """Returns the run's number of ranks, as the job places it."""
         return self.job.num_nodes * self.job.ranks_per_node
 
     @model_validator(mode="after")
@@ -68,7 +67,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
-        """Checks that the mixture names sources that are prepared."""
+        """Checks that the mixture only names prepared sources."""
         sources = {source.name for source in self.prepare.all_sources}
         if unknown := sorted(self.data.mixture_names - sources):
             raise ValueError(
@@ -82,9 +81,8 @@ class Config(BaseModel):
         learned = self.model.attention.max_positions
         if learned is not None and self.data.seq_len > learned:
             raise ValueError(
-                f"data.seq_len={self.data.seq_len} is more than the "
-                f"model.attention.positions.max_positions={learned} positions that are learned: "
-                "make them equal"
+                f"data.seq_len={self.data.seq_len} exceeds the learned positions, "
+                f"model.attention.positions.max_positions={learned}: make them equal"
             )
         return self
 
@@ -115,21 +113,21 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
-        """Checks that batches will say which documents they have, where a loss wants to know."""
+        """Checks that batches have document ids if a loss needs them."""
         given = self.data.document_attention or self.data.packing == "best_fit"
         if self.train.balance_documents and not given:
             raise ValueError(
-                "train.balance_documents=true needs rows that know their documents, which those "
-                f"of data.packing={self.data.packing!r} with data.document_attention=false do "
-                'not: set data.document_attention=true or data.packing="best_fit"'
+                "train.balance_documents=true needs document ids, which "
+                f"data.packing={self.data.packing!r} with data.document_attention=false does not "
+                'provide: set data.document_attention=true or data.packing="best_fit"'
             )
         return self
 
     @model_validator(mode="after")
     def _check_bfloat16_only(self) -> Self:
-        """Refuses what has not been made to work where nothing is kept in float32."""
+        """Refuses features that need float32 state."""
         refused = {
-            'mesh.sharding="fsdp" (sharded weights are kept in float32): use "none"': (
+            'mesh.sharding="fsdp" (sharded weights are float32): use "none"': (
                 self.mesh.sharding == "fsdp"
             ),
             "mesh.rebalance_every (moved experts are float32): set it and mesh.replicas to 0": (
@@ -142,16 +140,16 @@ class Config(BaseModel):
         for what, asked in refused.items():
             if asked and self.train.precision == "bfloat16_only":
                 raise ValueError(
-                    f'train.precision="bfloat16_only" does not go together with {what}; or use '
+                    f'train.precision="bfloat16_only" does not support {what}; or set '
                     'train.precision="bfloat16", which keeps weights and decisions in float32'
                 )
         return self
 
     def import_parts(self) -> None:
-        """Imports every part of the user's own that a run needs (own_parts.py).
+        """Imports every user's own part that a run needs (own_parts.py).
 
         Raises:
-            OwnPartError: one is absent, or is something else than its key wants.
+            OwnPartError: one is absent or of the wrong kind.
         """
         router = None if self.model.experts is None else self.model.experts.router
         DISPATCHER.get(self.mesh.dispatcher)
@@ -176,8 +174,8 @@ class Config(BaseModel):
             )[1:]
             raise ConfigError(
                 f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: '
-                "set mesh.dp_shard to one of "
-                f'{sizes} (mesh.dp_replicate=none fills the world), or use mesh.sharding="none"'
+                f"set mesh.dp_shard to one of {sizes} (mesh.dp_replicate=none fills the world), or "
+                'use mesh.sharding="none"'
             )
         if self.mesh.rebalance_every and layout.ep == 1:
             sizes = legal_values(self.mesh, world_size, "ep")[1:]
@@ -188,18 +186,15 @@ class Config(BaseModel):
             )
             raise ConfigError(
                 f"mesh.rebalance_every={self.mesh.rebalance_every}, "
-                f"mesh.replicas={self.mesh.replicas} with mesh.ep=1: every "
-                "rank holds all experts, so none can move and none needs a copy; set both to "
-                f"0{instead}"
+                f"mesh.replicas={self.mesh.replicas} with mesh.ep=1: every rank has all experts, so "
+                f"none can move or needs a copy; set both to 0{instead}"
             )
         per_pass = world_size * self.train.micro_batch
         if self.train.global_batch % per_pass:
             raise ConfigError(
                 f"train.global_batch={self.train.global_batch} is not a multiple of {world_size} "
-                "ranks × "
-                f"train.micro_batch={self.train.micro_batch} = {per_pass}: every rank takes whole "
-                "micro-batches; "
-                f"use {max(1, self.train.global_batch // per_pass) * per_pass} or change "
+                f"ranks × train.micro_batch={self.train.micro_batch} = {per_pass}: use "
+                f"{max(1, self.train.global_batch // per_pass) * per_pass} or change "
                 "train.micro_batch"
             )
 
@@ -209,10 +204,10 @@ class Config(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "Config":
-        """Reads the configuration that `save` wrote.
+        """Reads a configuration written by `save`.
 
         Raises:
-            ConfigError: it cannot be read, or is no configuration.
+            ConfigError: it cannot be read, or is not a configuration.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -220,7 +215,6 @@ class Config(BaseModel):
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: is damaged, and no configuration any more ({error}): restore it, or "
-                "choose another run folder"
+                f"{path}: is damaged ({error}): restore it, or choose another run folder"
             ) from None
         return validated(cls, values, origin=str(path))

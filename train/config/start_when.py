@@ -1,6 +1,6 @@
-"""When the ranks of a run begin while its data is still being prepared.
+"""When a run's ranks start while its data is still being prepared.
 
-What a run reads does not depend on it: the order of a folder that grows is that of the whole one
+This does not affect what the run reads: a growing folder has the whole one's order
 (`data_pipeline/read/order.py`), and a step whose segment is not sealed yet waits.
 """
 
@@ -17,15 +17,15 @@ _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T"
 
 
 class StartWhen(BaseModel):
-    """Says how much data is sealed before the ranks begin; with both, both must be there."""
+    """Configures how much data must be sealed before ranks start; both limits apply."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     segments: PositiveInt | None = None
-    """Sealed segments of all sources together."""
+    """Sealed segments over all sources."""
 
     tokens: PositiveInt | None = None
-    """Sealed training tokens of all sources together; also written as "50M" or "2.5B"."""
+    """Sealed training tokens over all sources; also written as "50M" or "2.5B"."""
 
     @field_validator("tokens", mode="before")
     @classmethod
@@ -47,11 +47,11 @@ class StartWhen(BaseModel):
         return self
 
     def is_met(self, manifest: DatasetManifest) -> bool:
-        """Returns whether ranks may begin on what is sealed: every source must have a segment."""
+        """Returns whether ranks may start on the sealed data; every source needs a segment."""
         if manifest.complete:
             return True
         if not all(manifest.segments(source.name) for source in manifest.sources):
-            return False  # validation is on each source's first segment
+            return False  # validation reads each source's first segment
         enough_segments = len(manifest.sealed) >= (self.segments or 0)
         return enough_segments and manifest.num_tokens("train") >= (self.tokens or 0)
 

@@ -1,12 +1,12 @@
-"""Suggests the key that a person meant: by the names that others use for it, or by its spelling."""
+"""Suggests the intended key: by its name in other frameworks, or by spelling."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
 from ...own_parts import nearest
 
-# What other frameworks call things: by our key, or by the answer where there is no such key, the last
-# names of their keys. A dotted name is a whole key.
+# Names in other frameworks, by our key or by an answer: the last names of their keys. A dotted name is
+# a whole key.
 _NAMES: Mapping[str, str] = {
     "moebius pretrains and has no LoRA; export to Hugging Face and use PEFT (docs/train.md)": "lora peft",
     "a sweep is `moebius compare RECIPE --sweep section.key=A,B,… --seeds N`": "sweep seeds",
@@ -63,11 +63,11 @@ _MEANT = {name: meant for meant, names in _NAMES.items() for name in names.split
 
 
 def suggest(key: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean …?" for an unknown key, another hint, or "" where nothing is like it.
+    """Returns "; did you mean …?" for an unknown key, another hint, or "" if nothing is close.
 
     Args:
         key: dotted, or its last name alone.
-        known: dotted keys that there are.
+        known: the existing dotted keys.
     """
     keys = list(dict.fromkeys(known))
     name = key.lower().replace("-", "_").rpartition(".")[2]

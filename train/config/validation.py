@@ -1,4 +1,4 @@
-"""Validates the plain values of a configuration, and explains in words what is wrong with them."""
+"""Validates a configuration's plain values, and explains errors in words."""
 
 import math
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from ..record.redaction import secret_places
 from .errors import ConfigError
 from .suggestions import suggest
 
-MAX_WHOLE = 2**63 - 1  # of any number, since torch and Arrow hold no larger one
-# The sections that come in kinds, by their whole path.
+MAX_WHOLE = 2**63 - 1  # the largest number of torch and Arrow
+# The sections with kinds, by their whole path.
 KINDS = {f"model.{path}": section for path, section in SECTIONS.items()}
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
-    """Builds a configuration of plain values.
+    """Builds a configuration from plain values.
 
     Args:
         kind: the class to build.
         values: plain values, in sections.
-        origin: where they come from, for messages.
+        origin: their source, for messages.
 
     Raises:
-        ConfigError: the values are not valid; it lists every problem.
+        ConfigError: the values are invalid; it lists every problem.
     """
     try:
         built = kind.model_validate(values)
@@ -42,7 +42,7 @@ def validated(kind: type[Model], values: Any, *, origin: str) -> Model:
 
 
 def known_keys(kind: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields every key that a configuration can have, over all kinds, and sections before their keys."""
+    """Yields every possible key of a configuration, over all kinds, sections before their keys."""
     for name, field in kind.model_fields.items():
         where = f"{path}.{name}" if path else name
         yield where, field
@@ -77,8 +77,8 @@ def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:
     """Yields what pydantic accepts but no run can use: booleans as numbers, numbers out of range.
 
     Args:
-        given: the values as they were written.
-        built: the same after validation, as values of JSON.
+        given: the values as written.
+        built: the validated values, as JSON values.
         where: the dotted name of the place.
     """
     if isinstance(built, dict):
@@ -99,9 +99,9 @@ def _unusable(given: Any, built: Any, where: str = "") -> Iterator[str]:
 
 
 def _secrets(values: dict[str, Any]) -> list[str]:
-    """Names the places of secrets, since a configuration is saved in plain text."""
+    """Lists the places of secrets, because a configuration is saved in plain text."""
     return [
         f"  {place}: holds what looks like a secret; leave it out, and set the environment "
-        "variable from which the library that needs it takes it"
+        "variable that the library reads instead"
         for place in sorted(set(secret_places(values)))
     ]

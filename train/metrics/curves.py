@@ -1,7 +1,7 @@
 """Names the curve of every number in the metrics, the same in every sink.
 
-`METRICS` lists the names with their units; docs/metrics.md explains them. A number that is not listed
-is called "kind/field", so a new field of a line is not lost.
+`METRICS` lists the names with their units; docs/metrics.md explains them. An unlisted number is
+called "kind/field", so a new field is never lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +79,7 @@ _NOT_MEASURED = {
     *(("rollback", name) for name in ("to_step", "first_sample", "end_sample", "most")),
     ("rollback_impossible", "at_most"),
 }
-# How the depth steps become one number: the worst of them.
+# Reduces the depth steps to one number, the worst.
 _WORST: dict[str, Callable[[Sequence[float]], float]] = {
     "max_violation": max,
     "effective_experts": min,
@@ -91,12 +91,12 @@ _WORST: dict[str, Callable[[Sequence[float]], float]] = {
 def points_of(
     record: Record, *, depths: Sequence[int], by_depth: bool
 ) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a record, each with the name of its curve.
+    """Yields a record's numbers with the names of their curves.
 
     Args:
         record: one line of the metrics.
         depths: depth steps whose feed-forward has experts, from 1.
-        by_depth: whether to yield a number for every depth step as well.
+        by_depth: also yield a number for every depth step.
     """
     for name, value in record.values.items():
         if (record.kind, name) in _NOT_MEASURED:
@@ -113,7 +113,7 @@ def points_of(
 def _by_depth(
     name: str, values: Sequence[Any], depths: Sequence[int], *, by_depth: bool
 ) -> Iterator[tuple[str, float]]:
-    """Yields a router's statistic: the worst depth step's, and if wanted every depth step's."""
+    """Yields a router's statistic: the worst depth step's, and optionally every depth step's."""
     kind, statistic = _router_of(name)
     worst = _WORST.get(statistic)
     if worst is None or not values:
@@ -128,9 +128,9 @@ def _by_depth(
 
 
 def _router_of(field_name: str) -> tuple[str, str]:
-    """Returns the kind of router that a field is about, and the statistic: "value", "gate_mean".
+    """Returns the router kind and the statistic of a field: "value", "gate_mean".
 
-    Fields of the feed-forward have no prefix; those of other kinds begin with the kind.
+    Only fields of the feed-forward have no prefix.
     """
     for kind in LOAD_KINDS[1:]:
         if field_name.startswith(f"{kind}_"):
@@ -139,7 +139,7 @@ def _router_of(field_name: str) -> tuple[str, str]:
 
 
 def _by_group(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of the two fields that are tables: auxiliary losses and exchanges."""
+    """Yields the numbers of the two tables: auxiliary losses and exchanges."""
     for key, entry in values.items():
         if name == "auxiliary_losses" and _is_number(entry):
             yield f"loss/auxiliary/{key}", float(entry)

@@ -1,10 +1,10 @@
-"""The log of a run's metrics: each line goes to metrics.jsonl at once, and to the other sinks from
-threads of their own. No step waits for a sink, and no step fails because of one.
+"""The metrics log: each line goes to metrics.jsonl at once, and to other sinks from background
+threads. No sink can delay or fail a step.
 
-    write ─> bounded queue (when it is full, the oldest line is dropped and counted) ─> thread ─> sink
+    write ─> bounded queue (when full, the oldest line is dropped and counted) ─> thread ─> sink
 
-The first failure of a sink is logged with advice. The sink is then reopened after 5 s, 10 s, and so
-on up to 5 minutes; once it works again, the log says how many lines it missed.
+A sink's first failure is logged with advice. It is then reopened after 5 s, 10 s, and so on up to 5
+minutes; once it works again, the log says how many lines it missed.
 """
 
 import errno
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 CAPACITY = 1000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _BATCH = 200
-_ATTEMPTS = 3  # with the same lines; after that they are dropped, since they may be the cause
+_ATTEMPTS = 3  # with the same lines, which may be the cause and are then dropped
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the metrics, without secrets."""
+    """Holds one line of the metrics, without secrets."""
 
     kind: str  # "train", "eval", "checkpoint", …
     step: int
@@ -45,7 +45,7 @@ class Sink(Protocol):
     """Writes metrics to one destination. One thread makes all calls; any error is retried."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes the records to the destination in the order given."""
+        """Writes the records in the given order."""
         ...
 
     def close(self, state: str) -> None:
@@ -71,11 +71,11 @@ class BackgroundSink:
         Args:
             name: of the sink, for messages.
             open_sink: opens the sink, in the thread, and again after each failure. Its argument is
-                the first step that this process writes, so that later steps of an earlier process
-                can be hidden; None after a failure, when nothing is to be hidden.
+                the first step that this process writes, so that it can hide later steps of an
+                earlier process; None after a failure.
             first_step: the first step that this process writes.
             advice: what to do when the sink fails.
-            capacity: how many lines may wait.
+            capacity: maximum number of waiting lines.
             first_pause_s: the pause after a first failure; it doubles with each further one.
         """
         self.name = name
@@ -91,14 +91,14 @@ class BackgroundSink:
         self._sink: Sink | None = None
         self._lost, self._lost_in_all = 0, 0  # lines: since the sink last worked, and ever
         self._is_failing = False
-        self._was_slow = False  # and the log said so
+        self._was_slow = False  # it was logged
         self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
         self._thread.start()
 
     def write(self, record: Record) -> None:
         """Queues a line; drops the oldest one when the queue is full.
 
-        A rollback is never dropped: a sink that missed it would show the abandoned steps.
+        A rollback is never dropped, because a sink without it would show the abandoned steps.
         """
         with self._changed:
             if len(self._queue) >= self._capacity:
@@ -111,7 +111,7 @@ class BackgroundSink:
             self._changed.notify()
 
     def begin_to_close(self, state: str) -> None:
-        """Tells the thread to write what is queued and to close the sink; does not wait."""
+        """Tells the thread to write the queue and close the sink, without waiting."""
         self._state = state
         self._is_ending.set()
         with self._changed:
@@ -141,7 +141,7 @@ class BackgroundSink:
             logger.warning("metrics: %s lacks %d lines in all", self.name, self._lost_in_all)
 
     def _take(self) -> list[Record]:
-        """Waits for lines and returns some of them; none once the sink is to close."""
+        """Waits for lines and returns some of them; none once the sink must close."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_ending.is_set())
             return [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
@@ -206,7 +206,7 @@ class BackgroundSink:
 
 FILE = "metrics.jsonl"
 _CLOSE_S = 60.0  # how long a finished run waits for its sinks
-_CLOSE_FAILED_S = 5.0  # how long a failed run does, since other ranks wait for it
+_CLOSE_FAILED_S = 5.0  # the same for a failed run, for which other ranks wait
 
 
 class MetricsLog:
@@ -219,8 +219,8 @@ class MetricsLog:
         self._file = _JsonLines(run_dir / FILE) if active else None
         self._sinks = tuple(sinks)
         self._numbers: Counter[str] = Counter()
-        self._state = "failed"  # until a line says how the run ended
-        self._is_failing = False  # the last line could not be written, and the log said so
+        self._state = "failed"  # until a line reports how the run ended
+        self._is_failing = False  # the last line could not be written, which was logged
 
     def __enter__(self) -> Self:
         """Returns the log itself."""
@@ -231,9 +231,9 @@ class MetricsLog:
         self.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Writes one line, which readers can see as soon as this returns.
+        """Writes one line, visible to readers when this returns.
 
-        A line that cannot be written (the disk is full, say) is lost; the first such loss is logged.
+        A line that cannot be written (full disk) is lost; the first such loss is logged.
         """
         if self._file is None:
             return
@@ -275,10 +275,10 @@ class _JsonLines:
         self._is_torn = False  # the last line is incomplete
 
     def write_one(self, record: Record) -> None:
-        """Writes a line, and first ends an incomplete one.
+        """Writes a line, after ending an incomplete one.
 
         Raises:
-            OSError: the line could not be written, or not all of it.
+            OSError: the line could not be written completely.
         """
         values = {"kind": record.kind, "step": record.step, "time": round(record.time_s, 3)}
         line = json.dumps(finite(values | dict(record.values))).encode()
@@ -293,7 +293,7 @@ class _JsonLines:
 
 
 def finite(value: Any) -> Any:
-    """Replaces numbers that are not finite by strings, since JSON has no NaN."""
+    """Replaces numbers that are not finite by strings, because JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -304,7 +304,7 @@ def finite(value: Any) -> Any:
 
 
 def _without_matrices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops what holds a number per expert and depth step, which no sink but the file shows."""
+    """Drops values per expert and depth step, which only the file keeps."""
     return {
         name: value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""The lines of the log that are about the run and its checkpoints, not about one step."""
+"""Log lines about the run and its checkpoints rather than one step."""
 
 import logging
 import math
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
-    """Opens the run's log and writes the first line, which says what runs where.
+    """Opens the run's log and writes the first line, which describes the run and its machines.
 
     Args:
         run: the run.
         resumed: whether it continues from a checkpoint.
-        start_s: how long each phase of this rank's start took.
+        start_s: seconds of each phase of this rank's start.
     """
     active, first_step = run.process.rank == 0, run.progress.step + 1
     run.log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
@@ -46,7 +46,7 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> Metric
 
 
 def log_set_aside(run: Run) -> None:
-    """Logs which damaged checkpoints were passed over when the run was loaded."""
+    """Logs the damaged checkpoints that were set aside when the run was loaded."""
     for damaged in run.set_aside:
         logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
         run.log.write(
@@ -59,7 +59,7 @@ def log_set_aside(run: Run) -> None:
 
 
 def log_saved(run: Run) -> None:
-    """Logs which checkpoints and second copies were completed since the last call."""
+    """Logs the checkpoints and second copies completed since the last call."""
     for record in run.checkpoints.poll():
         run.log.write(
             "checkpoint",
@@ -81,12 +81,12 @@ def log_saved(run: Run) -> None:
 
 
 def count_global_parameters(run: Run) -> int:
-    """Returns the number of parameters of the whole model, whatever this rank stores of it."""
+    """Returns the number of parameters of the whole model, over all shards."""
     return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)
 
 
 def _dispatcher_facts(run: Run) -> dict[str, str]:
-    """Returns which dispatcher exchanges rows and why it was chosen; nothing where none does."""
+    """Returns the dispatcher and why it was chosen; empty without one."""
     setup = dispatcher_of(run.model)
     if setup is None:
         return {}

@@ -1,11 +1,11 @@
-"""The sinks that a run can write to beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""The sinks beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Server addresses and keys come from the environment alone: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
+Server addresses and keys come only from the environment: WANDB_API_KEY, MLFLOW_TRACKING_URI, …
 
-A service that can only append must not get a step twice. After a restart the repeated steps have
-the same numbers, so `SentLines` remembers in the run folder what was sent and skips it. After a
-rollback (docs/train.md) the numbers differ; there the service shows the abandoned steps until
-the run has passed them. TensorBoard hides steps instead.
+An append-only service must not receive a step twice. Steps repeated after a restart have the same
+numbers, so `SentLines` records in the run folder what was sent and skips it. After a rollback
+(docs/train.md) the numbers differ, and the service shows the abandoned steps until the run has
+passed them. TensorBoard hides steps instead.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from .log import BackgroundSink, MetricsLog, Record, Sink
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_DEPTHS_EVERY = 10  # lines from one with every depth step to the next
+_DEPTHS_EVERY = 10  # lines between those with every depth step
 # TensorBoard's page "Custom Scalars": one chart per statistic, with a curve for each depth step.
 _LAYOUT = {
     "loss": {"train and validation": ["Multiline", [r"loss/(train|validation)"]]},
@@ -37,15 +37,15 @@ _LAYOUT = {
     },
 }
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request to MLflow
-_MOST_CHARS = 500  # of a parameter's value, which older MLflow servers accept
+_MOST_CHARS = 500  # of a parameter's value, the limit of older MLflow servers
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# In these kinds of lines a step occurs once; every line of another kind is an event of its own.
+# Kinds of lines in which a step occurs once; any other line is a separate event.
 _ONCE_PER_STEP = {"train", "eval", "checkpoint", "checkpoint_copy", "expert_placement", "spike"}
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a sink knows about its run."""
+    """Holds what a sink knows about its run."""
 
     run_dir: Path
     config: Mapping[str, Any]  # the configuration as plain values, without secrets
@@ -65,11 +65,11 @@ class RunFacts:
 class TensorBoard:
     """Writes event files into the run folder; `purge_step` hides the steps of abandoned attempts.
 
-    Everything goes into one folder. `SummaryWriter.add_hparams` would make a second run.
+    Everything is in one folder, because `SummaryWriter.add_hparams` would create a second run.
     """
 
     def __init__(self, facts: RunFacts, first_step: int | None) -> None:
-        """Opens a new event file; hides what is there from `first_step` on, unless it is None."""
+        """Opens a new event file; hides steps from `first_step` on, unless it is None."""
         self._facts = facts
         self._writer = self._open(first_step)
         self._writer.add_custom_scalars(_LAYOUT)
@@ -89,7 +89,7 @@ class TensorBoard:
                 self._writer.add_text("events", event, record.step, record.time_s)
 
     def close(self, state: str) -> None:
-        """Closes the event file; a finished run's hyperparameters are recorded first."""
+        """Closes the event file, after recording a finished run's hyperparameters."""
         if state == "finished":
             self._add_hparams(has_finished=True)
         self._writer.close()
@@ -114,12 +114,12 @@ class TensorBoard:
 class WandB:
     """Sends numbers to Weights & Biases, as one run per run folder.
 
-    The step is a number of each line and every chart's axis. W&B's own counter only grows, and
-    would refuse what a checkpoint says of an earlier step.
+    The step is a number of each line and every chart's axis, because W&B's own counter only grows
+    and would refuse a checkpoint's line about an earlier step.
     """
 
     def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
-        """Creates the run, or continues the one that the run folder names."""
+        """Creates the run, or continues the one recorded in the run folder."""
         import wandb
 
         self._facts = facts
@@ -167,7 +167,7 @@ class MLflow:
     """Sends numbers to an MLflow tracking server, as one run per run folder."""
 
     def __init__(self, facts: RunFacts, _first_step: int | None = None) -> None:
-        """Creates the run, or continues the one that the run folder names."""
+        """Creates the run, or continues the one recorded in the run folder."""
         from mlflow.tracking import MlflowClient
 
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # our thread retries
@@ -223,7 +223,7 @@ class MLflow:
 
 
 class SentLines:
-    """Remembers a service's run id and what was sent to it, in `sinks/NAME.json` of the run folder."""
+    """Records a service's run id and the sent steps, in the run folder's `sinks/NAME.json`."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         """Reads the file; an absent or damaged one counts as empty."""
@@ -238,7 +238,7 @@ class SentLines:
             pass
 
     def begin_run(self, run: str) -> None:
-        """Begins with another run of the service, to which nothing was sent."""
+        """Starts another run of the service, with nothing sent."""
         self.run, self._last_steps = run, {}
         self._save()
 
@@ -247,7 +247,7 @@ class SentLines:
         return [one for one in records if one.step > self._last_steps.get(one.kind, -1)]
 
     def note(self, records: Sequence[Record]) -> None:
-        """Remembers, on the disk too, that records were sent."""
+        """Records, also on disk, that records were sent."""
         for record in records:
             if record.kind in _ONCE_PER_STEP:
                 last = self._last_steps.get(record.kind, -1)
@@ -261,18 +261,18 @@ class SentLines:
         partial_file.replace(self._path)
 
 
-# Opening them -----------------------------------------------------------------------------------
+# Opening sinks ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SinkKind:
-    """How a kind of sink is opened, and what it needs."""
+    """Describes how to open a kind of sink, and its requirements."""
 
     open: Callable[[RunFacts, int | None], Sink]
     module: str  # imported before the first step, in the main thread
     advice: str  # for when it fails
     extra: str | None = None  # of moebius, which installs the module; None: a dependency does
-    variable: str | None = None  # of the environment, without which the sink cannot work
+    variable: str | None = None  # required environment variable
 
 
 SINKS: Mapping[str, SinkKind] = {
@@ -315,10 +315,10 @@ def check_sinks(config: Config, on_rank_0: Callable[[Callable[[], str]], str | N
 
 
 def _missing(names: Sequence[str]) -> str:
-    """Returns what these sinks lack and what to do; "" if nothing is missing.
+    """Returns what these sinks lack and what to do; "" if nothing.
 
-    It imports their modules in the main thread: two threads that import parts of one library may
-    each see the other's half-imported modules.
+    It imports their modules in the main thread, because two threads importing parts of one library
+    may see half-imported modules.
     """
     faults = []
     for name in names:
@@ -338,14 +338,13 @@ def _missing(names: Sequence[str]) -> str:
 
 
 def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int) -> MetricsLog:
-    """Opens the metrics log of a run with the sinks that its configuration names.
+    """Opens a run's metrics log with its configured sinks.
 
     Args:
         config: the run's configuration.
         run_dir: the run's folder.
         active: whether this is rank 0; on other ranks the log writes nothing.
-        first_step: the first step that will be written. Sinks that can, hide what a lost process
-            wrote from there on.
+        first_step: the first step to write. Sinks that can, hide a lost process's later steps.
     """
     if not active:
         return MetricsLog(run_dir, active=False)
@@ -363,7 +362,7 @@ def open_metrics(config: Config, run_dir: Path, *, active: bool, first_step: int
     return MetricsLog(run_dir, active=True, sinks=sinks)
 
 
-# What they share --------------------------------------------------------------------------------
+# Shared by sinks --------------------------------------------------------------------------------
 
 
 def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool | str | float | int]:
@@ -381,7 +380,7 @@ def flat_values(values: Mapping[str, Any], before: str = "") -> dict[str, bool |
 
 
 def event_of(record: Record) -> str:
-    """Returns what happened to the run as a sentence; "" for a line of numbers."""
+    """Returns a sentence about what happened to the run; "" for a line of numbers."""
     values = record.values
     match record.kind:
         case "start" if values.get("resumed_from_step") is not None:

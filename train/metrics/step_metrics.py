@@ -1,4 +1,4 @@
-"""What a step reports: sums over micro-batches on every rank, and one reduction.
+"""A step's statistics: sums over micro-batches on every rank, and one reduction.
 
 train/metrics/log.py writes the numbers.
 """
@@ -19,10 +19,7 @@ _SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_n
 
 
 class StepMeter:
-    """Adds up what the micro-batches of one step report.
-
-    Nothing leaves the device until `reduce`.
-    """
+    """Sums the reports of one step's micro-batches on the device until `reduce`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -30,7 +27,7 @@ class StepMeter:
         self._exchanges: dict[str, Counters] = {}
 
     def add(self, result: MicroBatchLoss) -> None:
-        """Adds what one micro-batch reports."""
+        """Adds one micro-batch's report."""
         self._accumulate("loss", result.cross_entropy)
         self._accumulate("regularisation", result.regularisation)
         for name, value in result.auxiliary.items():
@@ -43,27 +40,27 @@ class StepMeter:
             self._accumulate(f"{kind}/gates", load.gate_sum_L)
 
     def loads(self) -> dict[str, Tensor]:
-        """Returns how many routes of this rank went to each expert, (L, E) by kind of router."""
+        """Returns how many of this rank's routes went to each expert, (L, E) by kind of router."""
         return {
             kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums
         }
 
     def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
-        """Notes what the step exchanged, by the names of the sparse layers."""
+        """Records the step's exchanges by sparse layer, from counters before and after."""
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
 
     @property
     def loss(self) -> Tensor:
-        """Returns this rank's part of the step's loss, which is the sum over all ranks."""
+        """Returns this rank's part of the step's loss; the loss is the sum over ranks."""
         return self._sums["loss"]
 
     @property
     def waited_s(self) -> float:
-        """Returns how long this rank stood still for the step's exchanges."""
+        """Returns how long this rank waited for the step's exchanges."""
         return sum(counters.waited_s for counters in self._exchanges.values())
 
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
-        """Sums over all ranks what was added, and the given scalars; a collective call.
+        """Sums the reports and the given scalars over all ranks; a collective call.
 
         Returns:
             The sums, float64, on the CPU.
@@ -84,9 +81,9 @@ class StepMeter:
         }
 
     def reduce_carried(self) -> dict[str, Tensor]:
-        """Sums over all ranks what routers carry from the whole step.
+        """Sums the routers' carried statistics over all ranks, in float64.
 
-        A collective call where any router carries something; the sums are float64.
+        A collective call if any router carries something.
         """
         return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
 
@@ -95,10 +92,10 @@ class StepMeter:
 
 
 class StepClock:
-    """Measures the time of steps from one log line to the next, evaluations left out.
+    """Measures the time of steps between log lines, without evaluations.
 
-    It is what a step costs with all that goes on beside it. `waited_s` is the data loader's count
-    of the seconds that this rank waited for it.
+    It includes everything that runs beside a step. `waited_s` is how long the data loader says this
+    rank has waited.
     """
 
     def __init__(self, *, waited_s: float = 0.0) -> None:
@@ -111,7 +108,7 @@ class StepClock:
         self._num_steps += 1
 
     def read(self, *, waited_s: float) -> tuple[float, float]:
-        """Returns the seconds per step, and of these the seconds that this rank waited for data."""
+        """Returns the seconds per step, and how many of them this rank waited for data."""
         steps = max(self._num_steps, 1)
         elapsed_s = time.perf_counter() - self._started_s
         return elapsed_s / steps, (waited_s - self._waited_s) / steps
@@ -126,12 +123,12 @@ def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str
 
 
 def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns load statistics per depth step, of every kind of router that took part.
+    """Returns load statistics per depth step, for every kind of router in the step.
 
-    For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load`
-    (fraction of the routes), `max_violation` (largest load over mean load, minus 1),
-    `effective_experts` (exp of the load's entropy), `gate_mean`, and where a capacity refused
-    routes `drop_fraction`. `auxiliary_losses`: every auxiliary loss without its coefficient.
+    Plain names for the feed-forward, with the kind as prefix for others: `expert_load` (fraction of
+    the routes), `max_violation` (largest load over mean load, minus 1), `effective_experts` (exp of
+    the load's entropy), `gate_mean`, and `drop_fraction` if a capacity refused routes.
+    `auxiliary_losses` has every auxiliary loss without its coefficient.
     """
     record: dict[str, Any] = {}
     auxiliary = {
@@ -151,7 +148,7 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
         fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
         prefix = "" if kind == "feed_forward" else f"{kind}_"
         record[f"{prefix}expert_load"] = _rounded(fraction_LN)
-        # of a depth step that nobody reaches any more: no violation, no expert
+        # a depth step that no token reaches has no violation and no expert
         used_L = (served_L > 0).double()
         record[f"{prefix}max_violation"] = _rounded(
             (fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L
@@ -166,16 +163,14 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def exchange_metrics(sums: dict[str, Tensor], *, ep: int, on_host: bool) -> dict[str, Any]:
-    """Returns what a step sent to experts and back, by "group member/kind".
-
-    It is empty where every rank has every expert.
+    """Returns a step's expert traffic by "group member/kind"; empty without expert parallelism.
 
     Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`,
-    `rows_one_per_route` (what `alltoall` would have sent), `bytes_intra_node`, `bytes_inter_node`;
-    a row that stays on its rank is a row and no bytes. `waited_s`: the time, backward included, in
-    which hosts stood still for an exchange or for the counts; only `on_host`, for where a GPU
-    computes the host's clock sees how long its queue is, and no waiting. `hottest_rank`: routes that the
-    busiest rank served over the mean of its EP group, of the EP group where that is largest.
+    `rows_one_per_route` (the traffic of `alltoall`), `bytes_intra_node`, `bytes_inter_node`; a row
+    that stays on its rank counts no bytes. `waited_s`: how long hosts waited for exchanges and
+    counts, backward included; only `on_host`, because a GPU run's host clock sees only its queue.
+    `hottest_rank`: the busiest rank's served routes over the mean of its EP group, in the worst EP
+    group.
     """
     found = {}
     for name in (name.removeprefix("exchange/") for name in sums if name.startswith("exchange/")):
@@ -199,8 +194,5 @@ def _member_and_kind(layer: str) -> str:
 
 
 def _rounded(values: Tensor) -> list[Any]:
-    """Rounds to five decimals.
-
-    So a load of 387 experts × 18 steps is a line of 60 kB, not of 140.
-    """
+    """Rounds to five decimals, which keeps 387 experts × 18 steps to 60 kB instead of 140."""
     return torch.round(values.double(), decimals=5).tolist()

@@ -1,12 +1,13 @@
-"""The family at one small size: every architecture on the embedded corpus, with the same width,
-depth, batch and data.
+"""The family at one small size: every architecture on the embedded corpus, at equal width, depth,
+batch and data.
 
-Two comparisons are fair here, and a recipe takes part in one of them:
+Two comparisons are fair here, and each recipe is in one:
   equal parameters   the dense baseline, Universal Transformers, MoEUT, σ-MoE, SwitchHead, SUT: about 1.84M parameters
-  equal FLOPs        routers beside a dense baseline of the same active width: two of four layers have experts of 4096 hidden
-                     columns in all (eightfold), of which a token uses 512 on average: about 3.7M parameters; mh_moe (eight
+  equal FLOPs        routers and a dense baseline of the same active width: two of four layers have experts of 4096 hidden
+                     columns in all (eightfold), of which a token uses 512 on average: about 3.7M
+                     parameters; mh_moe (eight
                      times the expert FLOPs, as first published) and soft_moe (its mixing) cost more
-`moebius models` prints what each costs. Sizes of the papers: published.py.
+`moebius models` prints each recipe's cost. The papers' sizes: published.py.
 """
 
 from typing import Any
@@ -45,7 +46,7 @@ _SPARSE: dict[str, Any] = {
     "feed_forward.num_experts": 8, "feed_forward.d_expert": 512, "initialisation.kind": "scaled",
 }  # fmt: skip
 _FINE: dict[str, Any] = _SPARSE | {"feed_forward.num_experts": 32, "feed_forward.d_expert": 128}
-# As published, and yet a later token can change what an earlier one gets.
+# As published; a later token can change an earlier one's result.
 _READS_THE_FUTURE: dict[str, Any] = {"feed_forward.allow_future_leak": True}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,7 +1,6 @@
-"""The names of all recipes, without what they are: the command line offers them, and must not import
-the model to do so.
+"""The names of all recipes, which the command line offers without importing the model.
 
-tests/train/config/test_config.py holds them equal to RECIPES, in the same order.
+tests/train/config/test_config.py keeps them equal to RECIPES, in order.
 """
 
 RECIPE_NAMES = (

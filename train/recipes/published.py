@@ -1,16 +1,16 @@
-"""The sizes that the papers trained, with their protocols.
+"""The papers' sizes, with their protocols.
 
 MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the
 authors' training code. SUT has the corrected sign of its mutual-information loss;
-model.feed_forward.router.mi_sign=as_published reproduces theirs. Corrections of the published release profiles,
-which do not run or do not match the paper as shipped:
+model.feed_forward.router.mi_sign=as_published reproduces theirs. Corrections of the published
+release profiles, which as shipped do not run or do not match the paper:
   * 728M: d_model 1280, as trained; the released profile says 1024 and gives 581.9M parameters.
   * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
   * 319M and 728M are called 318M and 727M in the release.
 
 Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of
-width f/m. Base/64E/16 is built by that rule, with E = 1024, which also gives the 1.95B parameters
-reported; the authors' file has E = 2048, so m = 32.
+width f/m. Base/64E/16 follows that rule with E = 1024, which also gives the reported 1.95B
+parameters; the authors' file has E = 2048, so m = 32.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from ..optim import OptimConfig
 
 
 def _run(name: str, model: ModelConfig) -> Config:
-    """Returns a run by the protocol of the MoEUT paper: 64 × 1024 tokens a step, 100,000 steps."""
+    """Returns a run by the MoEUT paper's protocol: 64 × 1024 tokens a step, 100,000 steps."""
     small = "_44m" in name
     return Config(
         model=model,
@@ -165,7 +165,7 @@ def _mixture(
     warmup: int = 2500,
     init_scale: float = 0.1,
 ) -> Config:
-    """Returns a run on C4: 256 sequences of 256 tokens a step, so 128 in a group fit two ranks.
+    """Returns a run on C4 with 256 sequences of 256 tokens a step, so groups of 128 fit two ranks.
 
     `experts` 0: the dense baseline.
     """

@@ -1,8 +1,8 @@
 """Named runs. A recipe is a function that returns a whole Config; `moebius train NAME key=value …`
 changes single values.
 
-Here are the runs to start with; family.py has every architecture at one small size, published.py
-the sizes of the papers.
+This file has the runs to start with; family.py has every architecture at one small size,
+published.py the papers' sizes.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def smoke() -> Config:
             log_every=4,
             eval_every=40,
             eval_rows=256,
-            device="cpu",  # four ranks on one machine, which has not four GPUs
+            device="cpu",  # four ranks on one machine, which may lack four GPUs
             eval_batch=16,
         ),
         checkpoint=CheckpointConfig(every=40, keep_last=2),
@@ -73,7 +73,7 @@ def own_text() -> Config:
 
 
 def _described(description: str, build: Callable[[], Config]) -> Callable[[], Config]:
-    """Returns a recipe of a table, with the line that `moebius models` shows."""
+    """Returns a recipe of a table, with its line in `moebius models`."""
 
     def recipe() -> Config:
         return build()

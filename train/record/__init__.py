@@ -1,1 +1,1 @@
-"""Records what a run does: its folder, heartbeats, process logs and routes."""
+"""Records of a run: its folder, heartbeats, process logs and routes."""

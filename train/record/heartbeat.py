@@ -1,21 +1,20 @@
-"""The page on which a rank says where it is: its phase and step, and since when.
+"""The page on which a rank publishes its phase and step, and since when.
 
-A rank that hangs cannot tell anybody, so it tells beforehand: whenever its phase changes it writes
-PAGE_BYTES into a file that it has mapped into memory (no system call; 2 µs, a few times per step, and the medians 10).
-Whoever supervises the ranks maps or reads the same file (`read_page`). The file lies in the folder
-that $MOEBIUS_HEARTBEATS names, on the same machine and not on its disks; without the variable a
-rank keeps the page to itself.
+A rank that hangs cannot report, so it reports in advance: at every change of phase it writes
+PAGE_BYTES into a memory-mapped file (no system call; 2 µs a few times per step, 10 with the
+medians). The supervisor reads the same file (`read_page`). It is in the folder $MOEBIUS_HEARTBEATS,
+on the same machine but not on its disks; without the variable a rank keeps the page to itself.
 
-Times are CLOCK_MONOTONIC, which all processes of a machine share: somebody who sets the clock makes
-no rank look dead. A reader may come in the middle of a write: the page begins and ends with the
-number of the write, which must be equal, and two reads must give the same.
+Times are CLOCK_MONOTONIC, shared by all processes of a machine, so setting the clock makes no rank
+look dead. A read may overlap a write: the page begins and ends with the write's number, which must
+be equal, and two reads must agree.
 
-Two more files lie beside it, for the moment when ranks no longer move (cluster/watching/):
+Two more files beside it help when ranks hang (cluster/watching/):
 
-* rank3.stacks: SIGUSR1 lets `faulthandler` write the Python stacks of all threads there, from a
-  signal handler in C: also while the main thread is inside C++ code or another holds Python's lock.
-* rank3.calls: what collectives the rank has issued and which of them have not ended, written by a
-  thread when it finds the file rank3.ask. It looks for it twice a second.
+* rank3.stacks: on SIGUSR1 `faulthandler` writes the Python stacks of all threads there, from a
+signal handler in C, even while the main thread is in C++ code or another holds the GIL.
+* rank3.calls: the collectives that the rank has issued and not completed, written by a thread when
+the file rank3.ask appears. It checks twice a second.
 """
 
 import faulthandler
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "MOEBIUS_HEARTBEATS"  # in the environment of every rank that is watched
-WINDOW = 20  # steps whose median is told
+WINDOW = 20  # steps of the published median
 
 _PAGE = struct.Struct("<QIIqqdddQ")
 PAGE_BYTES = _PAGE.size
@@ -47,29 +46,29 @@ class Phase(IntEnum):
     """Names what a rank is doing; each has its own limit (`job.limits`)."""
 
     START = 0  # joins the world, builds the model, resumes
-    COMPILE = 1  # the first step of the process, in which kernels are compiled
+    COMPILE = 1  # the process's first step, which compiles kernels
     DATA_WAIT = 2  # waits for the next batch
     STEP = 3
-    CKPT = 4  # copies the state for a checkpoint, or waits until one is written
+    CKPT = 4  # copies the state for a checkpoint, or waits for a write
     EVAL = 5
-    END = 6  # the run is done; leaves the world
+    END = 6  # finished; leaves the world
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Says where a rank is, as its page tells it."""
+    """Holds the contents of a rank's page."""
 
     pid: int
     phase: Phase
-    step: int  # the one that is being made
+    step: int  # the current one
     since_s: float  # CLOCK_MONOTONIC when the phase began
-    median_step_s: float  # of the last WINDOW steps; 0: none was made yet
-    own_step_s: float  # median of what a step takes without waiting for others; 0: not known
-    started_ticks: int  # of the process, since the machine's start; 0 where there is no /proc
+    median_step_s: float  # of the last WINDOW steps; 0: none yet
+    own_step_s: float  # median time of a step without waiting for others; 0: unknown
+    started_ticks: int  # of the process, since boot; 0 without /proc
 
 
 class Heartbeat:
-    """Writes a rank's page; one per process. All of it happens in the main thread."""
+    """Writes a rank's page from the main thread; one per process."""
 
     def __init__(self, page: mmap.mmap | None = None) -> None:
         self._page = mmap.mmap(-1, PAGE_BYTES) if page is None else page
@@ -82,17 +81,17 @@ class Heartbeat:
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._own_s: deque[float] = deque(maxlen=WINDOW)
         self._medians = (0.0, 0.0)
-        self._is_warm = False  # a step was made
+        self._is_warm = False  # a step was completed
         self._write()
 
     def enter(self, phase: Phase) -> None:
-        """Says that another phase begins."""
+        """Publishes that another phase begins."""
         self._phase, self._since_s = phase, time.monotonic()
         self._write()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Says that a phase begins, and at its end that the one before goes on."""
+        """Publishes a phase, and the previous one again at its end."""
         before = self._phase
         self.enter(phase)
         try:
@@ -101,16 +100,16 @@ class Heartbeat:
             self.enter(before)
 
     def begin_step(self, step: int) -> None:
-        """Says that a step begins; the first of a process compiles."""
+        """Publishes that a step begins; the first of a process compiles."""
         self._step = step
         self.enter(Phase.STEP if self._is_warm else Phase.COMPILE)
         self._step_began_s = self._since_s
 
     def end_step(self, *, own_s: float | None = None) -> None:
-        """Counts the step that has just been made; the phase goes on until another begins.
+        """Counts the completed step; its phase lasts until another begins.
 
         Args:
-            own_s: how long this rank has worked on it without waiting for others, if that is known.
+            own_s: this rank's working time without waiting for others, if known.
         """
         if self._is_warm and self._step_began_s is not None:
             self._steps_s.append(time.monotonic() - self._step_began_s)
@@ -119,7 +118,7 @@ class Heartbeat:
             own = statistics.median(self._own_s) if len(self._own_s) == WINDOW else 0.0
             self._medians = (statistics.median(self._steps_s), own)
         self._is_warm = True
-        self.enter(Phase.STEP)  # the first step's limit is not that of what follows it
+        self.enter(Phase.STEP)  # the first step's limit ends with it
 
     def _write(self) -> None:
         self._number += 1
@@ -138,16 +137,16 @@ class Heartbeat:
 
 
 def open_heartbeat() -> Heartbeat:
-    """Returns this rank's heartbeat: on a page that others read, where a supervisor asks for it.
+    """Opens this rank's heartbeat, on a shared page if a supervisor asks for it.
 
-    It also prepares the rank for telling where it hangs; see the head of this module.
+    It also prepares the rank to report where it hangs; see the module's head.
     """
     folder = os.environ.get(FOLDER)
     if folder is None:
         return Heartbeat()
     rank = int(os.environ.get("RANK", "0"))
     path = page_of(Path(folder), rank)
-    # before the page is there: whoever sees the page may send the signal
+    # Register before the page exists, because its readers may send the signal.
     stacks = open(path.with_suffix(".stacks"), "wb", buffering=0)  # noqa: SIM115 - until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -163,29 +162,30 @@ def open_heartbeat() -> Heartbeat:
 
 
 def page_of(folder: Path, rank: int) -> Path:
-    """Returns where a rank's page lies."""
+    """Returns the path of a rank's page."""
     return folder / f"rank{rank}.beat"
 
 
 def read_page(path: Path) -> Beat | None:
-    """Returns what a rank's page says; None where there is none yet."""
+    """Returns the contents of a rank's page; None: there is none yet."""
     try:
         page = path.read_bytes()
         while page != (page := path.read_bytes()):
-            pass  # a write came between: it takes microseconds
+            pass  # a write happened in between; it takes microseconds
     except FileNotFoundError:
         return None
     if len(page) < PAGE_BYTES:
         return None
     first, pid, phase, step, ticks, since_s, median_s, own_s, last = _PAGE.unpack_from(page)
     if not first or first != last:
-        return None  # its writer was stopped in the middle of the first write
+        return None  # the writer stopped during its first write
     return Beat(pid, Phase(phase), step, since_s, median_s, own_s, ticks)
 
 
 def started_ticks(pid: int) -> int:
-    """Returns when a process was started, which tells it from a later one with its number; 0 where
-    there is no /proc, or no such process.
+    """Returns a process's start time, which tells it from a later one with the same id.
+
+    0 without /proc or without such a process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -195,25 +195,25 @@ def started_ticks(pid: int) -> int:
 
 
 class PhaseClock:
-    """Counts the seconds from one mark to the next."""
+    """Measures the seconds from one mark to the next."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last_s = time.monotonic()
 
     def restart(self) -> None:
-        """Forgets all phases and begins anew."""
+        """Forgets all phases and starts again."""
         self.seconds = {}
         self._last_s = time.monotonic()
 
     def mark(self, phase: str) -> None:
-        """Says that a phase has ended; what belongs to one of the same name is added to it."""
+        """Ends a phase; repeated phases of one name add up."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last_s
         self._last_s = now
 
     def rounded(self) -> dict[str, float]:
-        """Returns the phases in milliseconds' precision, in the order of their first mark."""
+        """Returns the phases' seconds to the millisecond, in the order of their first marks."""
         return {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
 
 
@@ -221,7 +221,7 @@ class PhaseClock:
 
 
 def _answer(page: Path, recorded: Callable[[], list[dict[str, Any]]]) -> None:
-    """Waits for somebody who asks, and answers, as long as the process lives."""
+    """Answers requests for the rank's collectives as long as the process lives."""
     asked, partial = page.with_suffix(".ask"), page.with_suffix(".calls.tmp")
     while page.parent.exists():
         if asked.exists():

@@ -1,27 +1,26 @@
-"""The log of a process that runs for weeks: bounded, complete, without secrets, and no reason to end.
+"""A long-running process's log: bounded, complete, redacted, and never a reason to crash.
 
-A rank's standard output and error are one file, logs/g001/node0/rank0.log, which C++ writes too, by
-file descriptor. So whoever rotates it must change what descriptors 1 and 2 mean, and only the
-process itself can: it opens a new file and lays it over both (dup2, atomic: a write goes whole to
-the old file or whole to the new one), and then renames. Nothing is lost or copied, on any file
-system, and no other process takes part. What was not chosen:
+A rank's standard output and error are one file, logs/g001/node0/rank0.log, to which C++ also writes
+by file descriptor. Rotation must therefore change descriptors 1 and 2, which only the process
+itself can: it opens a new file, puts it on both (dup2 is atomic, so every write goes entirely to
+one file), and then renames. Nothing is lost or copied on any file system, and no other process
+takes part. Rejected alternatives:
 
-* a pipe to a process that rotates: a rank must not wait for one that is stopped or dead, and what a
-  pipe holds is lost with the machine's agent, with the last words of all its ranks;
-* copying and truncating from outside loses what is written in between, and cannot say how much.
+* A pipe to a rotating process: a rank must not wait for a stopped or dead process, and a pipe's
+contents, the ranks' last words, are lost with the machine's agent.
+* Copying and truncating from outside loses what is written in between, by an unknown amount.
 
-The price: a process that is no Python of ours (a command of the user's) does not rotate, and what a
-rank has started goes on writing to the file that it was started with.
+The price: a process that is not our Python (a user's command) does not rotate, and a rank's
+children keep writing to the file that they started with.
 
-The file of the stable name is always the newest. Older pieces are rank0.log.1, rank0.log.2, …,
-numbered in the order of writing, so that a piece never changes its name; the oldest are removed.
-Python's own prints cause a rotation at once when the file is full; for C++ a thread looks twice a
-second.
+The file with the stable name is the newest. Older pieces are rank0.log.1, rank0.log.2, …, numbered
+in order of writing so that no piece is ever renamed; the oldest are deleted. Python's prints rotate
+a full file at once; for C++ a thread checks twice a second.
 
-What Python prints is written line by line, so that threads do not tear each other's lines; of a
-line without an end the rest comes within half a second. It goes through `redact` (redaction.py),
-tracebacks included. A write that fails, on a full disk for example, is dropped and counted, and the
-log says how much is missing when there is space again: printing never raises.
+Python's output is written by line, so threads do not mix their lines; the rest of an unfinished
+line follows within half a second. All of it, tracebacks included, passes through `redact`
+(redaction.py). A failed write, for example on a full disk, is dropped and counted, and the log
+reports the missing bytes once there is space: printing never raises.
 """
 
 import contextlib
@@ -44,50 +43,50 @@ if TYPE_CHECKING:
 
 LOG = "MOEBIUS_LOG"  # in a rank's environment: `LogLimits` and the folder, as JSON
 MAX_BYTES = 64 << 20
-PIECES = 4  # that are kept beside the newest
+PIECES = 4  # kept beside the newest
 LOOK_S = 0.5
-_SECRETS_FOR_S = 1.0  # for so long a look at the environment is good
+_SECRETS_FOR_S = 1.0  # how long to cache the environment's secrets
 _STANDARD = (1, 2)
 
 
 @dataclass(frozen=True)
 class LogLimits:
-    """Says how large a process's logs may become."""
+    """Limits the size of a process's logs."""
 
     max_bytes: int = MAX_BYTES  # of a piece
-    pieces: int = PIECES  # that are kept beside the newest
+    pieces: int = PIECES  # kept beside the newest
 
     def for_ranks(self, folder: Path) -> str:
-        """Returns the value of $MOEBIUS_LOG for the ranks whose logs are in a folder."""
+        """Returns $MOEBIUS_LOG for the ranks whose logs are in a folder."""
         return json.dumps(asdict(self) | {"folder": str(folder)})
 
 
 class ProcessLog:
-    """Writes to descriptors, and lets them mean another file when the one is full."""
+    """Writes to descriptors, and moves them to a new file when the current one is full."""
 
     def __init__(self, descriptors: Sequence[int] = _STANDARD) -> None:
         """Writes without rotating until `keep` is called."""
         self._descriptors = descriptors
-        self._lock = threading.RLock()  # a signal's handler may print in the middle of a print
+        self._lock = threading.RLock()  # a signal handler may print during a print
         self._path: Path | None = None
         self._limits = LogLimits()
-        self._owner = 0  # the process that may rotate: a fork may not
+        self._owner = 0  # the process that may rotate; forks must not
         self._size = 0
-        self._next: Path | None = None  # lies over the descriptors, and has not got its name
+        self._next: Path | None = None  # on the descriptors, but not yet renamed
         self._lost, self._why = 0, ""
         self._secrets: list[str] = []
         self._secrets_until_s = float("-inf")
         os.register_at_fork(after_in_child=self._unlock)
 
     def keep(self, path: Path, limits: LogLimits) -> None:
-        """Lays a log over the descriptors, which are kept within limits from now on."""
+        """Moves the descriptors to a log, which stays within limits from now on."""
         with self._lock:
             self._path, self._limits, self._owner = path, limits, os.getpid()
             self._next = None
             self._lay_over(path)
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Writes what Python prints; what cannot be written is counted."""
+        """Writes Python's output, and counts what cannot be written."""
         text = data.decode(errors="surrogateescape")
         with self._lock:
             data = redact(text, secrets=self._known_secrets()).encode(errors="surrogateescape")
@@ -99,18 +98,18 @@ class ProcessLog:
                 self.rotate_if_full()
 
     def rotate_if_full(self) -> None:
-        """Begins the next piece if this one is full; never raises."""
+        """Starts the next piece if this one is full; never raises."""
         with self._lock, contextlib.suppress(OSError):
             if self._path is None or self._owner != os.getpid():
                 return
             if self._next is not None:
-                self._rename(self._path, self._next)  # what failed the last time
+                self._rename(self._path, self._next)  # after a failed attempt
             descriptor = self._descriptors[0]
             self._size = os.fstat(descriptor).st_size
             if self._size < self._limits.max_bytes:
                 return
             if self._size < 2 * self._limits.max_bytes and not _ends_with_newline(self._path):
-                return  # a line is cut only where it does not end
+                return  # cut a line only if it is far too long
             self._next = self._path.with_name(f"{self._path.name}.next")
             self._lay_over(self._next)
             self._rename(self._path, self._next)
@@ -125,15 +124,14 @@ class ProcessLog:
             os.close(new)
 
     def _rename(self, path: Path, fresh: Path) -> None:
-        """Gives the pieces their names.
+        """Names the pieces.
 
-        Only when nobody writes to the full one any more: a reader that sees its new name may take
-        it for complete.
+        Only after writing to the full one ends: a reader takes a renamed piece as complete.
         """
         numbers = [number for number, _ in older_pieces(path)]
         number = max(numbers, default=0) + 1
-        if fresh.exists():  # else only the oldest are left to be removed
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        if fresh.exists():  # otherwise only the deletion is left to do
+            with contextlib.suppress(FileNotFoundError):  # it was deleted
                 path.rename(piece_of(path, number))
             fresh.rename(path)
         self._next = None
@@ -153,7 +151,7 @@ class ProcessLog:
             self._why = error.strerror
 
     def _tell_of_loss(self, descriptor: int) -> bool:
-        """Writes what is missing, if something is; returns whether the log can be written."""
+        """Reports missing bytes, if any; returns whether the log can be written."""
         if not self._lost:
             return True
         lost, self._lost = self._lost, 0
@@ -171,17 +169,17 @@ class ProcessLog:
         return self._secrets
 
     def look_after(self) -> None:
-        """Looks what C++ has written, and whether there is space again."""
+        """Checks C++'s output, and whether there is space again."""
         self.rotate_if_full()
         with self._lock:
             self._tell_of_loss(self._descriptors[-1])
 
     def _unlock(self) -> None:
-        self._lock = threading.RLock()  # whoever held it is not in the fork
+        self._lock = threading.RLock()  # its holder does not exist in the fork
 
 
 class _Stream(io.RawIOBase):
-    """One of the descriptors, as the bytes below sys.stdout or sys.stderr."""
+    """Wraps a descriptor as the raw stream below sys.stdout or sys.stderr."""
 
     def __init__(self, log: ProcessLog, descriptor: int) -> None:
         self._log = log
@@ -199,13 +197,14 @@ class _Stream(io.RawIOBase):
         return len(written)
 
 
-_own: ProcessLog | None = None  # of this process, and of what it is forked into
+_own: ProcessLog | None = None  # of this process and its forks
 
 
 def print_through_log() -> ProcessLog:
-    """Lets sys.stdout and sys.stderr write through this process's log, and returns it.
+    """Redirects sys.stdout and sys.stderr to this process's log, and returns it.
 
-    A template does so before it imports what keeps sys.stderr for itself; its forks inherit it.
+    A template process does so before imports that keep a reference to sys.stderr; its forks inherit
+    it.
     """
     global _own
     if _own is None:
@@ -214,7 +213,7 @@ def print_through_log() -> ProcessLog:
         _own = ProcessLog()
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(
-                # all that a text stream uses of a buffered one
+                # has all that a text stream needs of a buffered one
                 _Stream(_own, descriptor),  # pyright: ignore[reportArgumentType]
                 encoding="utf-8",
                 errors="backslashreplace",
@@ -227,14 +226,14 @@ def print_through_log() -> ProcessLog:
 
 
 def _flush() -> None:
-    """Writes the beginnings of lines; nothing is said twice by a fork."""
+    """Writes unfinished lines, so that a fork does not repeat them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError):  # closed at the process's end
             stream.flush()
 
 
 def keep_log(path: Path, limits: LogLimits) -> None:
-    """Makes a file this process's log, from now on, and rotates it."""
+    """Makes a file this process's log and rotates it from now on."""
     log = print_through_log()
     log.keep(path, limits)
     threading.Thread(target=_look_after, args=(log,), name="log", daemon=True).start()
@@ -248,7 +247,7 @@ def _look_after(log: ProcessLog) -> None:
 
 
 def keep_log_of_rank(environment: Mapping[str, str]) -> None:
-    """Does so for a rank, where its agent has said how (LOG); does nothing elsewhere."""
+    """Keeps a rank's log as its agent configured it (LOG); otherwise does nothing."""
     if LOG in environment:
         told = json.loads(environment[LOG])
         path = Path(told["folder"]) / f"rank{environment['RANK']}.log"
@@ -256,7 +255,7 @@ def keep_log_of_rank(environment: Mapping[str, str]) -> None:
 
 
 def older_pieces(log: Path) -> list[tuple[int, Path]]:
-    """Returns the number and path of the older pieces of a log, the oldest first."""
+    """Returns number and path of a log's older pieces, oldest first."""
     form = re.compile(re.escape(log.name) + r"\.(\d{1,9})")
     try:
         names = os.listdir(log.parent)
@@ -269,7 +268,7 @@ def older_pieces(log: Path) -> list[tuple[int, Path]]:
 
 
 def piece_of(log: Path, number: int) -> Path:
-    """Returns where an older piece of a log is."""
+    """Returns the path of an older piece of a log."""
     return log.with_name(f"{log.name}.{number}")
 
 

@@ -1,9 +1,8 @@
-"""Secrets by the name of an environment variable only: what looks like one is refused in a
-configuration and blotted out wherever text is written that others may read.
+"""Keeps secrets out of configurations and out of any text that others may read.
 
-Two things count as secrets: values of this process's environment whose names say so
-(AWS_SECRET_ACCESS_KEY, HF_TOKEN), and texts that are secrets by their form, whoever wrote them.
-What is neither cannot be known: a password that is typed into a document stays where it is.
+Two things count as secrets: values of this process's environment variables with telling names
+(AWS_SECRET_ACCESS_KEY, HF_TOKEN), and text in the form of a secret. Anything else cannot be
+recognised: a password typed into a document stays.
 """
 
 import logging
@@ -13,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 BLOT = "***"
-MIN_CHARS = 8  # of a variable's value; shorter ones would blot out ordinary words
+MIN_CHARS = 8  # of a variable's value; shorter ones would hide ordinary words
 
 _NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-# Variables that name where a secret lies, or how secrets are dealt with, hold none.
+# Variables that name a secret's place or handling hold none.
 _NO_SECRETS = re.compile(
     r"(PATH|FILE|DIR|MODE|NAME|URL|PARALLELISM)$|^(SSH_|TOKENIZERS_|GPG_|PYTHON)", re.IGNORECASE
 )
@@ -41,7 +40,7 @@ _FORMS = (
         rf"\1{BLOT}",
     ),
 )
-# A text without any of these, in small letters, holds none of the forms: 1 µs instead of 10.
+# A lower-case text without any of these matches no form: 1 µs instead of 10.
 _HINTS = ("://", "akia", "asia", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_")
 _HINTS += ("sk-", "bearer", "&", "?", "secret", "session_token", "password", "api_key", "apikey")
 
@@ -52,12 +51,12 @@ def redact(
     *,
     secrets: Iterable[str] | None = None,
 ) -> str:
-    """Returns a text in which secrets are blotted out.
+    """Returns a text with its secrets replaced by `***`.
 
     Args:
         text: any.
         environment: whose variables may hold secrets.
-        secrets: what `secret_values` has found there, for one who asks often.
+        secrets: the result of `secret_values`, for repeated calls.
     """
     for value in secret_values(environment) if secrets is None else secrets:
         text = text.replace(value, BLOT)
@@ -69,7 +68,7 @@ def redact(
 
 
 def redact_values(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Returns plain values in whose texts, keys included, secrets are blotted out."""
+    """Returns plain values with secrets replaced in all texts, keys included."""
     if isinstance(value, str):
         return redact(value, environment)
     if isinstance(value, Mapping):
@@ -83,7 +82,7 @@ def redact_values(value: Any, environment: Mapping[str, str] = os.environ) -> An
 
 
 def secret_places(values: Any, where: str = "") -> Iterator[str]:
-    """Yields the names of the places in a configuration that hold what looks like a secret."""
+    """Yields the configuration keys whose values look like secrets."""
     if isinstance(values, Mapping):
         for key, each in values.items():
             yield from secret_places(each, f"{where}.{key}" if where else str(key))
@@ -95,10 +94,10 @@ def secret_places(values: Any, where: str = "") -> Iterator[str]:
 
 
 class RedactingFilter(logging.Filter):
-    """Blots secrets out of log records; for a handler, which sees those of every library."""
+    """Redacts log records; attached to a handler, it covers every library."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replaces the message, and lets every record pass."""
+        """Redacts the message, and passes every record."""
         message = record.getMessage()
         redacted = redact(message)
         if redacted != message:
@@ -107,7 +106,7 @@ class RedactingFilter(logging.Filter):
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Returns the values of variables that are secrets by their names, longest first."""
+    """Returns the values of variables whose names mark them as secrets, longest first."""
     values = {
         value
         for name, value in environment.items()

@@ -1,9 +1,8 @@
-"""Listens to a model's sparse layers: which routes went through them, and on demand the rows and
-the outputs.
+"""Records the routes through a model's sparse layers, and optionally the rows and outputs.
 
-Forward hooks that only look: nothing is computed, no random number is drawn, nothing is kept that
-autograd would follow. They are there while `tap` is open and not a moment longer, so neither a
-backward pass that recomputes nor an evaluation is recorded.
+The forward hooks only observe: they compute nothing, draw no random number and keep nothing that
+autograd would follow. They exist only while `tap` is open, so neither a recomputing backward pass
+nor an evaluation is recorded.
 
 Legend: U source rows of width D, T target rows of width O.
 """
@@ -22,7 +21,7 @@ from ...model.transformer import Transformer
 
 @dataclass(frozen=True, order=True)
 class CallId:
-    """Which pass through which sparse layer: the same on every rank of a step."""
+    """Identifies a pass through a sparse layer, the same on every rank of a step."""
 
     step: int  # of the optimizer, from 1
     micro_batch: int  # of that step, from 0
@@ -31,7 +30,7 @@ class CallId:
 
     @property
     def kind(self) -> str:
-        """What the layer does: feed_forward, value, output or query."""
+        """Returns the layer's role: feed_forward, value, output or query."""
         return kind_of(self.layer)
 
     def __str__(self) -> str:
@@ -43,19 +42,19 @@ class CallId:
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """What one rank routed in one call and, where they were kept, the values."""
+    """Holds one rank's routes in one call and, if kept, the values."""
 
     id: CallId
-    routes: Routes  # detached; the gate weights are 1 where they were not recorded
+    routes: Routes  # detached; unrecorded gate weights are 1
     num_rows: int  # U
     width_in: int  # D
     width_out: int  # O
-    rows_UD: Tensor | None = None  # as the layer got them
+    rows_UD: Tensor | None = None  # the layer's input
     outputs_TO: Tensor | None = None
 
 
 def kind_of(layer: str) -> str:
-    """Returns what a sparse layer does, by its module's name.
+    """Returns a sparse layer's role, by its module's name.
 
     group.0.attention.value is a `value`, group.0.feed_forward.sparse the `feed_forward`.
     """
@@ -67,15 +66,15 @@ def kind_of(layer: str) -> str:
 def tap(
     model: Transformer, *, step: int = 1, micro_batch: int = 0, with_values: bool = False
 ) -> Iterator[list[RoutedCall]]:
-    """Records every pass through a sparse layer while the context lasts.
+    """Records every pass through a sparse layer while the context is open.
 
-    The list fills while the model runs, in the order of the calls. Of several forward passes the
-    calls follow each other.
+    The list fills in the order of calls, over all forward passes.
 
     Args:
-        step: the optimizer step that the calls are recorded for.
+        model: to record.
+        step: the optimizer step of the calls.
         micro_batch: the micro-batch of that step.
-        with_values: keep the rows and the outputs too, and not only the routes.
+        with_values: also keep the rows and the outputs.
     """
     recorded: list[RoutedCall] = []
     num_passes: dict[str, int] = {}
@@ -117,7 +116,7 @@ def sparse_layers(model: Transformer) -> list[tuple[str, SparseLayer]]:
 
 
 def depths_of(model: Transformer, layer: str) -> list[int]:
-    """Returns the depth steps, from 1, at which a pass goes through that layer."""
+    """Returns the depth steps, from 1, that use that layer."""
     member = int(layer.split(".")[1])
     return [step.depth for step in model.config.schedule if step.member == member]
 

@@ -1,29 +1,29 @@
-"""Records routes in training, for `moebius simulate --trace` and for the question which experts serve
-which token: every rank writes its own, and simulation/recorded_routes.py reads them back.
+"""Records routes in training, for `moebius simulate --trace` and for the analysis of experts and
+tokens.
+
+Every rank writes its own file, and simulation/recorded_routes.py reads them:
 
     RUN/routing/step_00000040-rank_0003_of_0004.npz       one file per recorded step and rank
 
-Written are the first step of a run and every n-th (`train.record_routing`). A file has four arrays
-or up to six, and no pickle:
+Recorded are the first step of a run and every n-th (`train.record_routing`). A file has four to six
+arrays, without pickle:
 
-    meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and of every call its
-              layer, sizes and rule
-    expert    uint16, or uint32 where that is too narrow: the experts of all routes, call after call
-    source    int32: source rows of the calls whose routes follow no rule (where some were dropped);
-              else nothing
+    meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and every call's layer, sizes and rule
+    expert    uint16, or uint32 if too narrow: the experts of all routes, call after call
+    source    int32: source rows of calls whose routes follow no rule (some were dropped); otherwise empty
     target    int32: the same of target rows
-    token     uint16, or int32 where that is too narrow: the ids of all input tokens, micro-batch
-              after micro-batch. Files from before there was such an array have none
-    document  int32: the same of the documents that the tokens belong to, −1 padding; only where the
-              data says which they are
+    token     uint16, or int32 if too narrow: the ids of all input tokens, micro-batch after micro-batch;
+              absent in older files
+    document  int32: the same of the tokens' documents, −1 padding; only if the data has document
+    ids
 
-Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else
-decides what travels: read back, each of their routes has a row of its own. Gate weights and rows
-are not recorded; read back, every weight is 1. A MoEUT's route costs 2 bytes before compression,
-about 1.5 after, and 28 in memory while its step is read.
+Calls with `per_expert` (mixtures, expert choice) store only their sizes, which fully determine the
+traffic: when read, each of their routes gets its own row. Gate weights and rows are not recorded;
+when read, every weight is 1. A MoEUT's route costs 2 bytes before compression, about 1.5 after, and
+28 in memory when its step is read.
 
 Recording changes nothing: no collective, no random number, the same loss bit for bit. The host
-waits for the device once in a recorded step, and if a file cannot be written the run goes on with a
+waits for the device once per recorded step. If a file cannot be written, the run continues with a
 warning.
 """
 
@@ -50,21 +50,21 @@ FOLDER = "routing"
 
 @dataclass(frozen=True)
 class RecordedRank:
-    """What one rank routed in one step."""
+    """Holds one rank's routes in one step."""
 
     step: int
     rank: int
     num_ranks: int
-    tokens: tuple[int, ...]  # how many every micro-batch has
+    tokens: tuple[int, ...]  # number in every micro-batch
     calls: tuple[RoutedCall, ...]
-    # int64, of every micro-batch, row after row; empty: they were not recorded
+    # int64, of every micro-batch, row after row; empty: not recorded
     token_ids: tuple[Tensor, ...] = ()
     document_ids: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A call's sizes, as the file's `meta` lists them."""
+    """Holds a call's sizes, as in the file's `meta`."""
 
     micro_batch: int
     depth: int
@@ -82,23 +82,23 @@ class StoredCall:
 
     @property
     def lists_experts(self) -> bool:
-        """Whether the file lists the expert of every route."""
+        """Returns whether the file lists the expert of every route."""
         return not self.per_expert
 
     @property
     def lists_rows(self) -> bool:
-        """Whether the file lists source and target rows: they do not follow from a rule."""
+        """Returns whether the file lists source and target rows, which follow no rule."""
         has_rule = self.per_source > 0 and self.per_target > 0
         return not self.per_expert and not has_rule
 
 
 class StepTrace:
-    """Records one optimizer step of one rank, or does nothing where the step is not wanted."""
+    """Records one optimizer step of one rank, if the step is wanted."""
 
     def __init__(
         self, model: Transformer, run_dir: Path, *, step: int, every: int, rank: int, num_ranks: int
     ) -> None:
-        """Decides whether the step is recorded: `step` counts from 1; `every` 0: never."""
+        """Decides whether to record the step: `step` counts from 1; `every` 0: never."""
         self.wanted = every > 0 and (step == 1 or step % every == 0)
         self._model, self._run_dir = model, run_dir
         self._step, self._rank, self._num_ranks = step, rank, num_ranks
@@ -109,12 +109,12 @@ class StepTrace:
     def micro_batch(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Records the forward pass of one micro-batch while the context lasts.
+        """Records one micro-batch's forward pass while the context is open.
 
         Args:
             tokens_BS: its input.
-            document_ids_BS: the documents of these tokens, −1 padding; None: they are not known,
-                and then they are for no micro-batch.
+            document_ids_BS: these tokens' documents, −1 padding; None: unknown, for all
+                micro-batches.
         """
         return self._listen(tokens_BS, document_ids_BS) if self.wanted else nullcontext()
 
@@ -128,7 +128,7 @@ class StepTrace:
         self._calls += recorded
 
     def save(self) -> None:
-        """Writes what was recorded; a file that cannot be written is a warning."""
+        """Writes the record; a failed write is only a warning."""
         if not self.wanted:
             return
         recorded = RecordedRank(
@@ -144,14 +144,14 @@ class StepTrace:
             write_rank(self._run_dir, recorded)
         except OSError as error:
             logger.warning(
-                "step %d: its routing could not be recorded (%s); the run goes on",
+                "step %d: its routing could not be recorded (%s); the run continues",
                 self._step,
                 error,
             )
 
 
 def write_rank(run_dir: Path, recorded: RecordedRank) -> Path:
-    """Writes one rank's step to one file, whole or not at all, and returns its path.
+    """Writes one rank's step atomically to one file, and returns its path.
 
     Raises:
         OSError: the file cannot be written.

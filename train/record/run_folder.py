@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..config.run_config import Config, ConfigError
 
-# What may change when a run is continued: where it runs, how long, and what it reports. All other
-# keys decide what is computed.
+# A continued run may change where it runs, how long, and what it reports. All other keys determine
+# what it computes.
 _SECTIONS_THAT_MAY_CHANGE = {"mesh", "checkpoint", "job"}
 _KEYS_THAT_MAY_CHANGE = {
     "kernels.backend",
@@ -40,12 +40,12 @@ _KEYS_THAT_MAY_CHANGE = {
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
-    """Returns the path of a new folder under `root`, named after the job and the time."""
+    """Returns a new folder's path under `root`, named after the job and the time."""
     return root / f"{config.job.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def place_data(config: Config, root: Path) -> Config:
-    """Fills in data.directory with an absolute path.
+    """Sets data.directory to an absolute path.
 
     Runs with equal input and tokenizer share one prepared folder.
     """
@@ -60,11 +60,11 @@ def place_data(config: Config, root: Path) -> Config:
 def open_run(config: Config, run_dir: Path) -> None:
     """Creates the run folder with its config.json, or opens an existing one.
 
-    A folder in which no step was made, because the start failed, takes another configuration.
+    A folder without any completed step, because the start failed, accepts another configuration.
 
     Raises:
-        ConfigError: the folder cannot be written, holds something else, or holds a run whose
-            settings differ in what is computed.
+        ConfigError: the folder cannot be written, contains something else, or contains a run that
+            computes something else.
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
@@ -80,15 +80,15 @@ def open_run(config: Config, run_dir: Path) -> None:
 
 
 def end_is_asked(run_dir: Path) -> bool:
-    """Returns whether the ranks are to save and end at the next step boundary.
+    """Returns whether the ranks must save and end at the next step boundary.
 
-    `stop` ends the job; after `pause` its supervision goes on with other nodes.
+    `stop` ends the job; after `pause` its supervisor continues with other nodes.
     """
     return (run_dir / "stop").exists() or (run_dir / "pause").exists()
 
 
 def _has_trained(run_dir: Path) -> bool:
-    """Returns whether a step of a run was made or saved here."""
+    """Returns whether a step was made or saved here."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
     try:
@@ -101,13 +101,13 @@ def _has_trained(run_dir: Path) -> bool:
 def _make_writable(run_dir: Path) -> None:
     try:
         if not run_dir.is_dir():
-            # Text, losses and tracebacks are for its owner; who shares them changes the mode.
+            # Text, losses and tracebacks are private; to share them, change the mode.
             run_dir.parent.mkdir(parents=True, exist_ok=True)
             run_dir.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=run_dir):
             pass
     except OSError as error:
-        # a file where a folder above it should be
+        # a file is in place of a parent folder
         number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno or 0
         raise ConfigError(
             f"{run_dir}: the run folder cannot be written ({os.strerror(number)}); "

@@ -1,1 +1,1 @@
-"""What a run does about spikes of its loss: leave out their updates, and go back past their data."""
+"""Loss spikes: skip their updates, and roll back past their data."""

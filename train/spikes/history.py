@@ -1,20 +1,19 @@
-"""What a run knows of its spikes: the window it judges by, and the rollbacks it has made.
+"""A run's loss spikes: the window that detects them, and the rollbacks made so far.
 
     loss or norm > median + n · 1.4826 · MAD of the last good steps  →  a spike: no update
     several spikes within a few steps                                →  the run rolls back
 
-The median and the median absolute deviation (MAD) of a window do not follow an outlier, as a mean
-and a standard deviation do, and the values of a spike never enter the window. Where the values
-hardly differ, a deviation is at least 1 % of the median. A loss or norm that is not finite is a
-spike too.
+Unlike mean and standard deviation, the median and the median absolute deviation (MAD) of a window
+ignore outliers, and a spike's values never enter the window. A deviation is at least 1 % of the
+median, for windows of nearly equal values. A loss or norm that is not finite is also a spike.
 
-All ranks are given the same numbers, which ride on the reduction of the gradient's norm
+All ranks get the same numbers through the reduction of the gradient's norm
 (distributed/gradients.py), so all decide alike. The window is saved with each checkpoint, so a
-resumed run decides as an uninterrupted one. It costs 40 µs per step for a window of 128.
+resumed run decides like an uninterrupted one. A window of 128 costs 40 µs per step.
 
-Rollbacks are in rollbacks.json of the run folder. The file is written before a run rolls back, so
-whatever happens then, a resumed run skips the same samples, on any number of ranks. Every
-checkpoint's meta has the rollbacks up to it, which tells abandoned checkpoints apart.
+Rollbacks are in the run folder's rollbacks.json, which is written before a run rolls back: a
+resumed run skips the same samples in any case, on any number of ranks. Every checkpoint's meta has
+the rollbacks before it, which identifies abandoned checkpoints.
 """
 
 import json
@@ -32,13 +31,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, Validat
 from ...data_pipeline.read.skipped_samples import SkippedSamples
 from ..config.train_config import SpikeConfig
 
-_NORMAL = 1.4826  # times the MAD is the standard deviation of a normal distribution
+_NORMAL = 1.4826  # × MAD = the standard deviation of a normal distribution
 _LEAST = 0.01  # of the median
 
 
 @dataclass(frozen=True)
 class Spike:
-    """One step that was judged a spike, and by what."""
+    """Describes a step that was judged a spike, with the limits it exceeded."""
 
     loss: float
     grad_norm: float
@@ -64,11 +63,11 @@ class SpikeDetector:
 
     @property
     def rollback_is_due(self) -> bool:
-        """Tells whether there were so many spikes that the run is to go back."""
+        """Returns whether there were enough spikes to roll back."""
         return self.config.action == "rollback" and len(self._spikes) >= self.config.rollback_after
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
-        """Returns what makes a step a spike; None: it is none, and counts among the good ones."""
+        """Returns the spike that a step is; None: a good step, which enters the window."""
         self._spikes = [one for one in self._spikes if one > step - self.config.rollback_within]
         limits = self._limits(step)
         values = (loss, grad_norm)
@@ -87,11 +86,11 @@ class SpikeDetector:
         return Spike(loss, grad_norm, *limits, self._in_a_row)
 
     def forget_spikes(self) -> None:
-        """Begins to count anew: those that were counted have been acted upon."""
+        """Clears the counted spikes after a reaction."""
         self._spikes.clear()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what the next judgement depends on, as a checkpoint's meta has it."""
+        """Returns the state of the detector for a checkpoint's meta."""
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._norms),
@@ -100,7 +99,7 @@ class SpikeDetector:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `as_dict` returned; nothing where the run was saved without a policy."""
+        """Restores what `as_dict` returned; empty if the run was saved with spikes off."""
         window = self.config.window
         self._losses = deque(saved.get("losses", ()), maxlen=window)
         self._norms = deque(saved.get("grad_norms", ()), maxlen=window)
@@ -108,7 +107,7 @@ class SpikeDetector:
         self._in_a_row = saved.get("in_a_row", 0)
 
     def _limits(self, step: int) -> tuple[float, float]:
-        """Returns the largest loss and gradient norm of a step that is no spike."""
+        """Returns the largest loss and gradient norm of a good step."""
         config = self.config
         if step <= config.warmup_steps or len(self._losses) < config.window // 2:
             return math.inf, math.inf
@@ -128,13 +127,13 @@ FILE = "rollbacks.json"
 
 
 class Rollback(BaseModel):
-    """One time that a run went back to an earlier checkpoint."""
+    """Records one return to an earlier checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    from_step: NonNegativeInt  # the last that was made before
+    from_step: NonNegativeInt  # the last step before the rollback
     to_step: NonNegativeInt  # of the checkpoint
-    first_sample: NonNegativeInt  # of those that are left out
+    first_sample: NonNegativeInt  # of the skipped samples
     end_sample: NonNegativeInt
     why: str
 
@@ -157,14 +156,14 @@ def read_rollbacks(run_dir: Path) -> tuple[Rollback, ...]:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         raise ValueError(
-            f"{path} is damaged ({error.errors()[0]['msg']}): restore it, or take it from the list "
-            '"rollbacks" in meta.json of the newest checkpoint; without it the run would read '
-            "samples that it has left out"
+            f"{path} is damaged ({error.errors()[0]['msg']}): restore it, or copy the list "
+            '"rollbacks" from the newest checkpoint\'s meta.json; without it the run would read '
+            "skipped samples again"
         ) from None
 
 
 def write_rollbacks(run_dir: Path, rollbacks: Sequence[Rollback]) -> None:
-    """Writes the rollbacks of a run, all or nothing, and returns when they are on the disk."""
+    """Writes a run's rollbacks atomically, and returns once they are on disk."""
     partial = run_dir / f"{FILE}.tmp"
     with open(partial, "w", encoding="utf-8") as file:
         file.write(json.dumps(as_values(rollbacks), indent=2) + "\n")
@@ -174,26 +173,26 @@ def write_rollbacks(run_dir: Path, rollbacks: Sequence[Rollback]) -> None:
 
 
 def as_values(rollbacks: Sequence[Rollback]) -> list[dict[str, Any]]:
-    """Returns rollbacks as values of JSON."""
+    """Returns rollbacks as JSON values."""
     return [rollback.model_dump() for rollback in rollbacks]
 
 
 def from_values(values: Any) -> tuple[Rollback, ...]:
-    """Returns the rollbacks that `as_values` made values of."""
+    """Returns the rollbacks from the values of `as_values`."""
     return _LIST.validate_python(values)
 
 
 def skipped_by(rollbacks: Sequence[Rollback]) -> SkippedSamples:
-    """Returns the samples that a run with these rollbacks leaves out."""
+    """Returns the samples that a run with these rollbacks skips."""
     return SkippedSamples.of(range(one.first_sample, one.end_sample) for one in rollbacks)
 
 
 def why_abandoned(step: int, known: int, rollbacks: Sequence[Rollback]) -> str:
-    """Returns why a run must not go on from a checkpoint: "" where it may.
+    """Returns why a run must not resume from a checkpoint; "" if it may.
 
     Args:
         step: of the checkpoint.
-        known: how many rollbacks there had been when it was saved.
+        known: the number of rollbacks when it was saved.
         rollbacks: of the run.
     """
     for rollback in rollbacks[known:]:

@@ -1,20 +1,20 @@
-"""How a run reacts to a step that went wrong: it skips the update, or rolls back to a checkpoint.
+"""The reaction to a bad step: skip the update, or roll back to a checkpoint.
 
-All ranks decide alike, since they are given the same numbers. A run that only skips ends.
+All ranks get the same numbers and decide alike. A run that only skips steps ends.
 
-A rollback takes the weights of an earlier checkpoint and the data from here on:
+A rollback combines the weights of an earlier checkpoint with the data from here on:
 
     choose a checkpoint from before the spikes → load it → set aside the later ones → write down
     which samples are skipped → the loader continues after them
 
 The step, the learning rate and all counts are the checkpoint's; only the position in the data is
-not. The samples read since then are skipped, those before the spikes as well (PaLM, arXiv
+not. All samples read since then are skipped, including those before the spikes (PaLM, arXiv
 2204.02311, section 5.1: about 100 steps back and 200 to 500 batches skipped, by hand; the same
 batches made no spike elsewhere). The run ends at the same step and reads that much more data.
 
-No process is restarted, so a rollback costs what loading costs. If the run ends in between,
-resuming repeats the decision or finds it done: later checkpoints are set aside newest first, and
-only then is the rollback written down (history.py), which makes it count.
+No process restarts, so a rollback costs one load. If the run dies in between, resuming repeats the
+decision or finds it done: later checkpoints are set aside newest first, and only then does writing
+the rollback (history.py) make it count.
 """
 
 import logging
@@ -48,13 +48,13 @@ def why_skipped(
     """Judges a step before its update.
 
     Args:
-        run: the run, whose step has not been counted yet.
+        run: the run, before counting the step.
         grad_norm: the norm of the whole gradient.
-        counted_targets: targets that count in the loss, over all ranks; None: every one does.
-        loss: the step's loss over all ranks; empty where `train.spikes` is off.
+        counted_targets: targets in the loss over all ranks; None: all.
+        loss: the step's loss over all ranks; empty if `train.spikes` is off.
 
     Returns:
-        Why the update must be skipped, None if it must not; and the spike, if it is one.
+        Why the update must be skipped, or None; and the spike, if it is one.
     """
     if counted_targets == 0 and math.isfinite(grad_norm):
         return NO_TARGET, None
@@ -67,14 +67,14 @@ def why_skipped(
 
 
 def count_skipped(run: Run, why: str | None) -> None:
-    """Counts the updates that were skipped in a row, and ends a run that only skips.
+    """Counts consecutive skipped updates, and ends a run that only skips.
 
     Args:
-        run: the run, whose step has been counted.
-        why: what `why_skipped` said of the step.
+        run: the run, after counting the step.
+        why: the reason from `why_skipped`.
 
     Raises:
-        ValueError: so many updates were skipped in a row that the run will not recover.
+        ValueError: too many consecutive updates were skipped for the run to recover.
     """
     run.skipped_in_a_row = 0 if why is None else run.skipped_in_a_row + 1
     if why == NO_TARGET and run.process.rank == 0:
@@ -86,11 +86,11 @@ def count_skipped(run: Run, why: str | None) -> None:
         )
 
 
-MOST_ROLLBACKS = 10  # of a run; then another one ends it
+MOST_ROLLBACKS = 10  # of a run; the next one ends it
 
 
 def roll_back_if_due(run: Run) -> None:
-    """Rolls back after too many spikes, also after those that a checkpoint remembers; collective."""
+    """Rolls back after too many spikes, including those saved in a checkpoint; collective."""
     if run.spikes is not None and run.spikes.rollback_is_due:
         roll_back(run)
 
@@ -98,14 +98,14 @@ def roll_back_if_due(run: Run) -> None:
 def roll_back(run: Run) -> None:
     """Returns the run to a checkpoint from before its last spikes; a collective call.
 
-    Without such a checkpoint the run stays where it is.
+    Without such a checkpoint the run continues.
 
     Raises:
-        ValueError: the run has gone back as often as it may.
-        CheckpointError: the checkpoints cannot be read, or not be set aside.
+        ValueError: the run has used up its rollbacks.
+        CheckpointError: the checkpoints cannot be read or set aside.
     """
     spikes = run.spikes
-    assert spikes is not None, "who goes back has looked for spikes"
+    assert spikes is not None, "only a run that detects spikes rolls back"
     steps = spikes.recent
     why = (
         f"{len(steps)} spikes within {spikes.config.rollback_within} steps, the first at step "
@@ -114,7 +114,7 @@ def roll_back(run: Run) -> None:
     if len(run.rollbacks) >= MOST_ROLLBACKS:
         raise ValueError(
             f"{why}, and the run has already rolled back {len(run.rollbacks)} times: lower "
-            "optim.learning_rate or optim.clip_norm, or look at the samples since then "
+            "optim.learning_rate or optim.clip_norm, or inspect the samples since then "
             "(`moebius data peek`), and continue from the checkpoint"
         )
     with run.heartbeat.during(Phase.CKPT):

@@ -133,7 +133,7 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
                 "model.attention.positions.kind=learned",
                 "model.attention.positions.max_positions=64",
             ],
-            r"data.seq_len=128 is more than the .*max_positions=64 positions that are learned",
+            r"data.seq_len=128 exceeds the learned positions, .*max_positions=64",
         ),
     ],
 )

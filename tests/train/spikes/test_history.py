@@ -109,10 +109,10 @@ def test_a_run_that_goes_back_keeps_a_checkpoint_that_is_old_enough() -> None:
     values = Config().model_dump(mode="json")
     values["train"]["spikes"] = policy
     values["checkpoint"] = CheckpointConfig(every=40, keep_last=3).model_dump()
-    with pytest.raises(ConfigError, match=r"119 steps old .* reach back 80 only"):
+    with pytest.raises(ConfigError, match=r"119 steps old .* reaches back only 80"):
         validated(Config, values, origin="test")
     values["checkpoint"]["keep_last"] = 4
     assert validated(Config, values, origin="test").train.spikes.action == "rollback"
     values["train"]["spikes"] = policy | {"rollback_after": 21}
-    with pytest.raises(ConfigError, match=r"rollback_after=21 spikes cannot come within"):
+    with pytest.raises(ConfigError, match=r"rollback_after=21 spikes cannot happen within"):
         validated(Config, values, origin="test")
