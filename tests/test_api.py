@@ -74,7 +74,7 @@ def test_a_recipe_that_cannot_be_made() -> None:
         moebius.recipe("smokee")
     with pytest.raises(ConfigError, match=r"train\.step: unknown key; did you mean train\.steps"):
         moebius.recipe("smoke", train__step=3)
-    with pytest.raises(ConfigError, match=r"train\.steps: <object .* is no value"):
+    with pytest.raises(ConfigError, match=r"train\.steps: <object .* is not a config"):
         moebius.recipe("smoke", train__steps=object())
 
 
@@ -204,7 +204,7 @@ def test_a_configuration_is_counted_and_its_data_prepared(
 def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
     """Those at the top of the site's page on Python, one after the other in an empty folder."""
     examples = [
-        "\n".join(re.findall(r"^    (\w.*)$", text.partition("\n\nIt stands")[0], re.MULTILINE))
+        "\n".join(re.findall(r"^    (\w.*)$", text.partition("\n\nIt sits")[0], re.MULTILINE))
         for text in (api.__doc__ or "", moebius.LoadedModel.__doc__ or "")
     ]
     assert "moebius.fit(" in examples[0]
