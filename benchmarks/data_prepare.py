@@ -189,7 +189,7 @@ class Cluster:
             num_cpus=2,
             include_dashboard=False,
             log_to_driver=False,
-            # as `moebius prepare --ray` has it: by default all others of a busy machine come first
+            # as `moebius prepare --address` has it: by default all others of a busy machine come first
             _system_config={"worker_niceness": 0},
         )
         ray.get([ray.remote(_begin).remote() for _ in range(2)])

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import __version__
 from ..own_parts import nearest
-from . import completion
 from .data import checkpoints, folders, prepare
 from .jobs import cluster, control, doctor, status
 from .messages import print_message
@@ -193,7 +192,6 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"Commands of other packages: {others}. `moebius models` lists the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
-    completion.add_option(parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_commands(commands)

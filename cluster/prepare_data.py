@@ -73,38 +73,17 @@ def _pool(options: argparse.Namespace) -> Iterator[TaskPool]:
 
 
 def prepare_on_cluster(
-    config: PrepareConfig,
-    directory: str | Path,
-    *,
-    address: str | None = None,
-    workers: int | None = None,
-    on_poison: OnPoison = "auto",
+    config: PrepareConfig, directory: str | Path, *, address: str, on_poison: OnPoison = "auto"
 ) -> DatasetManifest:
-    """Prepares a folder with Ray tasks and shows the progress, for `moebius prepare`.
-
-    Args:
-        address: of the cluster; None simulates one here with `workers` CPUs.
-    """
+    """Prepares a folder with Ray tasks and shows the progress, for `moebius prepare --address`."""
     from rich.console import Console
 
-    from .places.ray_session import require_ray
-    from .places.simulated import simulated_cluster
     from .places.standing import cluster_at
     from .ray_tasks import RayPool
     from .report.live import show_preparation
 
-    require_ray()
-    workers = workers or os.cpu_count() or 1
-    place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
-    with place, RayPool(capacity=workers if address is None else None) as pool:
-        with show_preparation(Console()) as on_progress:
-            return prepare(
-                config,
-                directory,
-                pool=pool,
-                on_progress=on_progress,
-                on_poison=on_poison,
-            )
+    with cluster_at(address), RayPool() as pool, show_preparation(Console()) as on_progress:
+        return prepare(config, directory, pool=pool, on_progress=on_progress, on_poison=on_poison)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
     5. follow     the run folder, until the job has ended
 
 From step 4 on, a job on a real cluster does not need this process; `stop`, `read_status` and `follow` use its
-run folder. A simulated cluster ends with this process, so its nodes and supervisor start while the data is
-prepared. The embedded corpus needs no cluster and is prepared while the cluster starts.
+run folder. A simulated cluster ends with this process, so its nodes start while the data is prepared. The
+embedded corpus needs no cluster and is prepared while the cluster starts.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -27,7 +26,7 @@ from ..data_pipeline.make.prepare import prepare
 from ..data_pipeline.prepare_config import PrepareConfig
 from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config.run_config import Config
-from .job import JobError, JobStatus, Launch, read_status
+from .job import JobError, JobStatus, read_status
 from .launch import begin_job, make_launch, open_folder, simulated_gpus
 from .liveness import HEARTBEAT
 from .places.ray_session import require_ray
@@ -40,9 +39,6 @@ from .scale import ScaleRequest
 from .shipped_code import Shipment
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
-
-if TYPE_CHECKING:
-    from .supervise.actor import HeldSupervisor
 
 RELEASE_TIMEOUT_S = 30.0
 
@@ -89,13 +85,18 @@ def submit(
     with _connected(config, address, console, num_nodes=num_nodes, meanwhile=data.prepare_early):
         import ray
 
-        from .supervise.actor import start_supervisor
+        from .supervise.actor import place_ahead, start_supervisor
 
         launch = make_launch(config, run_dir, address=address, command=command)
-        make_ready = _make_ready_here if address is None else _make_ready_at
-        launch, held = make_ready(launch, data, scale, shipment)
+        if address is None and scale is None:  # nobody else needs these nodes
+            launch = place_ahead(launch)
+        with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
+            data.prepare(pool)
+        begin_job(launch, scale, shipment)
+        if address is not None and scale is None:
+            launch = place_ahead(launch)
         with interrupts_stop_the_job(run_dir):
-            start_supervisor(launch, held)
+            start_supervisor(launch)
             if detach:
                 return read_status(run_dir)
             ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
@@ -161,33 +162,6 @@ class _Data:
         with self._show() as on_progress:
             prepare(self._config.prepare, directory, pool=pool, on_progress=on_progress)
         self._is_done = True
-
-
-def _make_ready_here(
-    launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
-) -> "tuple[Launch, HeldSupervisor | None]":
-    """Prepares the data while nodes and supervisor start on a simulated cluster."""
-    from .supervise.actor import hold_supervisor, place_ahead
-
-    if scale is None:
-        launch = place_ahead(launch)
-    held = hold_supervisor(launch)
-    with RayPool(capacity=os.cpu_count()) as pool:
-        data.prepare(pool)
-    begin_job(launch, scale, shipment)
-    return launch, held
-
-
-def _make_ready_at(
-    launch: Launch, data: _Data, scale: ScaleRequest | None, shipment: Shipment | None
-) -> "tuple[Launch, HeldSupervisor | None]":
-    """Prepares the data on a shared cluster; reserves the job's nodes afterwards."""
-    from .supervise.actor import place_ahead
-
-    with RayPool() as pool:
-        data.prepare(pool)
-    begin_job(launch, scale, shipment)
-    return (place_ahead(launch) if scale is None else launch), None
 
 
 def _await_release(run_dir: Path) -> None:

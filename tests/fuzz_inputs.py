@@ -345,7 +345,7 @@ COMMANDS = (
     ["plan", "smoke", "--layout"], ["plan", "smoke", "--layout", "--nodes", "2", "--ep", "4"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
     ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
-    ["--print-completion", "bash"], ["--version"], ["--help"],
+    ["--version"], ["--help"],
 )  # fmt: skip
 OPTIONS = (
     "--json", "--all", "--rank", "--tail", "--generation", "--step",

@@ -69,12 +69,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="number of processes; 1: only this one"
     )
-    parser.add_argument(
-        "--ray",
-        action="store_true",
-        help="run the workers as Ray tasks, on a cluster started for them",
-    )
-    parser.add_argument("--address", metavar="ADDRESS", help="run the workers on this Ray cluster")
+    parser.add_argument("--address", metavar="ADDRESS", help="run Ray tasks on this cluster")
     add_unauthenticated(parser)
     parser.add_argument(
         "--on-poison",
@@ -97,16 +92,12 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: must be at least 1")
     config, directory = prepare_config(options), options.output.absolute()
-    if options.address is not None or options.ray:
+    if options.address is not None:
         from ...cluster.prepare_data import prepare_on_cluster
 
         allow_unauthenticated(options)
         manifest = prepare_on_cluster(
-            config,
-            directory,
-            address=options.address,
-            workers=options.workers,
-            on_poison=options.on_poison,
+            config, directory, address=options.address, on_poison=options.on_poison
         )
     else:
         with _pool(options.workers) as pool, show_preparation(Console()) as on_progress:

@@ -9,9 +9,10 @@ lifecycle; this module only connects it to Ray.
 Cost: one process of about 80 MB.
 """
 
+import contextlib
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +35,20 @@ _HEAD = {"node:__internal_head__": 0.001}  # Ray gives this resource only to the
 class Supervisor:
     """Runs one job to its end in a thread, so that it also starts when Ray restarts the actor."""
 
-    def __init__(self, launch: Launch, held_at: int | None = None):
-        """Starts the job, or waits for `begin`.
-
-        Args:
-            held_at: number of the run's last supervisor. This one waits for `begin`, unless it has taken a
-                later number and was restarted. None: it starts at once.
-        """
+    def __init__(self, launch: Launch):
         self._launch = launch
-        self._may_begin, self._has_begun = threading.Event(), threading.Event()
-        if held_at is None or last_supervisor(Path(launch.run_dir)) > held_at:
-            self._may_begin.set()
-        self._thread = threading.Thread(target=self._run, name="supervise")
-        self._thread.start()
+        threading.Thread(target=self._run, name="supervise").start()
 
     def ping(self) -> bool:
         """Returns True once the actor is up."""
         return True
 
-    def begin(self) -> bool:
-        """Starts a held supervisor; returns True once it would also start by itself after a restart."""
-        self._may_begin.set()
-        return self._has_begun.wait()
-
     def _run(self) -> None:
-        self._may_begin.wait()
         me = ray.get_runtime_context().current_actor
         hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
         control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
         number = _take_number(run_dir)
-        self._has_begun.set()
         try:
             nodes = RayNodeProvider(self._launch, number.number)
             if self._launch.placed_ahead:
@@ -107,50 +91,12 @@ def _is_supervised(launch: Launch) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class HeldSupervisor:
-    """Refers to a supervisor that is up, and waits for `start_supervisor`."""
-
-    actor: Any
-    held_at: int
-
-
-def hold_supervisor(launch: Launch) -> HeldSupervisor:
-    """Creates the supervisor before the job is submitted; returns at once.
-
-    Only for a cluster that ends with this process, since nobody else would end the actor.
-
-    Raises:
-        JobError: this run folder already has a supervisor.
-    """
-    held_at = last_supervisor(Path(launch.run_dir))
-    return HeldSupervisor(_create(launch, held_at), held_at)
-
-
-def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None:
-    """Starts the job's supervisor, or a held one; returns when it is up.
+def start_supervisor(launch: Launch) -> None:
+    """Starts the job's supervisor; returns when it is up.
 
     Raises:
         JobError: this run folder already has a supervisor, or it does not start.
     """
-    actor = held.actor if held else _create(launch, None)
-    answer = actor.begin.remote() if held else actor.ping.remote()
-    try:
-        ray.get(answer, timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
-    except RayActorError as error:
-        # it may have finished the job already: the journal tells
-        if held and last_supervisor(Path(launch.run_dir)) == held.held_at:
-            raise JobError(
-                f"{launch.run_dir}: the supervisor died before it started ({error}); submit again"
-            ) from None
-    except GetTimeoutError:
-        ray.kill(actor, no_restart=True)
-        raise JobError(
-            "the head node of the cluster did not start the supervisor; see Ray's logs there"
-        ) from None
-
-
-def _create(launch: Launch, held_at: int | None) -> Any:
     options = {
         "name": actor_name(launch.run_dir),
         "namespace": NAMESPACE,
@@ -163,8 +109,16 @@ def _create(launch: Launch, held_at: int | None) -> Any:
     }
     supervisor: Any = ray.remote(Supervisor)
     try:
-        return supervisor.options(**options).remote(launch, held_at)
+        actor = supervisor.options(**options).remote(launch)
     except ValueError as error:
         raise JobError(
             f"{launch.run_dir}: another supervisor of this run folder is still running ({error})"
         ) from None
+    with contextlib.suppress(RayActorError):  # it has finished the job already: the journal tells
+        try:
+            ray.get(actor.ping.remote(), timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
+        except GetTimeoutError:
+            ray.kill(actor, no_restart=True)
+            raise JobError(
+                "the head node of the cluster did not start the supervisor; see Ray's logs there"
+            ) from None

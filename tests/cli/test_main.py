@@ -1,4 +1,4 @@
-"""The command as a whole: what it imports before it answers, its examples, and its completion."""
+"""The command as a whole: what it imports before it answers, and its examples."""
 
 import argparse
 import errno
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from moebius.cli import main as command_line
-from moebius.cli.completion import SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cli.models import evaluate
 from moebius.cluster.job import Journal, State
@@ -31,7 +29,7 @@ Command = Callable[..., Any]  # the fixture `moebius` of conftest.py
 # What takes time or memory to import, and answers no question about a run folder.
 HEAVY = {
     *("torch", "numpy", "pyarrow", "ray", "pydantic", "matplotlib", "tokenizers", "fsspec"),
-    *("tensorboard", "triton", "shtab", "multiprocessing", "asyncio"),
+    *("tensorboard", "triton", "multiprocessing", "asyncio"),
 }
 # One process for all commands, the lightest first: what one has imported, the next ones have too.
 ASK = """
@@ -128,40 +126,6 @@ def test_the_command_line_stays_small() -> None:
 
 def _is_subparsers(action: argparse.Action) -> bool:
     return isinstance(action, argparse._SubParsersAction)
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_completion_script_knows_commands_options_and_recipes(
-    shell: str, tmp_path: Path, moebius: Command
-) -> None:
-    script = moebius("--print-completion", shell).out
-    for word in ("submit", "verify", "ranks-per-node", "mot_medium_32e_16", "hierarchical"):
-        assert word in script
-    if shutil.which(shell):
-        (tmp_path / "script").write_text(script, encoding="utf-8")
-        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash here")
-def test_bash_completes_what_it_is_asked(tmp_path: Path, moebius: Command) -> None:
-    (tmp_path / "runs").mkdir()
-    asked = {
-        "sta": "status",
-        "train smo": "smoke",
-        "status ru": "runs",
-        "ckpt ve": "verify",
-        "plan moeut --disp": "--dispatcher",
-    }
-    lines = [
-        f"COMP_WORDS=(moebius {words}); COMP_CWORD={len(words.split())}; _shtab_moebius; "
-        'echo "${COMPREPLY[*]}"'
-        for words in asked
-    ]
-    script = "\n".join([moebius("--print-completion", "bash").out, *lines])
-    shown = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.splitlines() == list(asked.values())
 
 
 def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:

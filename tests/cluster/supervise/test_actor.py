@@ -21,7 +21,7 @@ from jobs import (
     wait_for_step,
 )
 
-from moebius.cluster.job import JobError, JobStatus, Journal, State, begin_submission
+from moebius.cluster.job import JobError, JobStatus, Journal, State
 from moebius.cluster.nodes import processes
 from moebius.cluster.nodes.provider import Capacity, NodesUnavailable
 from moebius.cluster.places.ray_session import NAMESPACE
@@ -140,38 +140,6 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
 
 
 @pytest.mark.slow
-def test_a_held_supervisor_waits_for_its_order_and_then_for_nobody(tmp_path, cluster):
-    """Whether it is killed before it may begin or afterwards."""
-    from moebius.cluster.supervise.actor import hold_supervisor, start_supervisor
-
-    def one_that_is_not(pid: int) -> int | None:
-        found = processes_called(cluster, "ray::Supervisor")
-        return next((other for other in found if other != pid), None)
-
-    launch = fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000")
-    held = hold_supervisor(launch)
-    wait_for(lambda: one_that_is_not(0), what="the supervisor")
-    first = one_that_is_not(0)
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    wait_for(lambda: one_that_is_not(first), what="the supervisor that Ray starts in its place")
-    second = one_that_is_not(first)
-    assert second is not None
-    assert not list(tmp_path.iterdir()), "nothing has begun"
-    begin_submission(launch)
-    start_supervisor(launch, held)
-    wait_for_step(tmp_path, 3)
-    os.kill(second, signal.SIGKILL)
-    wait_for(
-        lambda: any(e.details.get("unwatched_s") for e in Journal(tmp_path).entries()),
-        what="the next supervisor",
-    )
-    request_stop(tmp_path)
-    status = end_of(tmp_path)
-    assert (status.state, status.generation) == (State.STOPPED, 1)
-
-
-@pytest.mark.slow
 def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
     """What is left of the old one is ended, and the nodes that live stay the job's."""
     run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
@@ -255,22 +223,6 @@ def test_what_was_reserved_ahead_and_never_comes_is_given_back_for_fewer(tmp_pat
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.slow
-def test_no_nodes_are_placed_ahead_of_a_supervisor_that_is_at_work(tmp_path):
-    from moebius.cluster.supervise.actor import place_ahead, start_supervisor
-
-    launch = fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1")
-    run_dir = begin(launch)
-    wait_for_step(run_dir, 3)
-    again = place_ahead(launch)
-    assert not again.placed_ahead
-    with pytest.raises(JobError, match="is still running"):
-        start_supervisor(again)
-    request_stop(run_dir)
-    status = end_of(run_dir)
-    assert (status.state, status.generation) == (State.STOPPED, 1), "nobody was disturbed"
-
-
 def test_no_room_ahead_is_no_error(tmp_path):
     from moebius.cluster.supervise.actor import place_ahead
 
@@ -279,7 +231,7 @@ def test_no_room_ahead_is_no_error(tmp_path):
 
 @pytest.mark.slow  # 11 s
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
-    from moebius.cluster.supervise.actor import start_supervisor
+    from moebius.cluster.supervise.actor import place_ahead, start_supervisor
 
     good = begin(
         fake_launch(tmp_path / "good", "plain=1", "hold=30:1", "steps=30", num_nodes=2, name="same")
@@ -295,8 +247,10 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
             name="same",
         )
     )
+    again = place_ahead(fake_launch(good))
+    assert not again.placed_ahead
     with pytest.raises(JobError, match="another supervisor of this run folder is still running"):
-        start_supervisor(fake_launch(good))
+        start_supervisor(again)
     let_go(good)
     failed, succeeded = end_of(bad), end_of(good)
     assert (failed.state, succeeded.state) == (State.FAILED, State.SUCCEEDED)

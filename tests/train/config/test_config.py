@@ -10,17 +10,12 @@ import pytest
 from moebius.own_parts import OwnPartError
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config, ConfigError
-from moebius.train.recipes.names import RECIPE_NAMES
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
 
 
 def make(*overrides: str, name: str = "smoke") -> Config:
     return resolve(name, overrides, RECIPES)
-
-
-def test_the_light_list_names_every_recipe() -> None:
-    assert list(RECIPES) == list(RECIPE_NAMES), "train/recipes/names.py differs from RECIPES"
 
 
 @pytest.mark.parametrize("name", RECIPES)
