@@ -1,8 +1,8 @@
-"""What the commands of `moebius` share: how one is declared, and the arguments that recur.
+"""Holds what the commands of `moebius` share: their declaration and recurring arguments.
 
-Nothing here, and nothing that a command's module imports at its top, may import torch, pydantic or
-rich: every command's arguments are declared before one is chosen, and `moebius --help` answers at
-once. Handlers import what they need when they are called.
+Every command declares its arguments before one is chosen, so this module and the top of every command's
+module must not import torch, pydantic or rich: `moebius --help` has to answer at once. Handlers import what
+they need.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from ..own_parts import is_own
 
-RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
+RUNS = Path("runs")  # default folder of runs and prepared data
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name
-Handler = Callable[[argparse.Namespace], int]  # carries out a command and returns its exit code
+Handler = Callable[[argparse.Namespace], int]  # runs a command and returns its exit code
 
 
 class NamesOrOwn(list[str]):
-    """The choices of an option that takes a part of the user's own, too, as `module:name`."""
+    """Choices of an option that also takes a user-defined part, as `module:name`."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or is_own(str(name))
@@ -35,13 +35,13 @@ def add_command(
     examples: Sequence[str],
     notes: str = "",
 ) -> argparse.ArgumentParser:
-    """Declares a command and returns its parser, which still lacks its arguments.
+    """Declares a command and returns its parser, without arguments so far.
 
     Args:
         handler: called with the parsed options; returns the exit code.
-        text: what the command does, for the list of commands; its own help begins with it.
-        examples: command lines without the leading `moebius`; its own help ends with them.
-        notes: a paragraph before the examples: exit codes, where there is more than one.
+        text: what the command does, for the list of commands and its own help.
+        examples: command lines without the leading `moebius`, for its own help.
+        notes: a paragraph before the examples, such as exit codes.
     """
     epilog = [*textwrap.wrap(notes, 79), ""] if notes else []
     parser = commands.add_parser(
@@ -69,19 +69,19 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.key=value") -> None:
-    """Declares the single values of a configuration that a command changes."""
+    """Declares values of the configuration that a command changes."""
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar=metavar, help="values to change"
     )
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares the run folder that a command looks into."""
+    """Declares the run folder that a command reads."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
 
 
 def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
-    """Declares the option by which a cluster that asks for no token is used all the same."""
+    """Declares the option that allows a cluster without a token."""
     parser.add_argument(
         "--allow-unauthenticated",
         action="store_true",
@@ -91,7 +91,7 @@ def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
 
 
 def allow_unauthenticated(options: argparse.Namespace) -> None:
-    """Hands on that the option was given."""
+    """Sets the environment variable behind `--allow-unauthenticated`, if it was given."""
     from ..cluster.places.ray_session import ALLOW_UNAUTHENTICATED
 
     if options.allow_unauthenticated:

@@ -1,10 +1,10 @@
 """The command `moebius`: parses a command line and calls the handler of its command.
 
-Each module of GROUPS declares some commands (`add_commands`) and holds their handlers, which import what
-they need when they are called: `moebius --help` imports none of it.
+Each module of GROUPS declares commands (`add_commands`) and holds their handlers, which import what they need
+when they are called, so `moebius --help` imports none of it.
 
-Other packages add commands through entry points of the group `moebius.commands`. The entry's name is
-the command; its value is a function that takes the remaining words and returns the exit code.
+Other packages add commands through entry points of the group `moebius.commands`. The entry's name is the
+command; its value is a function that takes the remaining words and returns the exit code.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from .messages import print_message
 from .models import config, evaluate, recipes
 from .planning import plan, simulate
 
-# In the order in which `moebius --help` lists them.
+# in the order of `moebius --help`
 GROUPS = (
     prepare,
     folders,
@@ -37,8 +37,8 @@ GROUPS = (
     simulate,
     checkpoints,
 )
-# Commands of packages that may be absent, for a helpful answer. They are not listed by looking at what is
-# installed: that takes 60 ms, as long as all of `moebius --help`.
+# Commands of packages that may be missing, for a helpful error. Looking up what is installed would take 60
+# ms, as long as all of `moebius --help`.
 ELSEWHERE = {
     "analyze": "moebius-science",
     "compare": "moebius-science",
@@ -46,7 +46,7 @@ ELSEWHERE = {
     "dashboard": "moebius-dashboard",
 }
 
-# What other tools call our commands.
+# names of our commands in other tools
 ALIASES = {
     "export": "ckpt export",
     "import": "ckpt import",
@@ -64,12 +64,11 @@ ALIASES = {
     "sweep": "compare RECIPE --sweep section.key=A,B,…",
 }
 
-# Why the system refuses a path, wherever it is first used: too long, a circle of links, below a file,
-# or closed to this user.
+# Errors for a path that the system refuses: too long, a circle of links, below a file, or not permitted.
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
 
-# How many objects Python makes before it looks for garbage. Its own default of 700 costs a fifth of the
-# time that importing torch takes, and finds nothing.
+# Objects that Python creates between two garbage collections. Its default of 700 costs a fifth of the time of
+# importing torch, and finds nothing.
 _GARBAGE_AFTER = 50_000
 
 
@@ -82,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _run(words)
-        sys.stdout.flush()  # here, where a closed pipe is handled
-    except ValueError as error:  # a mistake of the user; its message says what to do
+        sys.stdout.flush()  # while a closed pipe is still handled
+    except ValueError as error:  # a user's mistake; the message says what to do
         print_message("error", str(error))
         code = 2
     except BrokenPipeError:  # `moebius logs | head`
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Carries out a command line and returns its exit code."""
+    """Runs a command line and returns its exit code."""
     parser = build_parser()
     is_elsewhere = words and words[0][:1] != "-" and words[0] not in command_names(parser)
     if is_elsewhere and (command := _find_elsewhere(words[0])):
@@ -115,7 +114,7 @@ def _run(words: list[str]) -> int:
 
 
 def _meant(word: str, parser: argparse.ArgumentParser) -> str:
-    """Returns a question after the command that `word` stands for; "" if there is none."""
+    """Returns a question that names the command meant by `word`; "" if there is none."""
     if word in ALIASES:
         return f"; did you mean {ALIASES[word]}?"
     return nearest(word, [*command_names(parser), *ELSEWHERE])
@@ -125,7 +124,7 @@ def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
     """Returns a command of another package, or None.
 
     Raises:
-        ValueError: the command's package is known and not installed.
+        ValueError: the command's package is known but not installed.
     """
     from importlib.metadata import entry_points
 
@@ -142,7 +141,7 @@ def _find_elsewhere(name: str) -> Callable[[list[str]], int] | None:
 
 
 def _shortened(path: object) -> str:
-    """Returns the path, cut to what a screen can show."""
+    """Cuts a path to a length that a screen can show."""
     text = str(path)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -152,12 +151,11 @@ def parse(
 ) -> argparse.Namespace:
     """Returns the options of a command line; exits with 2 and the usage if it is not valid.
 
-    Changed values (`section.key=value`) may stand anywhere. argparse alone would accept them only before
-    the first option.
+    Overrides (`section.key=value`) may be anywhere; argparse alone accepts them only before the first option.
     """
     parser = parser or build_parser()
     options, rest = parser.parse_known_args(words)
-    if "passed_on" in options:  # a command that hands its arguments to another program
+    if "passed_on" in options:  # the command passes its arguments to another program
         options.passed_on = words[1:]
         return options
     if not rest:
@@ -171,7 +169,7 @@ def parse(
 
 
 def _hint_for(rest: Sequence[str]) -> str:
-    """Returns the key of the configuration that an unknown option such as `--steps 10` means."""
+    """Returns a hint at the key that an unknown option such as `--steps 10` means."""
     from ..train.config.run_config import Config
     from ..train.config.suggestions import suggest
     from ..train.config.validation import known_keys
@@ -199,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def command_names(parser: argparse.ArgumentParser) -> Collection[str]:
-    """Returns the commands that a parser knows."""
+    """Returns the commands of a parser."""
     return next(
         action.choices
         for action in parser._actions

@@ -1,8 +1,7 @@
-"""Progress bars for passes over bytes and over the rows of tasks, drawn where somebody watches."""
+"""Shows progress bars for bytes and for rows of tasks, in a terminal only."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -10,37 +9,19 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 
 StartProgress = Callable[[str, int], Callable[[int], None]]
-"""Told what begins and how many bytes or rows it is about; returns what is told of every few."""
+"""Takes a name and the number of bytes or rows; returns a function that takes each advance."""
 
 
 @contextmanager
-def progress_bars(console: Console) -> Iterator[StartProgress]:
-    """Yields what draws a bar for each pass over the bytes; none where nobody watches."""
-    with _bars(console, DownloadColumn()) as start:
-        yield start
-
-
-@contextmanager
-def task_bars(console: Console) -> Iterator[StartProgress]:
-    """Yields what draws a bar for the rows of each task; none where nobody watches."""
-    with _bars(console, MofNCompleteColumn()) as start:
-        yield start
-
-
-@contextmanager
-def _bars(console: Console, count: ProgressColumn) -> Iterator[StartProgress]:
-    columns: Sequence[Any] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        count,
-        TimeRemainingColumn(),
-    )
+def progress_bars(console: Console, *, of_rows: bool = False) -> Iterator[StartProgress]:
+    """Yields a function that starts a progress bar; it draws nothing without a terminal."""
+    count = MofNCompleteColumn() if of_rows else DownloadColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:

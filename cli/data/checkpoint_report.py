@@ -1,4 +1,4 @@
-"""Shows a run's checkpoints as a table, and verifies them, for `moebius ckpt`."""
+"""Lists and verifies a run's checkpoints, for `moebius ckpt`."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ from ...distributed.checkpoint.format import (
 
 
 def list_table(path: Path) -> Table:
-    """Returns a table of a run's checkpoints, oldest first, or of the one that `path` is.
+    """Returns a table of a run's checkpoints, oldest first, or of the checkpoint `path`.
 
-    What is unfinished beside them has a line too. Names and sizes are looked at, no bytes read.
+    Unfinished checkpoints have a line too. This reads names and sizes only.
 
     Raises:
         CheckpointError: there is none.
@@ -36,11 +36,11 @@ def list_table(path: Path) -> Table:
         table.add_column(name, justify=justify, no_wrap=name != "state")
     own = [found.path for found in list_checkpoints(path / "checkpoints")]
     for checkpoint in own or [find_checkpoint(path)]:
-        with suppress(FileNotFoundError):  # deleted as an old one by its run, which goes on
+        with suppress(FileNotFoundError):  # its run has deleted it as an old one
             table.add_row(*_row(checkpoint, is_of_run=bool(own)))
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
         words = Text(f"{unfinished.name}: being written, or abandoned", style="yellow")
-        with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
+        with suppress(FileNotFoundError):  # it was completed meanwhile
             table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
     for aside, why in list_set_aside(path / "checkpoints"):
         style = "red" if why == "damaged" else "yellow"
@@ -51,7 +51,7 @@ def list_table(path: Path) -> Table:
 
 
 def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
-    """A checkpoint's line of the table; FileNotFoundError where it was deleted meanwhile."""
+    """Returns a checkpoint's line of the table; FileNotFoundError if it was deleted meanwhile."""
     step = checkpoint.name.removeprefix("step_").lstrip("0")
     ranks: Sequence[object] = ("", "", "", "")
     written, size = _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}"
@@ -72,13 +72,12 @@ def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
 def verify_each(
     path: Path, step: int | None, start_progress: StartProgress
 ) -> Iterator[tuple[Path, str, CheckpointError | None]]:
-    """Verifies one checkpoint or all of a run, and yields for each what it holds and its damage.
+    """Verifies one checkpoint or all of a run; yields what each holds, and its damage.
 
-    Of all of a run those are passed over that it deletes meanwhile, as it does with old ones.
+    Of all checkpoints, those that the run deletes meanwhile are skipped.
 
     Raises:
-        CheckpointError: there is none; or the one that was asked for, or every one of the run, was
-            deleted meanwhile.
+        CheckpointError: there is none; or the requested one, or every one, was deleted meanwhile.
     """
     paths = [find_checkpoint(path, step)]
     if step is None and paths[0] != path:
@@ -96,9 +95,7 @@ def verify_each(
 def _verified(
     checkpoint: Path, start_progress: StartProgress
 ) -> tuple[str, CheckpointError | None] | None:
-    """What a checkpoint holds and what is wrong with it; None if its run, which goes on, has
-    deleted it meanwhile.
-    """
+    """Returns what a checkpoint holds and what is wrong; None if its run has deleted it meanwhile."""
     try:
         stored = open_verified(
             checkpoint, start_progress(f"reading {checkpoint.name}", _size_of(checkpoint))

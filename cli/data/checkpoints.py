@@ -9,12 +9,11 @@ from ..arguments import Commands, add_command, add_overrides, add_run_argument
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius ckpt` and its actions."""
-    text = "list, verify, export and import checkpoints"
     parser = add_command(
         commands,
         "ckpt",
         _ls,
-        text,
+        "list, verify, export and import checkpoints",
         examples=["ckpt ls runs/mine", "ckpt verify runs/mine"],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -25,26 +24,23 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declares a checkpoint: its own folder, or a run and a step."""
+    """Declares a checkpoint: a folder, or a run and a step."""
     parser.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help=default)
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run")
 
 
 def _add_ls(actions: Commands) -> None:
-    text = "list a run's checkpoints: steps, sizes, ranks that wrote them"
-    add_run_argument(
-        add_command(
-            actions,
-            "ls",
-            _ls,
-            text,
-            examples=["ckpt ls runs/mine"],
-        )
+    parser = add_command(
+        actions,
+        "ls",
+        _ls,
+        "list a run's checkpoints: steps, sizes, ranks that wrote them",
+        examples=["ckpt ls runs/mine"],
     )
+    add_run_argument(parser)
 
 
 def _ls(options: argparse.Namespace) -> int:
-    """Carries out `moebius ckpt ls`."""
     from rich.console import Console
 
     from .checkpoint_report import list_table
@@ -54,19 +50,17 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _add_verify(actions: Commands) -> None:
-    text = "read every byte: every checksum, every expert exactly once"
     parser = add_command(
         actions,
         "verify",
         _verify,
-        text,
+        "read every byte: every checksum, every expert exactly once",
         examples=["ckpt verify runs/mine", "ckpt verify runs/mine --step 2000"],
     )
     _add_checkpoint_argument(parser, "Without --step, verifies every checkpoint of RUN.")
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Carries out `moebius ckpt verify`."""
     from rich.console import Console
 
     from ..progress import progress_bars
@@ -84,19 +78,18 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_out_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares where something is written that must not be there yet."""
+    """Declares an output folder that must not exist yet."""
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet"
     )
 
 
 def _add_export(actions: Commands) -> None:
-    text = "write a checkpoint's weights as safetensors, or as a folder for Hugging Face"
     parser = add_command(
         actions,
         "export",
         _export,
-        text,
+        "write a checkpoint's weights as safetensors, or as a folder for Hugging Face",
         examples=[
             "ckpt export runs/mine --out exported --dtype bf16",
             "ckpt export runs/mine --format hf --out exported",
@@ -130,7 +123,6 @@ def _add_export(actions: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Carries out `moebius ckpt export`."""
     from rich.console import Console
 
     from ...distributed.checkpoint.format import find_checkpoint
@@ -152,12 +144,11 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _add_import(actions: Commands) -> None:
-    text = "turn published MoEUT weights into a run that you can evaluate, sample from or train"
     parser = add_command(
         actions,
         "import",
         _import,
-        text,
+        "turn published MoEUT weights into a run that you can evaluate, sample from or train",
         examples=[
             "ckpt import moeut_244m.pth moeut_244m --out runs/published prepare.tokenizer=c4.model",
         ],
@@ -183,7 +174,6 @@ def _add_import(actions: Commands) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    """Carries out `moebius ckpt import`."""
     from ...export.published import import_published
     from ..configurations import resolve_config
 

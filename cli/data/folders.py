@@ -1,4 +1,4 @@
-"""`moebius data`: what is in prepared folders, and whether every byte is as it was written."""
+"""`moebius data`: lists prepared folders, shows their rows, and verifies every byte."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,6 @@ def _add_ls(actions: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    """Carries out `moebius data ls`."""
     from ...data_pipeline.verify import find_folders
 
     paths = options.paths or [RUNS]
@@ -62,7 +61,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def print_folders(found: "Sequence[FoundFolder]") -> None:
-    """Prints each prepared folder's state, its sources, and what was dropped from their input."""
+    """Prints each prepared folder's state and sources, and what was dropped from its input."""
     from rich.console import Console
 
     console = Console()
@@ -75,10 +74,7 @@ def print_folders(found: "Sequence[FoundFolder]") -> None:
 
 
 def _heading(folder: "FoundFolder") -> "Text":
-    """Returns a folder's path, its state and its tokenizer.
-
-    Names that come from data are shown as `Text`: rich would take their brackets for markup.
-    """
+    """Returns a folder's path, state and tokenizer as `Text`: rich would read brackets in names as markup."""
     from rich.text import Text
 
     manifest = folder.manifest
@@ -94,7 +90,7 @@ def _heading(folder: "FoundFolder") -> "Text":
 
 
 def _state(manifest: "DatasetManifest") -> tuple[str, str]:
-    """Returns how complete a folder is, and the style to show that in."""
+    """Returns how complete a folder is, and a style for it."""
     if manifest.completion is None:
         return "growing", "yellow"
     if quarantined := len(manifest.completion.quarantined):
@@ -103,7 +99,7 @@ def _state(manifest: "DatasetManifest") -> tuple[str, str]:
 
 
 def _table(manifest: "DatasetManifest") -> "Table":
-    """Returns a line for every source of a folder."""
+    """Returns a table with a line per source of a folder."""
     from rich.table import Table
     from rich.text import Text
 
@@ -137,7 +133,7 @@ def _numbers(manifest: "DatasetManifest", source: str) -> tuple[str, ...]:
 
 
 def _losses(folder: "FoundFolder") -> "Iterator[Text]":
-    """Yields what of the input is not in a folder, by source and reason."""
+    """Yields which input is missing from a folder, by source and reason."""
     from rich.text import Text
 
     completion = folder.manifest and folder.manifest.completion
@@ -164,7 +160,6 @@ def _add_verify(actions: Commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Carries out `moebius data verify`."""
     from rich.console import Console
 
     from ...data_pipeline.manifest import read_manifest

@@ -1,4 +1,4 @@
-"""`moebius data peek`: rows of a prepared folder, or of a step of a run, as text."""
+"""`moebius data peek`: shows rows of a prepared folder, or of a training step, as text."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 def add_peek(actions: Commands) -> None:
-    """Adds the `moebius data peek` subcommand and its arguments to the parser."""
+    """Declares `moebius data peek` and its options."""
     parser = add_command(
         actions,
         "peek",
@@ -47,7 +47,6 @@ def add_peek(actions: Commands) -> None:
 
 
 def _peek(options: argparse.Namespace) -> int:
-    """Carries out `moebius data peek`."""
     from rich.console import Console
 
     console = Console()
@@ -106,7 +105,7 @@ def _lines(rows: "Sequence[DecodedRow]") -> "Iterator[Text]":
 
 
 def _line(document: "DocumentPart", colour: str) -> "Text":
-    """Returns a document's text; what is not learned stands in dim brackets."""
+    """Returns a document's text; dim brackets enclose text without loss."""
     from rich.text import Text
 
     from ...data_pipeline.read.peek import visible

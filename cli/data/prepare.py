@@ -1,7 +1,7 @@
-"""`moebius prepare`: text to token shards, on this machine or as Ray tasks.
+"""`moebius prepare`: turns text into token shards, on this machine or as Ray tasks.
 
-A `PrepareConfig`, the section `prepare` of a run, says what is made. Its common keys have options;
-every key can be given as `prepare.key=value`, or stand in the [prepare] table of a TOML file.
+The configuration is a `PrepareConfig`, the section `prepare` of a run. Common keys have options; every key
+can be given as `prepare.key=value`, or in the [prepare] table of a TOML file.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _OVERRIDE = re.compile(r"prepare(\.\w+)+=")
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the `moebius prepare` subcommand and its arguments to the parser."""
+    """Declares `moebius prepare` and its options."""
     parser = add_command(
         commands,
         "prepare",
@@ -81,7 +81,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    """Carries out `moebius prepare`."""
     from rich.console import Console
 
     from ...cluster.report.live import show_preparation
@@ -109,7 +108,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
-    """Returns what is to be made: the file, changed by options, changed by single keys.
+    """Returns the configuration: the file, changed by options, changed by single keys.
 
     Raises:
         ValueError: it is not valid.
@@ -119,7 +118,7 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
 
     values: dict[str, Any] = {}
     overrides = list(options.overrides)
-    # --input takes all words that follow
+    # --input consumes all words that follow
     overrides += [word for word in options.input if _OVERRIDE.match(word)]
     if inputs := [word for word in options.input if not _OVERRIDE.match(word)]:
         values["input"] = inputs
@@ -129,7 +128,7 @@ def prepare_config(options: argparse.Namespace) -> "PrepareConfig":
 
 
 def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
-    """Returns where the tasks run, on this machine."""
+    """Returns the pool that runs the tasks on this machine."""
     from ...data_pipeline.make.pools import LocalPool, SerialPool
 
     return LocalPool(workers) if workers > 1 else nullcontext(SerialPool())

@@ -1,6 +1,4 @@
-"""`moebius cluster`: simulated clusters on this machine that stay between commands, and what happens
-to real ones at night, by hand.
-"""
+"""`moebius cluster`: manages simulated clusters that stay between commands."""
 
 import argparse
 import json
@@ -19,7 +17,7 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands,
         "cluster",
-        lambda options: 2,  # argparse asks for one of the actions below
+        lambda options: 2,  # argparse requires one of the actions below
         "manage simulated clusters on this machine that outlive a command",
         examples=["cluster up --simulate 4", "cluster up", "cluster down"],
     )
@@ -58,7 +56,6 @@ def _add_up(actions: Commands) -> None:
 
 
 def _up(options: argparse.Namespace) -> int:
-    """Carries out `moebius cluster up`."""
     from ...cluster.places.standing import find_cluster, list_clusters
 
     if options.simulate is not None:
@@ -77,7 +74,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace) -> "StandingCluster":
-    """Starts the cluster that the options describe, or finds it up."""
+    """Starts the cluster that the options describe, unless it is up."""
     from ...cluster.places.standing import DEFAULT_NAME, list_clusters, start_cluster
 
     name = options.cluster or DEFAULT_NAME
@@ -138,7 +135,6 @@ def _add_down(actions: Commands) -> None:
 
 
 def _down(options: argparse.Namespace) -> int:
-    """Carries out `moebius cluster down`."""
     from ...cluster.places.standing import end_cluster, find_cluster
 
     cluster = find_cluster(options.cluster)

@@ -1,4 +1,4 @@
-"""Jobs: `moebius train`, `submit` and `resume` start one, `scale` changes its size, `stop` ends it."""
+"""`moebius train`, `submit` and `resume` start a job, `scale` changes its size, `stop` ends it."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ ENDS = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares the commands that start a job and end it."""
+    """Declares the commands that start, scale and stop a job."""
     _add_train(commands)
     _add_submit(commands)
     _add_resume(commands)
@@ -41,12 +41,11 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    text = "train on this machine without Ray, under torchrun's agent"
     parser = add_command(
         commands,
         "train",
         _train,
-        text,
+        "train on this machine without Ray, under torchrun's agent",
         examples=[
             "train smoke train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
@@ -57,12 +56,11 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_submit(commands: Commands) -> None:
-    text = "run a job on a Ray cluster, or on a simulated one on this machine"
     parser = add_command(
         commands,
         "submit",
         _submit,
-        text,
+        "run a job on a Ray cluster, or on a simulated one on this machine",
         examples=[
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=2 job.ranks_per_node=4",
@@ -114,7 +112,6 @@ def _add_resume(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    """Carries out `moebius train`."""
     from ...cluster.local import train_here
 
     config, run_dir = _resolve(options)
@@ -122,7 +119,6 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    """Carries out `moebius submit`."""
     if options.emit is not None:
         return emit(options)
     allow_unauthenticated(options)
@@ -136,7 +132,7 @@ def _submit_to(
     run_dir: Path,
     scale: "ScaleRequest | None" = None,
 ) -> int:
-    """Submits to the cluster of the options, with the code of their wheel."""
+    """Submits to the cluster in the options, with the code of their wheel."""
     from ...cluster.shipped_code import shipping
     from ...cluster.submit import submit
 
@@ -152,7 +148,6 @@ def _submit_to(
 
 
 def _resume(options: argparse.Namespace) -> int:
-    """Carries out `moebius resume`."""
     allow_unauthenticated(options)
     from ...cluster.job import JobError, State, refuse_if_running
     from ...cluster.report.run_report import read_report
@@ -176,7 +171,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
-    """The configuration that a run folder holds, with single values changed and checked."""
+    """Returns the configuration in a run folder, changed by overrides and checked."""
     from ...cluster.job import JobError
 
     stored = run_dir / "config.json"
@@ -194,7 +189,7 @@ def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
 
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
-    """Returns the configuration, checked against the world it asks for, and where it is to run."""
+    """Returns the configuration, checked against its world size, and the run folder."""
     from ...train.record.run_folder import default_run_dir, place_data
 
     config = place_data(resolve_config(options.name, options.overrides), RUNS)
@@ -206,12 +201,11 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
 
 
 def _add_scale(commands: Commands) -> None:
-    text = "continue a run on another number of nodes from the next step boundary"
     parser = add_command(
         commands,
         "scale",
         _scale,
-        text,
+        "continue a run on another number of nodes from the next step boundary",
         examples=["scale runs/mine 2"],
         notes="Returns at once. If the cluster has too few nodes, the run continues unchanged "
         "until there are more. Exit code: 0 if the request was recorded, 2 if there is no "
@@ -222,7 +216,6 @@ def _add_scale(commands: Commands) -> None:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    """Carries out `moebius scale`."""
     from ...cluster.scale import request_scale
 
     request_scale(options.run_dir, options.num_nodes)
@@ -234,12 +227,11 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _add_stop(commands: Commands) -> None:
-    text = "end a run at the next step boundary, with a checkpoint"
     parser = add_command(
         commands,
         "stop",
         _stop,
-        text,
+        "end a run at the next step boundary, with a checkpoint",
         examples=["stop runs/mine", "stop runs/mine --now"],
         notes="exit code: 0 once the job has ended, 2 if there is none or it does not end",
     )
@@ -251,7 +243,6 @@ def _add_stop(commands: Commands) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    """Carries out `moebius stop`."""
     from rich.console import Console
 
     from ...cluster.report.summary import closing_words

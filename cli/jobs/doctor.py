@@ -1,4 +1,4 @@
-"""`moebius doctor`: checks this machine, or a whole cluster, before a job is started (cluster/check/)."""
+"""`moebius doctor`: checks this machine or a whole cluster before a job starts (cluster/check/)."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ _HERE = "127.0.0.1"
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the `moebius doctor` subcommand and its arguments to the parser."""
+    """Declares `moebius doctor` and its options."""
     parser = add_command(
         commands,
         "doctor",
@@ -54,7 +54,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Carries out `moebius doctor`."""
     from ...cluster.check.findings import exit_code
 
     findings: list[Finding]

@@ -1,4 +1,4 @@
-"""`moebius submit --emit kuberay|slurm`: the job as a file for another system, instead of a start."""
+"""`moebius submit --emit kuberay|slurm`: prints the job as a file for another system, and starts nothing."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares `--emit` and what a file for KubeRay or Slurm needs beside the configuration."""
+    """Declares `--emit`, and what KubeRay or Slurm needs beyond the configuration."""
     parser.add_argument(
         "--emit",
         choices=("kuberay", "slurm"),
@@ -28,7 +28,7 @@ def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def emit(options: argparse.Namespace) -> int:
-    """Carries out `moebius submit --emit`."""
+    """Prints the job's manifest or script; returns the exit code."""
     if options.address is not None or options.detach:
         raise ValueError("--emit starts nothing: omit --address and --detach")
     settings = _settings(options)
@@ -38,7 +38,7 @@ def emit(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what `--with` gives; words of the configuration may follow it."""
+    """Returns the settings of `--with`; overrides of the configuration may follow it."""
     settings: dict[str, Any] = {}
     for word in options.settings:
         key, equals, value = word.partition("=")
@@ -63,7 +63,7 @@ def _kuberay(options: argparse.Namespace, settings: Mapping[str, Any]) -> str:
 
 
 def _ray_version() -> str:
-    """Returns the version that is installed here: Dockerfile takes it from the same constraints."""
+    """Returns the installed version of Ray, which the Dockerfile takes from the same constraints."""
     from importlib import metadata
 
     try:
@@ -83,7 +83,7 @@ def _slurm(options: argparse.Namespace, settings: Mapping[str, Any]) -> str:
 
 
 def _resolve(options: argparse.Namespace, root: Path) -> "Config":
-    """Returns the configuration; prepared data lies below `root`, which every node sees."""
+    """Returns the configuration, with prepared data below `root`, which every node sees."""
     from ...train.record.run_folder import place_data
     from ..configurations import resolve_config
 

@@ -1,4 +1,4 @@
-"""How jobs stand: `moebius status`, `watch` and `logs`, from run folders alone."""
+"""`moebius status`, `watch` and `logs`: show jobs by their run folders alone."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ...cluster.report.run_report import RunReport
 
-_WIDTH_OF_A_PIPE = 10_000  # whoever reads it has room
+_WIDTH_OF_A_PIPE = 10_000  # a pipe has no width to fit into
 EXIT_CODES = (
     "exit code: 0 if the run is going on or ended well, 75 if it was PREEMPTED, 1 if it FAILED "
     "or is LOST, 2 if there is no such run"
@@ -23,7 +23,7 @@ EXIT_CODES = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Declares the commands that show how jobs stand."""
+    """Declares the commands that show jobs."""
     _add_status(commands)
     _add_watch(commands)
     _add_logs(commands)
@@ -61,7 +61,6 @@ def _add_status(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Carries out `moebius status`."""
     from ...cluster.job import JOURNAL
 
     if len(options.folders) == 1 and (options.folders[0] / JOURNAL).is_file():
@@ -139,7 +138,6 @@ def _add_watch(commands: Commands) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """Carries out `moebius watch`."""
     from rich.console import Console
 
     from ...cluster.report.live import follow
@@ -182,7 +180,6 @@ def _add_logs(commands: Commands) -> None:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    """Carries out `moebius logs`."""
     from ...cluster.report.logs import LogLine, follow_logs
 
     if options.tail is not None and options.tail < 0:

@@ -1,7 +1,7 @@
-"""The family as a table: what each recipe is, what it costs and what it promises.
+"""Lists the recipes: what each one is, what it costs and what it promises.
 
-A recipe is described by the first line of its docstring. Costs are those of model/cost.py at the
-length of its sequences.
+The first line of a recipe's docstring describes it. Costs come from model/cost.py, at the recipe's sequence
+length.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,28 +27,28 @@ from ...train.config.run_config import Config
 
 @dataclass(frozen=True)
 class Entry:
-    """What a recipe or configuration file is, costs and promises: one line of the table."""
+    """Describes one recipe or configuration file: its costs and promises."""
 
     name: str
     description: str
     seq_len: int
     parameters: Parameters
     flops: Flops  # forward, per token
-    upper_bound: bool  # the FLOPs of some tokens may be fewer
+    upper_bound: bool  # some tokens may take fewer FLOPs
     promises: Promises
     group_sequences: int
-    counted: float | None  # training FLOPs per token as torch counts them; None: not counted
+    counted: float | None  # training FLOPs per token as torch counts them; None: not requested
 
     @property
     def agrees(self) -> bool:
-        """Whether formula and torch's counter agree, to the last FLOP of a group of sequences."""
+        """Returns whether the formula and torch's counter agree exactly for a group of sequences."""
         tokens = self.seq_len * self.group_sequences
         return self.counted is not None and round(self.counted * tokens) == round(
             self.flops.training * tokens
         )
 
     def plain(self) -> dict[str, Any]:
-        """Returns all of it as plain values for JSON, totals included."""
+        """Returns everything as JSON values, including totals."""
         flops = {
             **asdict(self.flops),
             "forward": self.flops.forward,
@@ -60,12 +60,12 @@ class Entry:
 def catalogue(
     names: Sequence[str], recipes: Mapping[str, Callable[[], Config]], *, count: bool = False
 ) -> Iterable[Entry]:
-    """Yields an entry for each of the named recipes and TOML files, or for all recipes.
+    """Yields an entry for each of the named recipes and TOML files; by default for all recipes.
 
-    A wrong name is refused before the first entry is made.
+    Raises for a wrong name before the first entry is made.
 
     Args:
-        count: let torch count the FLOPs too, in about 0.03 s for every depth step.
+        count: also let torch count the FLOPs, in about 0.03 s per depth step.
 
     Raises:
         ConfigError: there is no such recipe or file.
@@ -78,11 +78,11 @@ def catalogue(
 
 
 def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
-    """Returns the table of entries, and below it what its columns mean.
+    """Returns the table of entries with a legend.
 
     Args:
-        width: columns of the terminal. A recipe is one line; its description is cut to what is
-            left, and left out where that is too little.
+        width: columns of the terminal. Each recipe has one line; its description is cut to what is left, or
+            dropped.
     """
     shown = list(entries)
     counted = any(entry.counted is not None for entry in shown)
@@ -103,7 +103,7 @@ def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
         columns = max(map(len, (heading, *cells)))
         table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
         left -= 2 + columns
-    described = left >= len("architecture")  # a narrow terminal gets the figures, whole
+    described = left >= len("architecture")  # a narrow terminal shows only the figures
     if described:
         table.add_column("architecture", no_wrap=True)
     for entry, row in zip(shown, rows, strict=True):
@@ -126,10 +126,10 @@ def _cells(entry: Entry, *, counted: bool) -> Iterable[str]:
 
 
 def short(number: float, giga: str = "G") -> str:
-    """Returns a number as four digits and a unit: 44,345,792 is 44.35M.
+    """Formats a number with four digits and a unit: 44,345,792 is 44.35M.
 
     Args:
-        giga: the unit of 10^9: "G" of FLOPs, "B" of parameters.
+        giga: the unit of 10^9: "G" for FLOPs, "B" for parameters.
     """
     for unit, factor in (("T", 1e12), (giga, 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= factor:

@@ -1,4 +1,4 @@
-"""`moebius config`: looks up keys of the configuration, and writes a run's whole configuration."""
+"""`moebius config`: looks up configuration keys, and writes a run's whole configuration."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _config(options: argparse.Namespace) -> int:
-    """Carries out `moebius config`."""
     from rich.console import Console
 
     from ...train.config.reference import commented
@@ -66,14 +65,14 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _sections() -> "RenderableType":
-    """Returns every section with what it configures."""
+    """Returns all sections with their descriptions."""
     from ...train.config.reference import section_documents
 
     return _table([], section_documents().items())
 
 
 def _look_up(name: str) -> "RenderableType":
-    """Returns one key in full, or a table of the keys below a section.
+    """Returns one key in full, or a table of the keys in a section.
 
     Raises:
         ConfigError: there is no such key or section.
@@ -93,7 +92,7 @@ def _look_up(name: str) -> "RenderableType":
 
 
 def _entry(key: "Key") -> list[tuple[str, str]]:
-    """Returns everything about one key, line by line."""
+    """Returns everything about one key as rows."""
     rows = {
         key.path: key.meaning,
         "type": key.type,

@@ -1,4 +1,4 @@
-"""`moebius eval` and `moebius lm-eval`: measure a trained model, score a text, or let it write."""
+"""`moebius eval` and `moebius lm-eval`: measure a trained model, score a text, or generate one."""
 
 import argparse
 from pathlib import Path
@@ -33,12 +33,11 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_eval(commands: Commands) -> None:
-    text = "measure a trained model's loss or zero-shot scores, score a text, or generate text"
     parser = add_command(
         commands,
         "eval",
         _eval,
-        text,
+        "measure a trained model's loss or zero-shot scores, score a text, or generate text",
         examples=[
             "eval runs/mine",
             "eval runs/mine --stride 64",
@@ -84,7 +83,7 @@ def _add_eval(commands: Commands) -> None:
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what zero-shot tasks need."""
+    """Declares the options of zero-shot tasks."""
     group = parser.add_argument_group("zero-shot tasks")
     group.add_argument(
         "--tasks",
@@ -113,7 +112,6 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    """Carries out `moebius eval`."""
     asked = [f"--{name}" for name in _ONE_OF if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
@@ -135,19 +133,19 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """Scores the model on tasks; the first rank prints the report."""
+    """Scores the model on tasks; rank 0 prints the report."""
     import json
 
     from rich.console import Console
 
     from ...evaluation.tasks.items import HUB
     from ...evaluation.zero_shot import measure_tasks
-    from ..progress import task_bars
+    from ..progress import progress_bars
     from .evaluate_report import plain_report, render_report
 
     if options.data is None:
         raise ValueError("--tasks needs --data: the folder of the task files, or hub")
-    with task_bars(Console(stderr=True)) as on_task:
+    with progress_bars(Console(stderr=True), of_rows=True) as on_task:
         report = measure_tasks(
             options.run_dir,
             [name for name in options.tasks.split(",") if name],
@@ -161,7 +159,7 @@ def _tasks(options: argparse.Namespace) -> int:
             per_item=options.per_item,
             on_task=on_task,
         )
-    if report is None:  # another rank than the first
+    if report is None:  # only rank 0 has it
         return 0
     if options.json:
         print(json.dumps(plain_report(report), indent=2))
@@ -200,11 +198,11 @@ def _score(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
-    """Prints what the model writes after the prompt, piece by piece."""
+    """Prints the model's continuation of the prompt as it is generated."""
     from ...evaluation.generate import check_request
     from ...evaluation.text import write_text
 
-    check_request(options.tokens, options.temperature)  # before a model is read
+    check_request(options.tokens, options.temperature)  # before reading the model
     for piece in write_text(
         _restored(options),
         options.prompt,
@@ -217,7 +215,7 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _restored(options: argparse.Namespace) -> "Restored":
-    """Loads the checkpoint that is asked about, whole into this process."""
+    """Loads the requested checkpoint into this process."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
 
@@ -226,7 +224,6 @@ def _restored(options: argparse.Namespace) -> "Restored":
 
 
 def _lm_eval(options: argparse.Namespace) -> int:
-    """Carries out `moebius lm-eval`."""
     import importlib.util
 
     if importlib.util.find_spec("lm_eval") is None:

@@ -1,4 +1,4 @@
-"""Presents zero-shot scores: a table for people, plain values for scripts."""
+"""Shows zero-shot scores: a table for people, JSON values for scripts."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ _LONG_ITEMS = {
 
 
 def plain_report(report: ZeroShotReport) -> dict[str, Any]:
-    """Returns all of a report for JSON; what is no number is null."""
+    """Returns a report as JSON values; numbers that are not finite become null."""
     mean = report.paper_mean
     found = {
         **dataclasses.asdict(report),
@@ -41,7 +41,7 @@ def _finite(value: Any) -> Any:
 
 
 def render_report(report: ZeroShotReport) -> RenderableType:
-    """Returns the table of a report with its notes."""
+    """Returns a report's table with its notes."""
     title = f"{report.run}, step {report.step}: zero-shot"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("task", overflow="fold")
@@ -93,7 +93,7 @@ def _is_subset(result: TaskResult) -> bool:
 
 
 def _stand_ins(report: ZeroShotReport) -> dict[str, str]:
-    """Returns the paper's tasks that another one stands in for."""
+    """Returns the paper's tasks that are replaced, with their replacements."""
     names = {result.name for result in report.tasks}
     return {
         name: other for name, other in STAND_INS.items() if name not in names and other in names

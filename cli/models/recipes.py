@@ -1,4 +1,4 @@
-"""`moebius models`: the table of recipes (catalogue.py)."""
+"""`moebius models`: lists the recipes (catalogue.py)."""
 
 import argparse
 import json
@@ -8,12 +8,11 @@ from ..arguments import Commands, add_command
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius models` and its options."""
-    text = "list the recipes with their costs and promises"
     parser = add_command(
         commands,
         "models",
         _models,
-        text,
+        "list the recipes with their costs and promises",
         examples=["models", "models switch deepseek mine.toml --json"],
     )
     parser.add_argument(
@@ -28,7 +27,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _models(options: argparse.Namespace) -> int:
-    """Carries out `moebius models`."""
     from rich.console import Console
 
     from ...train.recipes.smoke import RECIPES

@@ -1,4 +1,4 @@
-"""`moebius plan`: predicts the cost of every layout of a model on a machine, and ranks them."""
+"""`moebius plan`: predicts the cost of every layout of a model on a machine and ranks them."""
 
 import argparse
 import json
@@ -21,12 +21,11 @@ _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius plan` and its options."""
-    text = "predict memory and speed of every layout, and rank them"
     parser = add_command(
         commands,
         "plan",
         _plan,
-        text,
+        "predict memory and speed of every layout, and rank them",
         examples=[
             'plan moeut_1b --hardware h200 --nodes 1 "…" 64',
             "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
@@ -43,7 +42,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the machine, the work, and what their costs are computed from."""
+    """Declares the machine, the workload, and the sources of their costs."""
     parser.add_argument(
         "--hardware",
         default="h200",
@@ -94,7 +93,7 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares how the plan is shown."""
+    """Declares the form of the report."""
     parser.add_argument(
         "--layout",
         action="store_true",
@@ -109,7 +108,6 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Carries out `moebius plan`."""
     from rich.console import Console
 
     from ...planning.hardware import find_hardware
@@ -134,12 +132,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def parse_nodes(words: Sequence[str]) -> list[int]:
-    """Reads numbers of nodes, in ascending order.
+    """Parses numbers of nodes, and sorts them.
 
-    "…" between two of them doubles the first until the second is reached: 1 … 6 is 1 2 4 6.
+    "…" between two numbers doubles the first until it reaches the second: 1 … 6 is 1 2 4 6.
 
     Raises:
-        ValueError: a word is no number of nodes, or "…" does not stand between two numbers.
+        ValueError: a word is not a number of nodes, or "…" is not between two numbers.
     """
     nodes: list[int] = []
     doubling = False
@@ -163,7 +161,7 @@ def parse_nodes(words: Sequence[str]) -> list[int]:
 
 
 def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace) -> "Scenario":
-    """Returns the work of a run's configuration on a machine.
+    """Returns a configuration's workload on a machine.
 
     Raises:
         ValueError: the planner does not model the configuration, or an option is out of range.
@@ -199,7 +197,7 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
 
 
 def _routing_skew(text: str | None) -> "RoutingSkew":
-    """Returns the routing that --skew names."""
+    """Returns the routing skew that --skew names."""
     from ...planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
 
     if text is None:
@@ -214,7 +212,7 @@ def _routing_skew(text: str | None) -> "RoutingSkew":
 
 
 def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
-    """Prints the ranked layouts, and what else was asked for."""
+    """Prints the ranked layouts, and the requested details."""
     from rich.console import Console
 
     from ...planning.plan_report import render_detail, render_plans
@@ -228,7 +226,7 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
 
 
 def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:
-    """Prints which rank sits where in the configured mesh, and which links its groups use."""
+    """Prints the position of each rank in the configured mesh, and the links of its groups."""
     from ...distributed.layout import plan_layout
     from ...distributed.layout_table import render_layout
     from ...train.config.resolve import resolve

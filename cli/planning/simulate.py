@@ -1,4 +1,4 @@
-"""`moebius simulate`: routes tokens on simulated ranks in this process, and counts the traffic."""
+"""`moebius simulate`: routes tokens between simulated ranks in this process and counts the traffic."""
 
 import argparse
 import json
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius simulate` and its options."""
-    text = "route tokens on simulated ranks in this process and count the traffic"
     parser = add_command(
         commands,
         "simulate",
         _simulate,
-        text,
+        "route tokens on simulated ranks in this process and count the traffic",
         examples=[
             "simulate moeut --ep 16 --dispatcher alltoall dedup",
             "simulate --trace runs/mine --ep 8 --png traffic.png",
@@ -55,7 +54,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the simulated ranks, and how rows travel between them."""
+    """Declares the simulated ranks and their dispatchers."""
     parser.add_argument(
         "--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8"
     )
@@ -79,7 +78,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    """Carries out `moebius simulate`; 1 where the simulation found a violation."""
+    """Runs `moebius simulate`; returns 1 if the simulation found a violation."""
     import traceback
 
     from ...simulation.dispatch import unexpected_cause
@@ -88,7 +87,7 @@ def _simulate(options: argparse.Namespace) -> int:
     _refuse_contradictions(options)
     try:
         return _simulate_values(options)
-    except RankFailed as error:  # it ended before there was a report
+    except RankFailed as error:  # before there was a report
         if (cause := unexpected_cause(error)) is not None:
             traceback.print_exception(cause)
         print_message("error", " ".join(str(error).split()))
@@ -96,7 +95,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raises ValueError where two options exclude each other, or one would be ignored."""
+    """Raises ValueError if two options exclude each other, or one would be ignored."""
     if (options.name is None) == (options.trace is None):
         raise ValueError("name a recipe, a FILE.toml or a run folder, or use --trace RUN")
     if options.trace is not None and options.tokens_per_rank is not None:
@@ -107,7 +106,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 
 
 def _simulate_values(options: argparse.Namespace) -> int:
-    """Carries rows from rank to rank; returns the exit code."""
+    """Simulates the dispatch and prints the report; returns the exit code."""
     from rich.console import Console
 
     from ...simulation.calls import simulate_all
@@ -139,7 +138,7 @@ def _asked_ranks(options: argparse.Namespace) -> "RequestedRanks":
 
 
 def _source(options: argparse.Namespace) -> "CallSource":
-    """Returns where the routes come from: a recorded trace, a trained run, or a fresh model."""
+    """Returns the source of the routes: a recorded trace, a trained run, or a fresh model."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
     from ...simulation.calls import expert_maps_of, source_from_model, source_from_trace
@@ -164,7 +163,7 @@ def _source(options: argparse.Namespace) -> "CallSource":
 
 
 def _config(options: argparse.Namespace) -> "Config":
-    """Returns the configuration of the run, recipe or file that was named."""
+    """Returns the configuration of the named run, recipe or file."""
     from ...simulation.calls import config_of_run
     from ...train.config.resolve import resolve
     from ...train.recipes.smoke import RECIPES
