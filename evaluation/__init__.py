@@ -1,1 +1,1 @@
-"""What a run is worth: perplexity and generated text."""
+"""Measures checkpoints: perplexity, zero-shot tasks, generated text, traces."""

@@ -1,40 +1,41 @@
-"""Which rows go through the model together, so that little is computed twice or for nothing.
+"""Groups rows into batches that share common beginnings and waste little padding.
 
-Rows come in families: the options of one question, which mostly begin with the same tokens. What
-begins alike (of a family whose left ends were cut at several places: each part of it) goes through
-the model once, as the beginning of several rows. Beginnings of a batch are cut to the shortest of
-them, so that a batch with a cache needs no padding on the left; what was cut off is computed with
-the ends. Ends are padded on the right, which a causal model does not see.
+Rows come in families, such as the options of one question, which mostly begin with the same tokens.
+A common beginning goes through the model once, for all rows that share it. (If the left ends of a
+family were cut at different places, this holds for each part.) All beginnings of a batch are cut to
+the shortest one, so that a batch with a cache needs no padding on the left; the cut-off tokens are
+computed with the ends. Ends are padded on the right, which a causal model does not see.
 
-A pass costs about as much as 200 tokens more than it has: on a core with AVX-512, a model of 7M
-parameters needs 20 ms for one token and 250 ms for 2048. So a batch is closed where padding would
-cost more than that, and rows of similar length stand together.
+A pass costs as much as about 200 additional tokens: on a core with AVX-512, a model of 7M
+parameters
+takes 20 ms for one token and 250 ms for 2048. A batch is therefore closed when padding would cost
+more than that, and rows of similar length go together.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-LEAST_SHARED = 16  # a shorter beginning costs less than the pass of its own
-PASS_TOKENS = 200  # what a pass costs beside its tokens, on a CPU
+LEAST_SHARED = 16  # tokens; a shorter beginning costs less than a pass of its own
+PASS_TOKENS = 200  # cost of a pass in tokens, on a CPU
 _MOST_TOKENS = 2**13  # of one pass
-_MOST_CACHED = 2**14  # positions of all rows whose keys and values exist at a time
+_MOST_CACHED = 2**14  # positions with keys and values, over all rows of a batch
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds tokens for the model, of which the last are scored."""
+    """Holds input tokens, of which the last are scored."""
 
     tokens: tuple[int, ...]
     num_scored: int
-    num_cut: int = 0  # tokens on the left that had no room
-    num_unscored: int = 0  # of these, such as were to be scored
+    num_cut: int = 0  # tokens cut off on the left
+    num_unscored: int = 0  # tokens among them that should have been scored
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_scored < len(self.tokens):
             raise ValueError(
-                f"a row of {len(self.tokens)} tokens cannot have {self.num_scored} scored ones: "
-                "each needs a token before it, and at least one is to be scored"
+                f"a row of {len(self.tokens)} tokens cannot score {self.num_scored} of them: score at "
+                "least one, each after another token"
             )
 
 
@@ -48,10 +49,11 @@ def rolling_rows(
 
     Args:
         tokens: of the text.
-        prefix: stands before its first token.
+        prefix: the token before the first one.
         context: tokens of a row's input.
-        stride: how many tokens a row scores, but for the first, which scores all that it has; None:
-            as many as the context, so that only the last row has more context than it needs.
+        stride: tokens that each row after the first scores; None: as many as the context, so that
+            only
+            the last row has more context than it needs.
     """
     line, stride = [prefix, *tokens], stride or context
     rows, done = [], 0
@@ -64,14 +66,16 @@ def rolling_rows(
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Names rows that go through the model together, by family, and how many tokens they share."""
+    """Names rows that go through the model together, by family, and the length of their shared
+    beginning.
+    """
 
-    families: tuple[tuple[int, tuple[int, ...]], ...]  # number of the family, of its rows
+    families: tuple[tuple[int, tuple[int, ...]], ...]  # family number, row numbers
     prefix: int
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Returns the rows, each by the number of its family and its own."""
+        """Returns the rows as (family number, row number)."""
         return [(family, row) for family, rows in self.families for row in rows]
 
 
@@ -81,17 +85,17 @@ class _Cluster:
 
     family: int
     rows: tuple[int, ...]
-    prefix: int  # tokens that all begin with, none of them scored
-    longest: int  # tokens after these that the model is given, of the longest row
+    prefix: int  # shared tokens at the beginning, none of them scored
+    longest: int  # input tokens of the longest row after the prefix
 
     @property
     def cost(self) -> int:
-        """Returns how many tokens are computed for it alone."""
+        """Returns the tokens computed for the cluster alone."""
         return self.prefix + len(self.rows) * self.longest
 
 
 def rows_alone(families: Sequence[Family], rank: int, num_ranks: int) -> Iterator[RowBatch]:
-    """Yields a rank's rows, each by itself."""
+    """Yields a rank's rows, one per batch."""
     places = [(f, r) for f, family in enumerate(families) for r in range(len(family))]
     for f, r in places[rank::num_ranks]:
         yield RowBatch(((f, (r,)),), 0)
@@ -102,22 +106,20 @@ def plan_batches(
     rank: int,
     num_ranks: int,
     *,
-    share: bool = True,
     pass_tokens: int = PASS_TOKENS,
 ) -> Iterator[RowBatch]:
-    """Yields a rank's batches: first those with common beginnings, and the longest rows first.
+    """Yields a rank's batches: those with common beginnings first, longest rows first.
 
     Args:
-        families: rows that may begin alike stand together.
-        rank: whose batches.
-        num_ranks: how many there are.
-        share: whether common beginnings are computed once.
-        pass_tokens: what a pass costs beside its tokens, as so many more.
+        families: rows that may begin alike.
+        rank: this rank.
+        num_ranks: ranks that share the rows.
+        pass_tokens: cost of a pass, in tokens.
     """
     clusters: list[_Cluster] = []
     single: list[tuple[int, int, int]] = []  # length, family, row
     for f, family in enumerate(families):
-        for rows in _alike(family) if share else [[r] for r in range(len(family))]:
+        for rows in _alike(family):
             lengths = [len(family[r].tokens) - 1 for r in rows]
             cluster = _cluster(f, family, rows)
             if len(rows) > 1 and cluster.cost < sum(lengths):
@@ -131,7 +133,7 @@ def plan_batches(
 
 
 def shared_length(family: Family) -> int:
-    """Returns how many tokens all rows of a family begin with, before any that is scored."""
+    """Returns how many tokens all rows of a family share at the beginning, before any scored one."""
     first = family[0].tokens
     longest = min(len(row.tokens) - 1 - row.num_scored for row in family)
     for place in range(longest):
@@ -141,7 +143,7 @@ def shared_length(family: Family) -> int:
 
 
 def _alike(family: Family) -> list[list[int]]:
-    """Returns the numbers of a family's rows, those together that begin alike."""
+    """Returns the row numbers of a family, grouped by equal beginnings."""
     found: dict[object, list[int]] = {}
     for r, row in enumerate(family):
         has_room = len(row.tokens) - 1 - row.num_scored >= LEAST_SHARED
@@ -157,24 +159,26 @@ def _cluster(number: int, family: Family, rows: Sequence[int]) -> _Cluster:
 
 
 def _similar_together(cluster: _Cluster) -> tuple[int, int, int]:
-    """The order of clusters: by steps of an eighth of their beginnings, then by their ends."""
+    """Returns the sort key of clusters: length of the beginning in steps of an eighth, then of the
+    ends.
+    """
     step = round(math.log(cluster.prefix) / math.log(1.125))
     return -step, -cluster.longest, cluster.family
 
 
 @dataclass
 class _Open:
-    """Holds the batch of clusters that is being filled."""
+    """Collects clusters for the batch being filled."""
 
     pass_tokens: int
     clusters: list[_Cluster] = field(default_factory=list)
     num_rows: int = 0
     prefix: int = 0
-    total: int = 0  # tokens of beginning and end together, of the longest row
-    cost: int = 0  # of its clusters, each by itself
+    total: int = 0  # tokens of the longest row
+    cost: int = 0  # of its clusters as separate batches
 
     def takes(self, more: _Cluster) -> bool:
-        """Takes a cluster, unless there is no room or it costs more than a batch of its own."""
+        """Adds a cluster and returns True, unless it does not fit or is cheaper in a batch of its own."""
         rows = self.num_rows + len(more.rows)
         prefix = min(self.prefix or more.prefix, more.prefix)
         total = max(self.total, more.prefix + more.longest)
@@ -193,12 +197,12 @@ class _Open:
         return True
 
     def closed(self) -> RowBatch:
-        """Returns the batch of the clusters that were taken."""
+        """Returns the batch of the collected clusters."""
         return RowBatch(tuple((one.family, one.rows) for one in self.clusters), self.prefix)
 
 
 def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iterator[RowBatch]:
-    """Yields batches of clusters, in their order."""
+    """Yields batches of clusters in their order."""
     batch = _Open(pass_tokens)
     for cluster in clusters:
         if not batch.takes(cluster):
@@ -212,7 +216,7 @@ def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iter
 def _batches_of_single(
     single: Sequence[tuple[int, int, int]], pass_tokens: int
 ) -> Iterator[RowBatch]:
-    """Yields batches of rows, which come with their length, longest first."""
+    """Yields batches of (length, family, row), sorted longest first."""
     first = 0
     while first < len(single):
         longest, padding, last = single[first][0], 0, first + 1

@@ -1,8 +1,8 @@
-"""Text from a model: one sequence, token by token, with the key-value cache.
+"""Generates text from a model, one sequence, token by token, with the key-value cache.
 
-A model that routes sequences together gets a group context (group_context.py): given text, of which it sees
-one more token whenever it writes one itself. They are rows of the same batch, with keys and values
-of their own.
+A model that routes sequences together also needs a group context (group_context.py): rows of
+training
+text in the same batch, which advance by one token with every generated token.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..model.transformer import Transformer
 from .group_context import group_context_size, in_group_context
 
-COLDEST = 1e-30  # below it logits / temperature overflows float32
+COLDEST = 1e-30  # a lower temperature would overflow float32 logits
 
 
 @torch.no_grad()
@@ -31,17 +31,18 @@ def generate(
 
     Args:
         prompt_S: int64, at least one token.
-        temperature: of the sampling; 0 takes the most likely token each time, and so does all
-            that is too small for float32 to divide by.
-        context_MS: int64, as many rows as `group_context_size(model)` and at least as long as
-            prompt and answer without the last token; None where there are none.
+        temperature: of sampling; 0, or a value too small for float32, takes the most likely token.
+        context_MS: int64, `group_context_size(model)` rows, each at least as long as prompt and
+            output
+            without the last token; None if the model needs none.
 
     Raises:
-        ValueError: an empty prompt, a temperature that is negative or no number, a group context
-            that does not fit, or a model that reads whole sequences.
+        ValueError: the prompt is empty, the temperature or the group context is invalid, or the
+            model
+            reads whole sequences.
     """
     if prompt_S.numel() == 0:
-        raise ValueError("generation needs a prompt of at least one token, and got none")
+        raise ValueError("the prompt is empty; generation needs at least one token")
     check_request(num_tokens, temperature)
     _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
@@ -61,30 +62,29 @@ def generate(
 
 
 def check_request(num_tokens: int, temperature: float) -> None:
-    """Checks that so many tokens can be sampled at that temperature.
+    """Checks the number of tokens and the temperature.
 
     Raises:
-        ValueError: fewer than one token, or a temperature that is negative, infinite or no number.
+        ValueError: fewer than one token, or a temperature that is negative or not finite.
     """
     if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens}: at least 1 is needed")
+        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: a finite number from 0 on is needed")
+        raise ValueError(f"temperature={temperature} must be finite and at least 0")
 
 
 def _check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
     experts = model.config.experts
     if experts is not None and experts.router.reads_whole_sequences:
         raise ValueError(
-            f"router.kind={experts.router.kind!r} as configured reads whole sequences, later "
-            "positions included: such a model "
-            "cannot write, for at each token what comes later does not exist yet"
+            f"router.kind={experts.router.kind!r} as configured reads whole sequences, including "
+            "later positions, so the model cannot generate text"
         )
     wanted = group_context_size(model)
     given = (0, length) if context_MS is None else tuple(context_MS.shape)
     if given[0] != wanted or given[1] < length:
         raise ValueError(
-            f"this model routes {wanted + 1} sequences together, so it writes beside a group "
-            f"context of {wanted} sequences of at least {length} tokens; "
-            f"given: {given[0]} of {given[1]} (evaluation/group_context.py draws them)"
+            f"the model routes {wanted + 1} sequences together, so it needs a group context of "
+            f"{wanted} sequences of at least {length} tokens, got {given[0]} of {given[1]} "
+            "(evaluation/group_context.py draws them)"
         )

@@ -1,15 +1,16 @@
-"""EleutherAI's lm-evaluation-harness on our checkpoints: a model of its kind, called `moebius`.
+"""Registers our checkpoints with EleutherAI's lm-evaluation-harness as the model `moebius`.
 
     moebius lm-eval --model moebius --model_args path=runs/mine --tasks hellaswag,arc_easy
 
-The harness has no place where a package could announce a model, so its own command `lm_eval` knows
-this one only once this module is imported; the command above imports it and hands everything on. A
-task file may import it too (docs/evaluate.md).
+The harness has no plugin mechanism for models, so `lm_eval` knows this one only after importing
+this
+module. The command above imports it and passes everything on; a task file can import it too
+(docs/evaluate.md).
 
-Rows are scored as in our own tasks (scoring.py): what has no context stands after an end of
-document, long rows lose their left end, options share their context's pass. One process; `moebius
-eval` takes several ranks. (The harness would gather their results as pickled objects, which no rank
-of ours takes from another.)
+Rows are scored as in our own tasks (scoring.py): a text without context follows an end of document,
+long rows lose their left end, and options share their context's pass. The harness runs in one
+process, because it would gather results as pickled objects, which our ranks refuse. `moebius eval`
+runs on several ranks.
 """
 
 import atexit
@@ -37,24 +38,25 @@ from .tasks.task import Encoder, TaskError
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = {"do_sample", "until", "max_gen_toks", "temperature"}  # of a request for text
+_KNOWN = {"do_sample", "until", "max_gen_toks", "temperature"}  # options of a generation request
 
 
 @register_model("moebius")
 class MoebiusLM(TemplateLM):
-    """A checkpoint of a run folder, for the harness.
+    """Wraps the checkpoint of a run folder for the harness.
 
     Args:
         path: the run folder.
         step: of the checkpoint; None: the newest.
         max_length: the longest input in tokens; None: as in training.
-        seed: of sampled text, and of the group context of models that route sequences together.
-        device: cpu; anything else takes a GPU if there is one.
-        batch_size: is not used: batches are as large as their rows allow.
-        max_batch_size: is not used.
+        seed: of sampled text and of group contexts.
+        device: cpu; any other value uses a GPU if there is one.
+        batch_size: ignored: the rows determine batch sizes.
+        max_batch_size: ignored.
 
     Raises:
-        ValueError: the run or its checkpoint cannot be read, the model reads the future, or there
+        ValueError: the run or its checkpoint cannot be read, the model reads later positions, or
+            there
             are several processes.
     """
 
@@ -73,11 +75,11 @@ class MoebiusLM(TemplateLM):
         self._open = ExitStack()
         if str(device).startswith("cuda") and not torch.cuda.is_available():
             # The harness passes "cuda" unless --device says otherwise.
-            logger.warning("the harness asked for %s, which is absent: scoring on the CPU", device)
+            logger.warning("the harness requested %s, which is missing: scoring on the CPU", device)
         with start_process("cpu" if device == "cpu" else "auto") as process:
             if process.world_size > 1:
                 raise ValueError(
-                    f"the harness scores our models in one process, and this is one of "
+                    f"the harness scores moebius' models in one process, and this is one of "
                     f"{process.world_size}: start it without torchrun, or use `moebius eval --tasks`"
                 )
             restored = restore(Path(path), process, step=step)
@@ -91,7 +93,7 @@ class MoebiusLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Returns the end of a document."""
+        """Returns the id of the end of a document."""
         return self._encoder.end_of_document
 
     @property
@@ -101,11 +103,11 @@ class MoebiusLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Returns a name that no other tokenizer has."""
+        """Returns a name unique to this tokenizer."""
         return f"moebius-{self._encoder.tokenizer.sha256[:16]}"
 
     def get_model_info(self) -> dict[str, object]:
-        """Returns what the harness writes beside its results."""
+        """Returns what the harness records beside its results."""
         parameters = sum(parameter.numel() for parameter in self._restored.model.parameters())
         return {
             "model_num_parameters": parameters,
@@ -117,7 +119,7 @@ class MoebiusLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """Returns a text's tokens; there are no special ones to add."""
+        """Returns a text's tokens; no special tokens are added."""
         return self._encoder.ids(string)
 
     def _loglikelihood_tokens(
@@ -126,7 +128,7 @@ class MoebiusLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of every continuation, and whether it is the greedy one."""
+        """Returns each continuation's log-likelihood and whether it is the greedy one."""
         families: dict[tuple[int, ...], list[int]] = {}
         for number, (_, context, _) in enumerate(requests):
             families.setdefault(tuple(context), []).append(number)
@@ -153,7 +155,7 @@ class MoebiusLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns the log-likelihood of every text, each token of it scored once."""
+        """Returns the log-likelihood of every text; each token is scored once."""
         texts: list[str] = [request.args[0] for request in requests]
         families: list[list[Row]] = [
             rolling_rows(self.tok_encode(text), self.eot_token_id, self.max_length)
@@ -166,7 +168,7 @@ class MoebiusLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns the text that the model writes after every context, up to a stop sequence."""
+        """Returns the generated continuation of every context, up to a stop sequence."""
         answers = []
         for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
             asked: tuple[Any, ...] = request.args
@@ -175,17 +177,17 @@ class MoebiusLM(TemplateLM):
         return answers
 
     def _write(self, context: str, options: dict[str, Any]) -> str:
-        """Writes after one context."""
+        """Generates the continuation of one context."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
         if unknown := sorted(set(wanted) - _KNOWN):
             raise ValueError(
-                f"generation with {', '.join(unknown)}: moebius knows {', '.join(sorted(_KNOWN))}"
+                f"unknown generation options {', '.join(unknown)}; known: {', '.join(sorted(_KNOWN))}"
             )
         room = self.max_length - wanted["max_gen_toks"]
         if room < 1:
             raise ValueError(
                 f"max_gen_toks={wanted['max_gen_toks']} leaves no room for a prompt in a context of "
-                f"{self.max_length} tokens: ask for fewer"
+                f"{self.max_length} tokens; lower it"
             )
         prompt = (self.tok_encode(context) or [self.eot_token_id])[-room:]
         written, text = [], ""
@@ -213,7 +215,7 @@ class MoebiusLM(TemplateLM):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the harness's own command line, in which `--model moebius` is known now."""
+    """Runs the harness's own command line with `--model moebius` registered."""
     from lm_eval.__main__ import cli_evaluate
 
     if arguments is not None:

@@ -1,9 +1,10 @@
-"""Measures a checkpoint's loss on a split, by windows as in training or by windows that overlap.
+"""Measures a checkpoint's loss on a split, over windows as in training or overlapping windows.
 
-In windows that do not overlap, as in training, a token in the middle of a window has half of it as
-context. A window that moves by less than its length gives every token but the first ones at least
-length − stride tokens of context. Bits per byte divide by the text's UTF-8 bytes and not by tokens, so
-runs with different tokenizers compare.
+Without overlap, as in training, a token has half a window of context on average. Windows that move
+by less than their length give every token but the first ones at least length − stride tokens of
+context. Bits per byte divide by the text's UTF-8 bytes instead of tokens, so that runs with
+different
+tokenizers compare.
 """
 
 import math
@@ -22,12 +23,12 @@ from .batches import rolling_rows
 from .restore import refuse_pairs, restore, tokenizer_of_run
 from .scoring import open_scorer
 
-_ROWS_AT_A_TIME = 1024  # of the split: so many windows' tokens are in memory
+_ROWS_AT_A_TIME = 1024  # rows of the split in memory
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Loss of one checkpoint on one split."""
+    """Holds the loss of one checkpoint on one split."""
 
     step: int
     split: str
@@ -49,7 +50,7 @@ def measure(
         run_dir: the run folder.
         step: of the checkpoint; None: the newest.
         split: train or validation.
-        max_rows: how many rows at most; 0: all of them.
+        max_rows: upper limit of rows; 0: all.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
@@ -64,7 +65,7 @@ def measure(
 
 @dataclass(frozen=True)
 class SlidingMeasurement:
-    """Loss of one checkpoint on one split, with windows of `context` tokens that move by `stride`."""
+    """Holds a checkpoint's loss on a split, with windows of `context` tokens that move by `stride`."""
 
     step: int
     split: str
@@ -81,7 +82,7 @@ class SlidingMeasurement:
 
     @property
     def bits_per_byte(self) -> float:
-        """Returns bits per UTF-8 byte of the text; ends of documents cost bits and have no bytes."""
+        """Returns bits per UTF-8 byte of the text; ends of documents cost bits but have no bytes."""
         return -self.log_probability / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
@@ -102,22 +103,22 @@ def measure_sliding(
     max_rows: int = 0,
     advance: Callable[[int, int], None] | None = None,
 ) -> SlidingMeasurement:
-    """Returns the loss of a checkpoint over a split, by windows that overlap; one process.
+    """Returns the loss of a checkpoint over a split, with overlapping windows; one process.
 
-    Every token that has one before it is scored once. A source's documents are one stream, as in
-    training; the windows begin anew with each source, and every 1,024 rows.
+    Every token but the first is scored once. A source's documents form one stream, as in training;
+    windows restart at each source and every 1,024 rows.
 
     Args:
         run_dir: the run folder.
-        stride: by how many tokens the windows move; as many as the run's seq_len: no overlap.
+        stride: tokens by which windows move; the run's seq_len means no overlap.
         step: of the checkpoint; None: the newest.
         split: train or validation.
-        max_rows: of seq_len tokens, at most so many from the beginning; 0: all of them.
-        advance: told how many tokens are done, and of how many.
+        max_rows: upper limit of rows of seq_len tokens, from the beginning; 0: all.
+        advance: called with the number of finished tokens and their total.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
-            model reads the future, or the data has a loss mask.
+            model reads later positions, or the data has a loss mask.
     """
     with start_process("auto") as process, ExitStack() as stack:
         if process.world_size > 1:
@@ -126,10 +127,7 @@ def measure_sliding(
         refuse_pairs(restored)
         data = restored.config.data
         if not 1 <= stride <= data.seq_len:
-            raise ValueError(
-                f"--stride {stride}: a window of {data.seq_len} tokens (data.seq_len) moves by 1 to "
-                f"{data.seq_len}"
-            )
+            raise ValueError(f"--stride {stride} must be between 1 and data.seq_len={data.seq_len}")
         reader = stack.enter_context(SplitReader(data.directory, split, seq_len=data.seq_len))
         scorer = open_scorer(restored, stack)
         tokenizer = tokenizer_of_run(restored)
@@ -145,25 +143,25 @@ def measure_sliding(
             if advance is not None:
                 advance(tokens, num_rows * data.seq_len)
     if not num_bytes:
-        raise ValueError(f"{data.directory}: the split {split!r} has no text to be measured")
+        raise ValueError(f"{data.directory}: the split {split!r} has no text to measure")
     return SlidingMeasurement(
         restored.step, split, data.seq_len, stride, log_probability, tokens, num_bytes
     )
 
 
 def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields the first row and the end of stretches of rows that follow each other."""
+    """Yields the first row and the end of each stretch of consecutive rows."""
     for stream in streams:
         for first in range(stream.start, min(stream.stop, num_rows), _ROWS_AT_A_TIME):
             yield first, min(first + _ROWS_AT_A_TIME, stream.stop, num_rows)
 
 
 def _stream(reader: SplitReader, first: int, end: int) -> list[int]:
-    """Returns the tokens of rows that follow each other: each begins with the last one's last."""
+    """Returns the tokens of consecutive rows; each row begins with the last token of the previous one."""
     rows = reader.read(np.arange(first, end))
     if rows.loss_mask is not None:
         raise DataError(
-            f"{reader.directory}: its loss mask leaves tokens out, and windows that overlap count all "
-            "of them: measure without --stride"
+            f"{reader.directory}: its loss mask excludes tokens, which overlapping windows would count; "
+            "measure without --stride"
         )
     return [*rows.tokens[:, :-1].ravel().tolist(), int(rows.tokens[-1, -1])]

@@ -1,4 +1,4 @@
-"""A trained model back from a run folder, on any number of ranks."""
+"""Restores a trained model from a run folder, on any number of ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..train.state import model_tensors
 
 @dataclass(frozen=True)
 class Restored:
-    """A model with the weights of one checkpoint."""
+    """Holds a model with the weights of one checkpoint."""
 
     model: Transformer
     config: Config
@@ -35,17 +35,18 @@ def restore(
         run_dir: the run folder.
         process: this rank.
         step: of the checkpoint; None: the newest.
-        depth_steps: how often layers are applied in all, of a model that shares them; None: as
-            trained. The configuration that is returned says so too.
+        depth_steps: total number of layer applications, for a model that shares layers; None: as
+            trained. The returned configuration has the same number.
 
     Raises:
-        ConfigError: the run or the checkpoint does not exist, or the model cannot have so many depth
+        ConfigError: the run or the checkpoint does not exist, or the model cannot have that many
+            depth
             steps.
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():
         raise ConfigError(
-            f"{run_dir}: is not a run folder (no config.json); `moebius status` lists the runs here"
+            f"{run_dir}: is not a run folder (no config.json); `moebius status` lists runs"
         )
     config = Config.load(config_file)
     if depth_steps is not None:
@@ -76,34 +77,34 @@ def restore(
 
 
 def _with_depth(config: Config, depth_steps: int) -> Config:
-    """Returns the configuration of the same weights, applied more often or less.
+    """Returns the configuration with the same weights applied more or less often.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: the model shares no layers, or the number is no multiple of the group.
     """
     model = config.model
     group = model.layers_per_group
     if depth_steps != model.num_layers and group == model.num_layers:
         raise ConfigError(
-            f"the model shares no layers, and has {group} depth steps: only a model that repeats its "
-            "layers can take others"
+            f"{depth_steps} depth steps: the model shares no layers and always has {group}; only a "
+            "model with repeated layers can change them"
         )
     if depth_steps < 1 or depth_steps % group:
         raise ConfigError(
-            f"{depth_steps} depth steps of a group of {group} layers: give a multiple of {group}"
+            f"{depth_steps} depth steps must be a multiple of the group of {group} layers"
         )
     return config.model_copy(update={"model": model.model_copy(update={"num_layers": depth_steps})})
 
 
 def refuse_pairs(restored: Restored) -> None:
-    """Checks that a model predicts the next token, and so can be asked about text.
+    """Checks that a model predicts the next token, and so can score text.
 
     Raises:
-        ConfigError: it was trained on labels of their own.
+        ConfigError: it was trained on pairs of inputs and labels.
     """
     if restored.config.data.targets == "paired":
         raise ConfigError(
-            "the run has data.targets=paired, so its rows are pairs of inputs and labels, not text"
+            "the run has data.targets=paired: its rows are pairs of inputs and labels, not text"
         )
 
 
@@ -111,15 +112,15 @@ def tokenizer_of_run(restored: Restored) -> Tokenizer:
     """Returns the tokenizer that a run was trained with.
 
     Raises:
-        ValueError: it is gone, or the one in its place belongs to another vocabulary.
+        ValueError: it is missing or has another vocabulary.
     """
     directory, model = restored.config.data.directory, restored.config.model
     num_ids = restored.config.prepare.num_token_ids
     tokenizer = prepared_tokenizer(directory)
     if tokenizer.vocab_size > min(model.vocab_size, num_ids):
         raise ConfigError(
-            f"{directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
-            f"with {num_ids} (model.vocab_size={model.vocab_size}): the folder was "
-            "prepared anew for another vocabulary; put back the one of the run"
+            f"{directory}: its tokenizer has {tokenizer.vocab_size} ids, but the run was trained "
+            f"with {num_ids} (model.vocab_size={model.vocab_size}): the folder was prepared again "
+            "with another vocabulary; restore the run's folder"
         )
     return tokenizer

@@ -1,18 +1,18 @@
-"""Log-likelihoods of many short rows of tokens: what every zero-shot task asks of a model.
+"""Computes log-likelihoods of many short rows of tokens, as every zero-shot task needs.
 
-1. Where a model promises that no position sees a later one and no row the others of its batch,
-   rows of similar length stand in one batch, and what several rows begin with goes through the
-   model once; its keys and values are repeated for every row (batches.py). Ten options after a page
-   of text so cost a little more than one.
-2. The head is applied at the positions that are scored and nowhere else, and the log-softmax is in
-   float64.
+1. If a model promises that no position sees a later one and no row sees the others of its batch,
+   rows of similar length share a batch, and a common beginning goes through the model once; its
+   keys
+   and values are repeated for every row (batches.py). Ten options after a page of text cost little
+   more than one.
+2. The head is applied only at scored positions, with a float64 log-softmax.
 
-A model whose rows compete for room is asked row by row, without padding. A model that routes
-sequences together is asked beside a group context (group_context.py): a whole group for every row
-and draw. With several ranks each takes every n-th family, and all get all results.
+A model whose rows compete for capacity is asked row by row, without padding. A model that routes
+sequences together needs a group context (group_context.py), a whole group for every row and draw.
+With
+several ranks, each takes every n-th family, and all get all results.
 
-Legend: R rows of a batch, S tokens of the longest end, D width, N positions that are scored,
-V vocabulary.
+Legend: R rows of a batch, S tokens of the longest end, D width, N scored positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,25 +38,25 @@ from .group_context import (
 )
 from .restore import Restored
 
-_GPU_PASS_TOKENS = 2**13  # a GPU computes so many in the time that it takes to launch a pass
-_LOGITS = 2**21  # that exist at a time, in float64
+_GPU_PASS_TOKENS = 2**13  # tokens that a GPU computes in the time of launching a pass
+_LOGITS = 2**21  # in memory at a time, in float64
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """Holds what the model says of a row's scored tokens."""
+    """Holds the model's predictions at a row's scored tokens."""
 
-    log_probability_S: np.ndarray  # float64, nats, each given all before it
+    log_probability_S: np.ndarray  # float64, nats, each given all tokens before it
     greedy_S: np.ndarray  # int64: the most likely token in its place
 
     def total(self, num_scored: int | None = None) -> float:
-        """Returns the log-probability of the last tokens; None: of all that are scored."""
+        """Returns the log-probability of the last `num_scored` tokens; None: of all scored ones."""
         count = len(self.log_probability_S) if num_scored is None else num_scored
         return float(self.log_probability_S[-count:].sum())
 
 
 Advance = Callable[[int], None]
-"""Told how many rows more are done."""
+"""Called with the number of newly finished rows."""
 
 
 class Scorer:
@@ -64,10 +64,9 @@ class Scorer:
 
     Args:
         model: in evaluation mode, whole on every rank.
-        text: where group contexts come from; None will do for a model that needs none.
+        text: source of group contexts; None if the model needs none.
         rank: this rank.
-        num_ranks: of how many; more than one need a process group.
-        share: whether common beginnings are computed once, where the model allows it.
+        num_ranks: number of ranks; more than one need a process group.
 
     Raises:
         ValueError: the model lets a position read later ones.
@@ -80,26 +79,24 @@ class Scorer:
         text: GroupContextText | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        share: bool = True,
     ) -> None:
-        refuse_future_readers(model, "be asked how likely a text is")
+        refuse_future_readers(model, "score text")
         self._model, self.text = model, text
         self._rank, self._num_ranks = rank, num_ranks
         promises = model.config.evaluation_promises
         self._is_alone = not promises.batch_invariant
-        self._share = share and not self._is_alone
         self.needs_draws = group_context_size(model) > 0
 
     @torch.no_grad()
     def score(
         self, families: Sequence[Family], *, draw: int = 0, advance: Advance | None = None
     ) -> list[list[RowScore]]:
-        """Returns the score of every row, in their order; with several ranks a collective call.
+        """Returns the score of every row in order; collective with several ranks.
 
         Args:
-            families: rows that may begin alike stand together.
-            draw: number of the group context, where the model needs one.
-            advance: told of rows that are done, of this rank and about as many of the others.
+            families: rows that may begin alike.
+            draw: number of the group context, if the model needs one.
+            advance: called with finished rows, of this rank and about as many of each other rank.
         """
         found: dict[tuple[int, int], RowScore] = {}
         for batch in self._batches(families):
@@ -122,7 +119,6 @@ class Scorer:
             families,
             self._rank,
             self._num_ranks,
-            share=self._share,
             pass_tokens=PASS_TOKENS if on_cpu else _GPU_PASS_TOKENS,
         )
 
@@ -149,7 +145,7 @@ class Scorer:
     def _score_alone(
         self, families: Sequence[Family], place: tuple[int, int], draw: int
     ) -> RowScore:
-        """Scores one row without padding, beside a group context where the model needs one."""
+        """Scores one row without padding, in a group context if the model needs one."""
         row = families[place[0]][place[1]]
         request_S = self._tensor([row.tokens[:-1]])[0]
         group_BS, number = drawn_group(self._model, request_S, self.text, key=(*place, draw))
@@ -157,7 +153,7 @@ class Scorer:
         return self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0]
 
     def _hidden(self, tokens_BS: Tensor, cache: list[LayerCache] | None) -> Tensor:
-        """Returns what the head would read, without the head's own product."""
+        """Returns the head's input, without the head's product."""
         read: list[Tensor] = []
         handle = self._model.head.register_forward_pre_hook(
             lambda module, inputs: read.append(inputs[0])
@@ -170,7 +166,7 @@ class Scorer:
         return read[0]
 
     def _read_out(self, hidden: Sequence[Tensor], rows: Sequence[Row]) -> list[RowScore]:
-        """Returns the scores of rows, given the hidden rows of their scored positions."""
+        """Returns the scores of rows from the hidden rows of their scored positions."""
         hidden_ND = torch.cat(list(hidden))
         target_N = self._tensor([[t for row in rows for t in row.tokens[-row.num_scored :]]])[0]
         log_p, greedy = [], []
@@ -185,7 +181,7 @@ class Scorer:
         log_p_N, greedy_N = torch.cat(log_p).cpu().numpy(), torch.cat(greedy).cpu().numpy()
         if not np.isfinite(log_p_N).all():
             raise ValueError(
-                "the model's log-probabilities are not finite: its weights hold inf or nan; "
+                "the model's log-probabilities are not finite because its weights hold inf or nan; "
                 "take an earlier checkpoint (--step)"
             )
         return [
@@ -220,8 +216,8 @@ def open_scorer(
     """Returns the scorer of a restored model; the stack closes what it opens.
 
     Args:
-        process: this rank of several that share the rows; None: it is alone.
-        seed: of the group contexts, where the model needs them.
+        process: this rank, if several share the rows; None: a single one.
+        seed: of group contexts, if the model needs them.
     """
     rank, num_ranks = (process.rank, process.world_size) if process else (0, 1)
     text = None
@@ -233,7 +229,7 @@ def open_scorer(
 
 
 def _repeated(layer: LayerCache, family_R: Tensor) -> LayerCache:
-    """Returns a cache with the keys and values of every row's family."""
+    """Returns a cache that repeats each family's keys and values for its rows."""
     assert layer.keys is not None
     assert layer.values is not None
     family_R = family_R.to(layer.keys.device)

@@ -1,7 +1,7 @@
-"""Asks a trained run about text: writes after a prompt, or says how likely a text is.
+"""Generates text with a trained run, or scores a given text.
 
-A model that routes sequences together does both beside a group context from its training text
-(arXiv 2310.15961), drawn from the seed.
+A model that routes sequences together needs a group context from its training text for both (arXiv
+2310.15961), drawn from the seed.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from .scoring import open_scorer
 def write_text(
     restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Yields the prompt and then, piece by piece, the text that a model writes after it.
+    """Yields the prompt and then, piece by piece, the generated text.
 
-    A piece is held back while its last bytes are not a whole character yet.
+    A piece is held back until its last bytes form a whole character.
 
     Raises:
-        ValueError: the run's data cannot be read, or the model cannot write.
+        ValueError: the run's data cannot be read, or the model cannot generate.
     """
     refuse_pairs(restored)
     tokenizer = prepared_tokenizer(restored.config.data.directory)
@@ -61,14 +61,14 @@ def _group_context(restored: Restored, length: int, *, seed: int) -> torch.Tenso
 
 @dataclass(frozen=True)
 class ScoredText:
-    """How likely a text is to a checkpoint: nats of every token, one row per draw."""
+    """Holds a text's log-probability in nats per token, one row per draw of the group context."""
 
     step: int
     log_probability_RS: np.ndarray  # float64
 
     @property
     def mean(self) -> float:
-        """Returns the text's log-probability, on average over the draws of the group context."""
+        """Returns the text's log-probability, averaged over the draws."""
         return float(self.log_probability_RS.sum(1).mean())
 
     @property
@@ -91,15 +91,16 @@ class ScoredText:
 def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
     """Returns the log-probability of a text after an end of document.
 
-    A text that is longer than the trained length is cut on the left.
+    A text longer than the trained length is cut on the left.
 
     Args:
         draws: of the group context, for a model that routes sequences together.
         seed: of those draws.
 
     Raises:
-        ValueError: the run's data cannot be read, there is nothing to score, or the model reads the
-            future.
+        ValueError: the run's data cannot be read, there is nothing to score, or the model reads
+            later
+            positions.
     """
     refuse_pairs(restored)
     data = restored.config.data
@@ -107,7 +108,7 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
     tokens = tokenizer.encode_batch([text])[0].tolist()
     if not tokens or draws < 1:
         raise ValueError(
-            f"a score needs tokens and draws: {len(tokens)} tokens, {draws} draws given"
+            f"scoring needs at least one token and one draw, got {len(tokens)} tokens, {draws} draws"
         )
     line = [tokenizer.end_of_document_id, *tokens][-(data.seq_len + 1) :]
     with ExitStack() as stack:

@@ -1,10 +1,12 @@
-"""Looks into passes of a trained model: which experts its tokens chose, and its hidden states.
+"""Records forward passes of a trained model: experts chosen per token, and hidden states.
 
-The rows are those of `moebius eval`, in the same micro-batches: evenly spaced over the split, the same
-at every call. So a router that routes sequences together sees the same groups, and the mean loss is the
-one that an evaluation of these rows reports.
+The rows are those of `moebius eval` in the same micro-batches: evenly spaced over the split, and
+the
+same at every call. A router that routes sequences together therefore sees the same groups, and the
+mean loss equals an evaluation's over these rows.
 
-Legend: B rows, S positions, T = B·S tokens, L depth steps, D model width, V vocabulary, E experts of a
+Legend: B rows, S positions, T = B·S tokens, L depth steps, D model width, V vocabulary, E experts
+of a
 layer, N routes.
 """
 
@@ -29,11 +31,12 @@ ChosenBy = Literal["tokens", "experts", "nobody"]
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """Holds what one sparse layer chose at one depth step: N routes of T tokens to E experts.
+    """Holds the choices of one sparse layer at one depth step: N routes of T tokens to E experts.
 
-    A layer that reads several rows of a token (the heads of SwitchHead's O, the sub-tokens of
-    Multi-Head MoE) has the routes of all of them. Where experts choose, a token may have no route. In
-    a mixture nobody chooses: every expert reads mixtures of all tokens, and `token_N` is empty.
+    A layer that reads several rows per token (heads of SwitchHead's O, sub-tokens of Multi-Head
+    MoE) has
+    the routes of all of them. If experts choose, a token can be without routes. In a mixture nobody
+    chooses: every expert reads mixtures of all tokens, and `token_N` is empty.
     """
 
     layer: str
@@ -47,7 +50,7 @@ class LayerRoutes:
     num_experts: int
     """E, those of all heads together."""
     num_heads: int
-    """How many heads choose among their own E ÷ num_heads experts."""
+    """Heads, each of which chooses among its own E ÷ num_heads experts."""
     chosen_by: ChosenBy
     token_N: Tensor
     """int64, 0 … T−1."""
@@ -59,13 +62,13 @@ class LayerRoutes:
 
 @dataclass(frozen=True)
 class Trace:
-    """Holds one pass over rows of tokens: its routes, its hidden states, its loss."""
+    """Holds routes, hidden states and loss of one pass over rows of tokens."""
 
     rows: Rows
     routes: tuple[LayerRoutes, ...]
-    """One entry per sparse layer and depth step, in the order of the calls."""
+    """One entry per sparse layer and depth step, in call order."""
     hidden_LBSD: Tensor
-    """L + 1 states of the residual stream: the embedding, then the state after every depth step."""
+    """L + 1 states of the residual stream: the embedding, then after every depth step."""
     active_LBS: Tensor
     """bool: False at depth steps that a halted token skips."""
     loss_sum: float
@@ -78,7 +81,7 @@ class Trace:
 
 
 def rows_of(tokens_BS: Tensor) -> Rows:
-    """Returns rows of tokens, each asked for the next; the last token is only a target."""
+    """Returns rows of tokens that each predict the next; the last token is only a target."""
     everything = torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool)
     return Rows(
         tokens_BS[:, :-1], tokens_BS[:, 1:], everything, everything.cpu(), None, len(tokens_BS)
@@ -87,7 +90,7 @@ def rows_of(tokens_BS: Tensor) -> Rows:
 
 @torch.no_grad()
 def trace(restored: Restored, rows: Rows) -> Trace:
-    """Runs a model in evaluation mode over rows of tokens and returns what happened inside."""
+    """Runs a model in evaluation mode over rows of tokens and records the pass."""
     model = restored.model
     dtype = products_dtype(restored.config.train.precision)
     with tap(model) as calls, _tap_states(model) as states:
@@ -111,14 +114,14 @@ def trace(restored: Restored, rows: Rows) -> Trace:
 
 @torch.no_grad()
 def logits(restored: Restored, tokens_BS: Tensor) -> Tensor:
-    """Returns the logits at every position of rows of tokens, (B, S, V)."""
+    """Returns the logits at every position, (B, S, V)."""
     dtype = products_dtype(restored.config.train.precision)
     tokens_BS = tokens_BS.to(restored.model.embedding.device)
     return forward_in(restored.model, dtype, tokens_BS).logits_BSV
 
 
 def _routes_of(model: Transformer, call: RoutedCall, num_tokens: int) -> LayerRoutes:
-    """Returns a recorded call with its rows made tokens."""
+    """Returns a recorded call with its rows mapped to tokens."""
     routes, attention = call.routes, model.config.attention
     has_heads = isinstance(attention, SwitchHeadConfig) and call.id.kind != "feed_forward"
     chosen_by: ChosenBy = "tokens"
@@ -149,7 +152,7 @@ class _States:
 
 @contextmanager
 def _tap_states(model: Transformer) -> Iterator[_States]:
-    """Collects the states while the context lasts, by hooks that only look."""
+    """Records the states in read-only hooks while the context lasts."""
     states = _States()
 
     def record(_: Layer, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,7 +1,8 @@
-"""Zero-shot scores of a checkpoint: tasks in, a report out, on one rank or split over several.
+"""Scores a checkpoint zero-shot on tasks, on one rank or split over several.
 
-The paper's mean is over its six tasks by the paper's convention (arXiv 2405.16039). A limit takes
-items evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
+The paper's mean covers its six tasks by the paper's convention (arXiv 2405.16039). A limit takes
+items
+evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
 """
 
 import math
@@ -32,44 +33,44 @@ from .tasks.table import PAPER_TASKS, STAND_INS, TASKS
 from .tasks.task import PAPER, Encoder, Judgement, Metric, Question, Task, TaskError
 
 StartTask = Callable[[str, int], Advance]
-"""Told the name of a task and how many rows it has; returns what is told of rows that are done."""
+"""Called with a task's name and its number of rows; returns the callback for finished rows."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a score and how far it can be trusted."""
+    """Holds a score and its uncertainty."""
 
     value: float
     stderr: float  # over the items; nan for a single one
-    spread: float | None  # standard deviation over draws of the group context; None: none is drawn
+    spread: float | None  # standard deviation over draws of the group context; None without draws
     count: int  # items
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Holds what one task has shown."""
+    """Holds the result of one task."""
 
     name: str
     title: str
     items: int
     available: int  # items of the file
-    published: int  # of the published set; 0: there is none
-    cut: int  # items that were longer than the context and lost their left end
-    skipped: int  # items, not in `items`, that were left out: an answer is longer than the context
+    published: int  # items of the published set; 0: there is none
+    cut: int  # items longer than the context, which lost their left end
+    skipped: int  # items left out of `items` because an answer is longer than the context
     truncated: int  # items with such an answer, of which only the end is scored
     metrics: dict[str, Estimate]
-    groups: dict[str, float] = field(default_factory=dict)  # the first metric's mean of each
+    groups: dict[str, float] = field(default_factory=dict)  # the first metric's mean per group
 
 
 @dataclass(frozen=True)
 class ZeroShotReport:
-    """Holds the scores of a checkpoint on tasks."""
+    """Holds a checkpoint's scores on tasks."""
 
     run: str
     step: int
     data: str
     context: int
-    too_long: WhenTooLong  # what is done with items that have a longer answer
+    too_long: WhenTooLong  # treatment of items with a longer answer
     draws: int  # of the group context; 0: the model needs none
     seed: int
     ranks: int
@@ -78,7 +79,7 @@ class ZeroShotReport:
 
     @property
     def paper_mean(self) -> Estimate | None:
-        """Returns the mean over the paper's tasks; None unless all are there, or their stand-ins."""
+        """Returns the mean over the paper's tasks or their stand-ins; None if one is missing."""
         found = {result.name: result for result in self.tasks}
         named = [name if name in found else STAND_INS.get(name, name) for name in PAPER_TASKS]
         if not all(name in found for name in named):
@@ -108,31 +109,32 @@ def measure_tasks(
 ) -> ZeroShotReport | None:
     """Scores a checkpoint on tasks.
 
-    Several ranks, as torchrun starts them, share the items.
+    Ranks started by torchrun share the items.
 
     Args:
         run_dir: the run folder.
-        names: of the tasks; "paper" stands for six, "all" for those that have a file.
+        names: of the tasks; "paper" means the paper's six, "all" those with a file.
         data: the folder of their files, or "hub".
         step: of the checkpoint; None: the newest.
-        limit: so many items of each task at most; None: all.
+        limit: upper limit of items per task; None: all.
         context: the longest input in tokens; None: as in training.
-        too_long: what is done with items that have a longer answer than that.
+        too_long: treatment of items with a longer answer.
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
-        per_item: a Parquet file for what each item scored (`item_rows`); None: none is written.
-        on_task: told of the progress.
+        per_item: Parquet file for each item's scores (`item_rows`); None: none is written.
+        on_task: called when a task begins.
 
     Returns:
         The report on the first rank, None on others.
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, an item cannot be scored, or
-            the model reads the future.
+            the
+            model reads later positions.
     """
     started = time.monotonic()
     if (limit is not None and limit < 1) or draws < 1 or (context is not None and context < 1):
-        raise TaskError(f"{limit=}, {draws=}, {context=}: at least 1 is needed")
+        raise TaskError(f"{limit=}, {draws=}, {context=} must each be at least 1")
     if per_item is not None and not per_item.absolute().parent.is_dir():
         raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
@@ -170,13 +172,13 @@ def measure_tasks(
 
 
 def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
-    """Returns the tasks of a request by name; a stand-in where a paper's task has no file.
+    """Returns the requested tasks by name, with a stand-in where a paper's task has no file.
 
     Raises:
-        TaskError: there is no such task, or no folder, or no file of it.
+        TaskError: no such task, folder or file.
     """
     if data != HUB and not Path(data).is_dir():
-        raise TaskError(f"{data}: is no folder; --data names that of the task files, or is 'hub'")
+        raise TaskError(f"{data}: is not a folder; set --data to the folder of task files or 'hub'")
     found: dict[str, Task] = {}
     for name in names:
         if name == PAPER:
@@ -186,7 +188,7 @@ def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
         else:
             found[name.rpartition(":")[2]] = _TASK.get(name)
     if not found:
-        raise TaskError(f"{data}: holds no file of a task; they are called NAME.jsonl[.zst]")
+        raise TaskError(f"{data}: has no task files, named NAME.jsonl[.zst]")
     if data != HUB:
         for name in found:
             required_file(Path(data), name)
@@ -212,13 +214,13 @@ def _there(name: str, data: Path | str) -> str:
 
 
 def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> Encoder:
-    """Returns what makes rows of texts for a restored model."""
+    """Returns the encoder of rows for a restored model."""
     tokenizer = tokenizer_of_run(restored)
     learned = restored.config.model.attention.max_positions
     if context is not None and learned is not None and context > learned:
         raise TaskError(
-            f"--context {context} is more than the {learned} positions that the model has learned "
-            "vectors for (attention.positions.max_positions): a shorter one, please"
+            f"--context {context} exceeds the model's {learned} learned positions "
+            "(attention.positions.max_positions); use a shorter one"
         )
     length = context or restored.config.data.seq_len
     return Encoder(tokenizer, length, truncate=too_long == "truncate")
@@ -227,7 +229,7 @@ def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> 
 def _judged(
     items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | None
 ) -> "list[Judged]":
-    """Returns what every question adds to the metrics, for every draw of the group context."""
+    """Returns each question's contribution to the metrics, for every draw of the group context."""
     questions = items.questions
     families = [question.rows for question in questions]
     num_rows = sum(map(len, families)) * draws
@@ -239,11 +241,13 @@ def _judged(
 def item_rows(
     items: Sequence[TaskItems], judged: "Sequence[Sequence[Judged]]"
 ) -> list[dict[str, object]]:
-    """Returns what each item scored, a row for each of its metrics, so that models compare in pairs.
+    """Returns one row per item and metric, so that models can be compared in pairs.
 
-    Keys: task; item, its place in the task's file from 0; group; metric; value, 0 or 1, or the
-    log-probability of a perplexity in nats, as the mean over draws; weight, the words, bytes or tokens
-    that a perplexity divides by.
+    Keys: task; item, its place in the task's file from 0; group; metric; value, which is 0 or 1, or
+    a
+    perplexity's log-probability in nats, averaged over draws; weight, the words, bytes or tokens
+    that a
+    perplexity divides by.
     """
     return [
         {
@@ -283,7 +287,7 @@ Judged = list[dict[str, Judgement]]
 
 
 def judge(questions: Sequence[Question], scores: Sequence[Sequence[RowScore]]) -> Judged:
-    """Returns what every question adds to the metrics."""
+    """Returns each question's contribution to the metrics."""
     return [question.judge(own) for question, own in zip(questions, scores, strict=True)]
 
 
@@ -292,12 +296,15 @@ def estimate(
 ) -> Estimate:
     """Returns a metric over all questions that have it.
 
-    The standard error is that of a mean over items (of means over groups: of independent groups; of
-    a perplexity: to first order). With several draws of the group context the value is their mean.
+    The standard error is that of a mean over items. For a mean over groups the groups are
+    independent;
+    for a perplexity it is exact to first order. With several draws of the group context the value
+    is
+    their mean.
 
     Args:
         questions: of a task.
-        judged: for every draw, what each question adds.
+        judged: for every draw, each question's contribution.
         metric: of the task.
         drawn: whether group contexts are drawn.
     """
@@ -316,7 +323,7 @@ def estimate(
 def _aggregate(
     value_N: np.ndarray, weight_N: np.ndarray, groups: Sequence[str], metric: Metric
 ) -> tuple[float, float]:
-    """Returns the value of a metric and its standard error."""
+    """Returns a metric's value and standard error."""
     if metric.aggregation == "mean":
         return _mean(value_N)
     if metric.aggregation == "mean_of_groups":
@@ -325,7 +332,7 @@ def _aggregate(
         stderr = math.sqrt(sum(part[1] ** 2 for part in parts)) / len(parts)
         return sum(part[0] for part in parts) / len(parts), stderr
     nats = -value_N.sum() / weight_N.sum()  # per word
-    rest = value_N + nats * weight_N  # what each item has more or less than that
+    rest = value_N + nats * weight_N  # each item's deviation from that
     num = len(value_N)
     stderr = math.nan
     if num > 1:
@@ -344,7 +351,7 @@ def _mean(value_N: np.ndarray) -> tuple[float, float]:
 def _group_means(
     questions: Sequence[Question], judged: Sequence[Judged], metric: Metric
 ) -> dict[str, float]:
-    """Returns the mean of a metric in every group, over all draws; empty where there are none."""
+    """Returns a metric's mean in every group, over all draws; empty without groups."""
     if metric.aggregation != "mean_of_groups":
         return {}
     found: dict[str, list[float]] = {}

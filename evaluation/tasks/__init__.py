@@ -1,1 +1,1 @@
-"""The zero-shot tasks: how each is read, what is asked of a model, and how its answer is judged."""
+"""Defines the zero-shot tasks: how records are read, worded as questions, and judged."""

@@ -1,8 +1,8 @@
-"""Questions with several answers, of which the model is to find one more likely than all others.
+"""Judges questions with several answers, one of which should be more likely than all others.
 
-paper      right only if the answer beats every other strictly; by the sum of log-probabilities,
-           or by their mean per token
-acc        the harness's: the largest sum, the first of equals
+paper      right only if the answer strictly beats every other, by the sum of log-probabilities or
+           by their mean per token
+acc        the harness's: the largest sum, ties to the first
 acc_norm   the harness's: the largest sum divided by the characters of the answer
 """
 
@@ -31,7 +31,7 @@ PaperRule = Literal["sum", "mean"]
 
 @dataclass(frozen=True)
 class Option:
-    """Holds one answer: what is scored, and what stands before it."""
+    """Holds one answer: the scored text and its context."""
 
     context: str
     continuation: str
@@ -39,17 +39,17 @@ class Option:
 
 @dataclass(frozen=True)
 class ChoiceQuestion:
-    """Holds one question in text."""
+    """Holds the text of one question."""
 
-    options: tuple[Option, ...]  # as the harness words them
+    options: tuple[Option, ...]  # in the harness's wording
     answer: int
     group: str = ""
-    paper_options: tuple[Option, ...] | None = None  # as the paper does, where it differs
-    in_paper: bool = True  # whether the paper takes this one
+    paper_options: tuple[Option, ...] | None = None  # in the paper's wording, if it differs
+    in_paper: bool = True  # whether the paper includes this question
 
 
 def after(context: str, answers: Sequence[str], answer: int) -> ChoiceQuestion:
-    """Returns the question whose answers stand after one context, behind a blank."""
+    """Returns the question whose answers follow one context and a blank."""
     return ChoiceQuestion(tuple(Option(context, f" {text}") for text in answers), answer)
 
 
@@ -57,8 +57,9 @@ def after(context: str, answers: Sequence[str], answer: int) -> ChoiceQuestion:
 class ChoiceTask:
     """Reads questions with several answers.
 
-    `paper` is how the paper compares answers. An option without context is scored from its second
-    token on, as the paper does.
+    `paper` is the paper's rule for comparing answers. Like the paper, it scores an option without
+    context
+    from the second token on.
     """
 
     title: str
@@ -66,7 +67,7 @@ class ChoiceTask:
     read: Callable[[Record], ChoiceQuestion]
     paper: PaperRule
     harness: tuple[str, ...] = ("acc", "acc_norm")
-    by_group: bool = False  # scores are means over groups of means over their questions
+    by_group: bool = False  # average over questions of a group, then over groups
     hub: HubSet | None = None
 
     @property
@@ -86,7 +87,7 @@ class ChoiceTask:
             for option in choice.options:
                 pair = encoder.pair(option.context, option.continuation)
                 harness.append(rows.add(encoder.row(*pair)))
-        # As the harness counts: all characters of an answer but the blank that joins it to its context.
+        # The harness counts an answer's characters without the blank that joins it to its context.
         lengths = [len(option.continuation.removeprefix(" ")) for option in choice.options]
         if "acc_norm" in self.harness and not all(lengths):
             raise TaskError("an answer is empty, so acc_norm cannot divide by its length")
@@ -101,7 +102,7 @@ class ChoiceTask:
         harness: Sequence[tuple[int, int]],
         lengths: Sequence[int],
     ) -> Judge:
-        """Returns the judge of rows that are named by their place and number of scored tokens."""
+        """Returns the judge of rows given by their place and number of scored tokens."""
 
         def judge(scores: Sequence[RowScore]) -> dict[str, Judgement]:
             found = {}
@@ -122,7 +123,7 @@ class ChoiceTask:
 
 
 def _paper_row(option: Option, encoder: Encoder, rows: RowList) -> tuple[int, int]:
-    """Adds the row of an option as the paper encodes it; returns its place and scored tokens."""
+    """Adds an option's row in the paper's encoding; returns its place and scored tokens."""
     scored = encoder.ids(option.continuation)
     if option.context:
         return rows.add(encoder.row(encoder.ids(option.context), scored))

@@ -1,7 +1,7 @@
-"""The published sets on the Hugging Face hub, and their records in the form of ours.
+"""Reads published sets from the Hugging Face hub and converts their records to ours.
 
-Names, configurations and splits are those of the harness's task files (0.4.13); for the Children's
-Book Test, which it does not have, those of the set's own card.
+Names, configurations and splits follow the harness's task files (0.4.13). The harness lacks the
+Children's Book Test, for which they follow the set's own card.
 """
 
 import importlib
@@ -14,21 +14,21 @@ from .task import HubSet, Record, TaskError, text_in
 
 
 def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]:
-    """Yields the records of a published set, each with words for where it lies.
+    """Yields a published set's records, each with a description of its location.
 
-    They are downloaded once, into the library's own cache; HF_HUB_OFFLINE=1 keeps to that.
+    They are downloaded once into the library's cache; with HF_HUB_OFFLINE=1 only the cache is read.
 
     Raises:
-        TaskError: the task is not on the hub, the library is missing, or the set cannot be fetched.
+        TaskError: the task is not on the hub, the library is missing, or the download fails.
     """
     if found is None:
-        raise TaskError(f"task {name!r} is not on the hub: give a folder with its file (--data)")
+        raise TaskError(f"task {name!r} is not on the hub; pass a folder with its file (--data)")
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise TaskError("tasks from the hub need a package: pip install 'moebius[hub]'") from error
     if not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # else they fill logs, whoever reads them
+        datasets.disable_progress_bars()  # they would fill log files
     for configuration in found.configurations or ("",):
         try:
             records = datasets.load_dataset(
@@ -40,8 +40,8 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
             reason = " ".join(str(error).split())
             raise TaskError(
                 f"task {name!r}: {found.repository} cannot be fetched from the hub "
-                f"({type(error).__name__}: {reason[:300]}): check your network and access "
-                "(HF_TOKEN), or give a folder with its file (--data)"
+                f"({type(error).__name__}: {reason[:300]}); check your network and access "
+                "(HF_TOKEN), or pass a folder with its file (--data)"
             ) from error
         for number, record in enumerate(records):
             where = f"{found.repository} {configuration or found.split}: record {number}"
@@ -49,8 +49,8 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
                 converted = found.convert(record, configuration)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise TaskError(
-                    f"{where}: its fields are {', '.join(map(str, record))}, and not those that "
-                    f"task {name!r} knows ({type(error).__name__}: {error})"
+                    f"{where}: task {name!r} cannot read its fields {', '.join(map(str, record))} "
+                    f"({type(error).__name__}: {error})"
                 ) from error
             yield where, converted
 
@@ -70,7 +70,7 @@ def _of_cbt(record: Record, configuration: str) -> Record:
 
 
 def _of_hellaswag(record: Record, configuration: str) -> Record:
-    """The wording of the harness: activity, both contexts, marks in brackets taken out."""
+    """Words a record as the harness does: activity and both contexts, without marks in brackets."""
     query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
     return {
         "query": _without_marks(query),
@@ -81,7 +81,7 @@ def _of_hellaswag(record: Record, configuration: str) -> Record:
 
 
 def _without_marks(text: str) -> str:
-    """Takes out WikiHow's marks, [header] and the like; [title] ends a sentence."""
+    """Removes WikiHow's marks such as [header]; [title] ends a sentence."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 

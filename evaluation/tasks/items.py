@@ -1,9 +1,9 @@
-"""Reads a task's items: records of DIR/NAME.jsonl[.zst] or of the hub, made into questions.
+"""Reads a task's items from DIR/NAME.jsonl[.zst] or from the hub, and makes questions of them.
 
-An item is too long if one of its answers alone has more tokens to score than the context holds.
-(If only the text before the answer is too long, its left end is cut off: task.py.) The harness
-stops there with a failed assertion. `fail` stops too, but only after all items were read, so that
-one error names all of them before anything is scored.
+An item is too long if a single answer has more scored tokens than the context holds. (If only the
+context before the answer is too long, its left end is cut off: task.py.) The harness fails an
+assertion there. `fail` stops too, but only after reading all items, so that one error names all of
+them before anything is scored.
 """
 
 import json
@@ -17,12 +17,12 @@ from .hub import hub_records
 from .task import Encoder, Question, Record, Task, TaskError, TooLongError
 
 HUB = "hub"
-"""In the place of a folder: the published sets, from the Hugging Face hub."""
+"""Stands for the published sets on the Hugging Face hub, instead of a folder."""
 
 _ENDINGS = (".jsonl", ".jsonl.zst")
 
 WhenTooLong = Literal["fail", "skip", "truncate"]
-"""`truncate` scores the last tokens of an answer, as many as the context holds."""
+"""`truncate` scores as many of an answer's last tokens as the context holds."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,31 @@ class TooLong:
 
 @dataclass(frozen=True)
 class TaskItems:
-    """Holds the items of a task that are asked."""
+    """Holds the items of a task to be scored."""
 
     name: str
     task: Task
     questions: tuple[Question, ...]  # without those that are too long
-    numbers: tuple[int, ...]  # of the questions: their places in the file, from 0
-    available: int  # items that the file has
+    numbers: tuple[int, ...]  # of the questions in the file, from 0
+    available: int  # items in the file
     too_long: tuple[TooLong, ...] = ()
 
 
 def read_items(
     name: str, task: Task, data: Path | str, encoder: Encoder, limit: int | None
 ) -> TaskItems:
-    """Returns the items of a task, evenly over its file.
+    """Returns a task's items, spread evenly over its file.
 
     Args:
         name: of the task.
-        task: what it is.
+        task: the task itself.
         data: the folder of the task files, or "hub".
-        encoder: of the run; it says how long an answer may be, and whether longer ones are cut.
-        limit: so many items at most; None: all.
+        encoder: of the run; it limits the length of answers and decides whether longer ones are
+            cut.
+        limit: upper limit of items; None: all.
 
     Raises:
-        TaskError: the file cannot be read, an item cannot be scored, or there is none.
+        TaskError: the file cannot be read, an item cannot be scored, or there are none.
     """
     records = list(read_records(data, name, task))
     if not records:
@@ -75,12 +76,12 @@ def read_items(
         except TaskError as error:
             raise TaskError(f"{where}: {error}") from error
         except UnicodeEncodeError as error:
-            raise TaskError(f"{where}: a text is no Unicode ({error.reason})") from error
+            raise TaskError(f"{where}: a text is not valid Unicode ({error.reason})") from error
     return TaskItems(name, task, tuple(questions), tuple(numbers), len(records), tuple(too_long))
 
 
 def refuse_too_long(items: Iterable[TaskItems], context: int) -> None:
-    """Raises if there are items that are too long.
+    """Refuses items that are too long.
 
     Raises:
         TaskError: names the tasks, how many items of each, and the longest.
@@ -90,15 +91,14 @@ def refuse_too_long(items: Iterable[TaskItems], context: int) -> None:
         return
     longest = max(item.num_scored for one in found for item in one.too_long)
     raise TaskError(
-        f"the context has {context} tokens, and items have longer answers: "
-        f"{'; '.join(map(_told, found))}. --too-long skip leaves them out, --too-long truncate "
-        f"scores the last {context} tokens of such an answer, and --context {longest} makes room "
-        "if the model can read so far"
+        f"answers are longer than the context of {context} tokens: {'; '.join(map(_told, found))}. "
+        f"Use --too-long skip to leave them out, --too-long truncate to score the last {context} "
+        f"tokens of such an answer, or --context {longest} if the model can read that far"
     )
 
 
 def refuse_nothing_left(items: Iterable[TaskItems], context: int) -> None:
-    """Raises if leaving out what is too long leaves a task without items.
+    """Refuses a task that has no items once too-long ones are left out.
 
     Raises:
         TaskError: names the task.
@@ -106,14 +106,14 @@ def refuse_nothing_left(items: Iterable[TaskItems], context: int) -> None:
     for one in items:
         if not one.questions:
             raise TaskError(
-                f"task {one.name!r}: nothing is left, for the answers of all {len(one.too_long)} "
-                f"items are longer than the context of {context} tokens; --too-long truncate scores "
-                "their ends"
+                f"task {one.name!r}: no items are left, because the answers of all "
+                f"{len(one.too_long)} are longer than the context of {context} tokens; use "
+                "--too-long truncate to score their ends"
             )
 
 
 def _told(found: TaskItems) -> str:
-    """The line about one task."""
+    """Describes one task's items that are too long."""
     longest = max(found.too_long, key=lambda item: item.num_scored)
     asked = len(found.questions) + len(found.too_long)
     return (
@@ -126,7 +126,7 @@ def _told(found: TaskItems) -> str:
 
 
 def task_file(data: Path, name: str) -> Path | None:
-    """Returns the file of a task; None if there is none."""
+    """Returns the file of a task, or None."""
     return next((data / (name + end) for end in _ENDINGS if (data / (name + end)).is_file()), None)
 
 
@@ -134,27 +134,27 @@ def required_file(data: Path, name: str) -> Path:
     """Returns the file of a task.
 
     Raises:
-        TaskError: there is none.
+        TaskError: it does not exist.
     """
     path = task_file(data, name)
     if path is None:
         raise TaskError(
-            f"task {name!r} has no file: {data / name}{' or '.join(_ENDINGS)} does not exist; "
-            "--data names the folder of the task files, or is 'hub'"
+            f"task {name!r} has no file: {data / name}{' or '.join(_ENDINGS)} does not exist; set "
+            "--data to the folder of task files or 'hub'"
         )
     return path
 
 
 def read_records(data: Path | str, name: str, task: Task) -> Iterator[tuple[str, Record]]:
-    """Yields a task's records, each with words for where it lies.
+    """Yields a task's records, each with a description of its location.
 
     Args:
         data: a folder, or "hub".
         name: of the task.
-        task: what it is.
+        task: the task itself.
 
     Raises:
-        TaskError: there is no such file, or it is damaged.
+        TaskError: the file is missing or damaged.
     """
     if data == HUB:
         yield from hub_records(name, task.hub)
@@ -168,7 +168,7 @@ def read_records(data: Path | str, name: str, task: Task) -> Iterator[tuple[str,
     except OSError as error:
         raise TaskError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise TaskError(f"{path}: not UTF-8 ({error.reason}): fetch the file again") from error
+        raise TaskError(f"{path}: is not UTF-8 ({error.reason}); fetch the file again") from error
     yield from _json_lines(path, text)
 
 
@@ -181,10 +181,10 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Record]]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise TaskError(
-                f"{where}: not valid JSON ({error}); each line must be one JSON object"
+                f"{where}: is not valid JSON ({error}); each line must be one JSON object"
             ) from error
         if not isinstance(record, dict):
             raise TaskError(
-                f"{where}: a JSON {type(record).__name__}; each line must be one JSON object"
+                f"{where}: is a JSON {type(record).__name__}; each line must be one JSON object"
             )
         yield where, record

@@ -1,8 +1,8 @@
-"""LAMBADA: the last word of a passage, which its last sentence alone does not give away.
+"""LAMBADA: predict the last word of a passage, which its last sentence alone does not reveal.
 
-paper        the whole passage goes through the model once. Its most likely tokens in the last
-             places, as many as the last word has characters, are decoded; what stands after the
-             last blank is compared with the word
+paper        the passage goes through the model once. Take the most likely tokens in the last
+             places, as many as the last word has characters, and decode them; the text after the
+             last blank must equal the word
 acc          the harness's: every token of " word" is the most likely one
 perplexity   the harness's: exp of the mean −log P(" word" | passage), per word
 """
@@ -27,7 +27,7 @@ from .task import (
 
 @dataclass(frozen=True)
 class LastWordTask:
-    """Reads passages whose last word is asked for."""
+    """Reads passages and asks for their last word."""
 
     title: str
     published: int
@@ -43,7 +43,7 @@ class LastWordTask:
         text = text_in(record, "text")
         context, blank, word = text.rpartition(" ")
         if not blank or not word:
-            raise TaskError("field 'text' has no last word behind a blank")
+            raise TaskError("field 'text' has no last word after a blank")
         rows = RowList()
         whole = encoder.ids(text)
         num_read = min(len(word), len(whole) - 1)  # the first token has none before it

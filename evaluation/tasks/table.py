@@ -1,7 +1,8 @@
-"""All tasks, by name. A task of your own is one entry here and a function that reads its records.
+"""Lists all tasks by name. To add one, add an entry and a function that reads its records.
 
-The functions say which fields a record has and how the item is worded: as in the paper's training
-code, and as in the task files of the harness (its 0.4.13, by the names in the comments).
+The functions define a record's fields and the item's wording: as in the paper's training code and
+in
+the harness's task files (0.4.13, names in the docstrings).
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from .task import Record, Task, TaskError, number_in, text_in, texts_in
 
 
 def _blimp(record: Record) -> ChoiceQuestion:
-    """The harness (blimp_…) puts a blank before the sentence; the paper takes it as it is."""
+    """Reads BLiMP; the harness (blimp_…) puts a blank before the sentence, the paper does not."""
     sentences = text_in(record, "sentence_good"), text_in(record, "sentence_bad")
     return ChoiceQuestion(
         tuple(Option("", f" {sentence}") for sentence in sentences),
@@ -41,14 +42,14 @@ _BLANK = "XXXXX"
 
 
 def _detokenised(text: str) -> str:
-    """Undoes the Penn tokenisation of the Children's Book Test, in the paper's order."""
+    """Undoes the Penn tokenization of the Children's Book Test, in the paper's order."""
     for tokenised, plain in _DETOKENISED.items():
         text = text.replace(tokenised, plain)
     return text
 
 
 def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], ChoiceQuestion]:
-    """Returns the reader of cloze questions: all after the blank is scored, per token."""
+    """Returns the reader of cloze questions; all text after the blank is scored, per token."""
 
     def read(record: Record) -> ChoiceQuestion:
         sentences = [detokenise(sentence) for sentence in texts_in(record, "context")]
@@ -57,10 +58,10 @@ def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], ChoiceQuestio
         if not rest:
             raise TaskError(f"field 'question' has no {_BLANK}")
         if candidates.count(text_in(record, "answer")) != 1:
-            raise TaskError("field 'candidates' must have the answer once")
+            raise TaskError("field 'candidates' must contain the answer exactly once")
         context = " ".join([*sentences, before])
-        # A blank before the gap goes with the candidate: so SentencePiece has it, which drops blanks
-        # at the end of the context and puts one in front of the candidate.
+        # The blank before the gap belongs to the candidate: SentencePiece drops blanks at the end of
+        # the context and puts one before the candidate.
         bare = context.rstrip(" ")
         options = tuple(Option(bare, context[len(bare) :] + word + rest[0]) for word in candidates)
         answer = candidates.index(text_in(record, "answer"))
@@ -72,7 +73,7 @@ def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], ChoiceQuestio
 
 
 def _hellaswag(record: Record) -> ChoiceQuestion:
-    """hellaswag: "activity: ctx_a Ctx_b", where the file has ctx_b as `fragment`, not capitalised."""
+    """Reads hellaswag: "activity: ctx_a Ctx_b"; the file has ctx_b as `fragment`, not capitalized."""
     query, fragment = text_in(record, "query"), text_in(record, "fragment")
     if fragment and query.endswith(fragment):
         query = query[: -len(fragment)] + fragment.capitalize()
@@ -85,7 +86,7 @@ def _hellaswag_text(text: str) -> str:
 
 
 def _piqa(record: Record) -> ChoiceQuestion:
-    """piqa; the paper strips the goal."""
+    """Reads piqa; the paper strips the goal."""
     goal = text_in(record, "goal")
     solutions = [text_in(record, "sol1"), text_in(record, "sol2")]
     answer = number_in(record, "label", below=2)
@@ -95,7 +96,7 @@ def _piqa(record: Record) -> ChoiceQuestion:
 
 
 def _arc(record: Record) -> ChoiceQuestion:
-    """arc_easy, arc_challenge; the paper leaves out what has not four choices."""
+    """Reads arc_easy and arc_challenge; the paper skips questions without four choices."""
     choices = texts_in(record, "choices", least=2)
     found = after(
         f"Question: {text_in(record, 'question')}\nAnswer:",
@@ -144,7 +145,7 @@ TASKS: dict[str, Task] = {
 }
 
 PAPER_TASKS = ("lambada", "blimp", "cbt", "hellaswag", "piqa", "arc_easy")
-"""What the paper's mean is over."""
+"""The tasks of the paper's mean."""
 
 STAND_INS = {"cbt": "cbt_style"}
-"""Asked where a task's own file is not there."""
+"""Replace a task whose own file is missing."""

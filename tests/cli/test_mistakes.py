@@ -67,8 +67,8 @@ stop nothere                                    | nothere:
 watch nothere                                   | nothere: 
 scale nothere 4                                 | nothere: 
 eval nothere                                    | nothere: is not a run folder (no config.json)
-eval nothere --prompt hello --tokens -3         | num_tokens=-3: at least 1 is needed
-eval nothere --prompt hello --temperature -1    | temperature=-1.0: a finite number from 0 on is needed
+eval nothere --prompt hello --tokens -3         | num_tokens=-3 must be at least 1
+eval nothere --prompt hello --temperature -1    | temperature=-1.0 must be finite and at least 0
 eval nothere --prompt a --score b               | --score and --prompt cannot be combined: choose one
 eval nothere --tasks piqa                       | --tasks needs --data: the folder of the task files, or hub
 eval nothere --data eval                        | --data needs --tasks

@@ -1,4 +1,4 @@
-"""Batches of rows: all rows once, nothing shared that is not, little padding."""
+"""Batches of rows contain each row once, share only common beginnings, and pad little."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from moebius.evaluation.batches import (
 def questions(
     seed: int, *, prefix: tuple[int, int], end: tuple[int, int], context: int
 ) -> list[Family]:
-    """Twenty questions with four answers each, whose left ends are cut off where they are too long."""
+    """Twenty questions with four answers each, cut on the left where too long."""
     rng = np.random.default_rng(seed)
     families = []
     for _ in range(20):
@@ -35,7 +35,7 @@ def questions(
 
 
 def computed(families: Sequence[Family], batches: Sequence[RowBatch]) -> int:
-    """How many tokens go through the model."""
+    """Counts the tokens that go through the model."""
     total = 0
     for batch in batches:
         ends = [len(families[f][r].tokens) - 1 - batch.prefix for f, r in batch.rows]
@@ -44,7 +44,7 @@ def computed(families: Sequence[Family], batches: Sequence[RowBatch]) -> int:
 
 
 def padded(families: Sequence[Family], batch: RowBatch) -> int:
-    """How many tokens a batch has more than its families would have alone."""
+    """Counts a batch's tokens beyond those of its families alone."""
     alone = 0
     for f, rows in batch.families:
         lines = [families[f][r].tokens for r in rows]
@@ -65,15 +65,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_is_in_one_batch_of_one_rank(kind: str, share: bool) -> None:
+def test_every_row_is_in_one_batch_of_one_rank(kind: str) -> None:
     families = KINDS[kind]
-    ranks = [list(plan_batches(families, rank, 3, share=share)) for rank in range(3)]
+    ranks = [list(plan_batches(families, rank, 3)) for rank in range(3)]
     found = Counter(place for batches in ranks for batch in batches for place in batch.rows)
     assert found == Counter((f, r) for f, family in enumerate(families) for r in range(len(family)))
     for batch in (one for batches in ranks for one in batches):
-        assert share or batch.prefix == 0
         assert batch.prefix == 0 or batch.prefix >= LEAST_SHARED
         for f, rows in batch.families:
             lines = [families[f][r] for r in rows]
@@ -87,7 +85,6 @@ def test_what_is_cut_at_the_same_place_is_computed_once() -> None:
     num_lengths = sum(len({family[r].num_scored for r in range(4)}) for family in families)
     one_line_each = 90 * num_lengths + 90 * 20
     assert computed(families, list(plan_batches(families, 0, 1))) < one_line_each
-    assert computed(families, list(plan_batches(families, 0, 1, share=False))) == 90 * 80
 
 
 def test_long_ends_are_not_padded_for_a_short_beginning() -> None:

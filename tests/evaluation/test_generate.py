@@ -69,7 +69,7 @@ def test_what_cannot_be_continued_is_refused(model: Transformer) -> None:
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
 def test_a_temperature_that_is_none_is_refused(model: Transformer, temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature=.*: a finite number from 0 on is needed"):
+    with pytest.raises(ValueError, match=r"temperature=.* must be finite and at least 0"):
         next(generate(model, PROMPT, num_tokens=1, temperature=temperature))
 
 

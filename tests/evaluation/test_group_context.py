@@ -1,6 +1,4 @@
-"""Scoring and writing with a group context: the request's own numbers, drawn contexts, caches in
-lock-step.
-"""
+"""Scoring and generation with a group context: the request's own numbers, drawn contexts, caches."""
 
 import json
 from pathlib import Path
@@ -102,7 +100,7 @@ def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) ->
         assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
         assert text.draw(3, 100).shape == (3, 100)  # longer than a row of training
         with pytest.raises(
-            ValueError, match=r"a group context of 1000000 tokens needs a longer training text"
+            ValueError, match=r"training tokens are too few for a group context of 1000000 tokens"
         ):
             text.draw(1, 10**6)
     with GroupContextText(folder, seq_len=40, seed=6) as other:
@@ -171,10 +169,10 @@ def test_a_group_context_that_does_not_fit_is_refused() -> None:
         torch.zeros(3, 4, dtype=torch.int64),
     ):
         with pytest.raises(
-            ValueError, match=r"beside a group context of 3 sequences of at least 5 tokens; given: "
+            ValueError, match=r"a group context of 3 sequences of at least 5 tokens, got "
         ):
             next(generate(model, prompt, num_tokens=4, context_MS=context))
-    with pytest.raises(ValueError, match=r"beside a group context of 0 sequences"):
+    with pytest.raises(ValueError, match=r"a group context of 0 sequences"):
         next(
             generate(
                 make("sigmoid"),
@@ -221,14 +219,14 @@ def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Pa
     long = score_text(trained, "twenty letters and more", draws=1)
     assert long.log_probability_RS.shape == (1, CONTEXT)
     for text, draws in (("", 1), ("one", 0)):
-        with pytest.raises(ValueError, match="a score needs tokens and draws"):
+        with pytest.raises(ValueError, match="at least one token and one draw"):
             score_text(trained, text, draws=draws)
 
 
 def test_gshard_is_scored_by_what_it_promises_in_evaluation() -> None:
-    """It refuses rows in training only, where it reads the future; `switch` does in both."""
+    """GShard drops rows only in training, where it reads later positions; `switch` does so in both."""
     gshard = Transformer(RECIPES["gshard"]().model)
-    refuse_future_readers(gshard, "be asked how likely a text is")
+    refuse_future_readers(gshard, "score text")
     switch = Transformer(RECIPES["switch"]().model)
     with pytest.raises(ValueError, match="lets a position read later ones"):
-        refuse_future_readers(switch, "be asked how likely a text is")
+        refuse_future_readers(switch, "score text")

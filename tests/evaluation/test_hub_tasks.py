@@ -1,4 +1,4 @@
-"""Tasks from the hub: the published sets, as they lie there, from a hub on this machine."""
+"""Tasks from a local hub that serves the published sets in their own form."""
 
 import json
 import os
@@ -123,14 +123,14 @@ def test_tasks_from_the_hub_on_the_command_line(hub: dict[str, str], bytes_run: 
     assert ended.returncode == 2
     said = " ".join(ended.stderr.split())
     assert "task 'piqa': baber/piqa cannot be fetched from the hub (DatasetNotFoundError" in said
-    assert "or give a folder with its file (--data)" in said
+    assert "or pass a folder with its file (--data)" in said
     assert "Traceback" not in ended.stderr
 
 
 def test_a_task_that_is_not_on_the_hub(
     bytes_run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(TaskError, match="task 'cbt_style' is not on the hub: give a folder"):
+    with pytest.raises(TaskError, match="task 'cbt_style' is not on the hub; pass a folder"):
         list(hub_records("cbt_style", TASKS["cbt_style"].hub))
     monkeypatch.setitem(sys.modules, "datasets", None)  # as without the extra
     with pytest.raises(SystemExit) as ended:

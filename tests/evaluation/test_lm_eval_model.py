@@ -1,8 +1,8 @@
-"""Our scores and our model for the harness, against the harness's own model class on the same weights.
+"""Our scores and harness model, against the harness's own model class on the same weights.
 
-The tasks are the installed ones of lm-evaluation-harness, their data replaced by a few records in
-the published form. `HFLM`, the class that the harness runs Hugging Face models with, wraps our
-network there: so wording, tokens, windows, cutting and metrics are all the harness's own.
+The tasks are the installed lm-evaluation-harness's, on a few records in the published form. `HFLM`,
+its class for Hugging Face models, wraps our network. Wording, tokens, windows, cutting and metrics
+are therefore the harness's own.
 """
 
 import importlib
@@ -89,7 +89,7 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a byte-level BPE, which makes other tokens of two texts than of both as one."""
+    """A run with a byte-level BPE, which encodes two texts apart and joined differently."""
     place = tmp_path_factory.mktemp("harness")
     folder = prepare_bytes(place, tokenizer="bpe", vocab_size=300)
     model = TINY.changed({"vocab_size": 300})
@@ -104,7 +104,7 @@ def restored(run_dir: Path) -> Restored:
 
 @pytest.fixture(scope="module")
 def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Task files that include the harness's own, over records that lie beside them."""
+    """Task files that include the harness's own, with local records."""
     datasets: Any = importlib.import_module("datasets")
     import lm_eval.tasks
 
@@ -156,7 +156,7 @@ def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
 
 
 def hugging_face_model(restored: Restored, run_dir: Path) -> Any:
-    """The harness's own class around our network, which it knows nothing of but its logits."""
+    """The harness's own class around our network, of which it sees only the logits."""
     with pytest.MonkeyPatch.context() as patch:
         # transformers takes our folder kernels/, which pytest's path has, for a package it can use
         root = Path(__file__).resolve().parents[2]
@@ -221,7 +221,7 @@ def test_the_same_log_likelihoods_and_scores(
 
 
 def check_our_tasks(run_dir: Path, theirs: dict[str, Any], data: Path) -> None:
-    """`moebius eval --tasks` on the same records, in the form of our files."""
+    """Runs `moebius eval --tasks` on the same records in our file format."""
     for name, (_, records) in PUBLISHED.items():
         hub = TASKS[name].hub
         assert hub is not None
@@ -275,7 +275,7 @@ def test_the_same_log_likelihood_of_documents_and_the_same_text(
 
 
 def greedy(lm: Any, context: str, wish: dict[str, Any]) -> str:
-    """The most likely tokens, one whole pass for each."""
+    """Returns the most likely tokens, with one whole pass for each."""
     tokens = lm.tok_encode(context)[-(64 - wish["max_gen_toks"]) :]
     written: list[int] = []
     text = ""
@@ -297,11 +297,11 @@ def test_what_cannot_be_generated(run_dir: Path) -> None:
     own = own_model(run_dir)
     for wish, message in (
         ({"max_gen_toks": 64}, "leaves no room for a prompt"),
-        ({"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}, "generation with top_p"),
+        ({"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}, "unknown generation options top_p"),
     ):
         with pytest.raises(ValueError, match=message):
             own.generate_until([Instance("generate_until", {}, ("a", wish), 0)])
-    with pytest.raises(ValueError, match="70 tokens are to be scored, and the context has 64"):
+    with pytest.raises(ValueError, match="70 tokens to score exceed the context of 64"):
         own._loglikelihood_tokens([(("a", "b"), [1], list(range(70)))])
 
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_generated(run_dir: Path) -> None:
 def test_from_the_command_line(
     command: str, run_dir: Path, task_folder: Path, tmp_path: Path
 ) -> None:
-    """Through our command, and through the harness's own with a task file that brings the model."""
+    """Runs our command, and the harness's own with a task file that imports the model."""
     code = "from moebius.cli.main import main; main()"
     start = ["-c", code, "lm-eval"] if command == "ours" else ["-m", "lm_eval", "run"]
     task = tmp_path / "task.yaml"

@@ -1,4 +1,4 @@
-"""`moebius eval --stride`: windows that overlap, against a pass per token."""
+"""`moebius eval --stride`: overlapping windows, against a pass per token."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_a_stride_that_does_not_fit_is_refused(bytes_run, stride, capfd):
     with pytest.raises(SystemExit) as end:
         main(["eval", str(bytes_run), "--stride", stride])
     assert end.value.code == 2
-    assert "a window of 64 tokens (data.seq_len) moves by 1 to 64" in capfd.readouterr().err
+    assert "must be between 1 and data.seq_len=64" in capfd.readouterr().err
 
 
 def test_the_command_tells_it(bytes_run, moebius):

@@ -1,4 +1,4 @@
-"""Scores of rows: against a plain pass over each row, and against sums by hand."""
+"""Scores of rows, against a plain pass over each row and sums by hand."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def random_row(rng: np.random.Generator, prefix: tuple[int, ...], scored: int) -
 
 
 def random_families(seed: int = 0) -> list[list[Row]]:
-    """Rows of every kind: alone, with a long and a short common beginning, scored from the second."""
+    """Single rows, rows with long and short common beginnings, rows scored from the second token."""
     rng = np.random.default_rng(seed)
     families = [[random_row(rng, (), int(rng.integers(1, 9)))] for _ in range(3)]
     for length in (3, 20, 21, 20, 33):
@@ -76,9 +76,9 @@ def test_what_is_shared_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     shared = Scorer(model).score([family])
     assert computed == [40, 10 * 2]
     computed.clear()
-    apart = Scorer(model, share=False).score([family])
+    apart = Scorer(model).score([[row] for row in family])
     assert computed == [10 * 42]
-    for one, other in zip(shared[0], apart[0], strict=True):
+    for one, other in zip(shared[0], [score for [score] in apart], strict=True):
         np.testing.assert_allclose(one.log_probability_S, other.log_probability_S, atol=1e-12)
         assert one.greedy_S.tolist() == other.greedy_S.tolist()
 
@@ -101,7 +101,7 @@ def test_rows_are_told_of_and_models_that_look_ahead_are_refused() -> None:
     with pytest.raises(ValueError, match="lets a position read later ones"):
         Scorer(tiny_model("switch"))
     for tokens, scored in (((1,), 1), ((1, 2), 0), ((1, 2), 2)):
-        with pytest.raises(ValueError, match="each needs a token before it"):
+        with pytest.raises(ValueError, match="score at least one, each after another token"):
             Row(tokens, scored)
 
 
@@ -149,5 +149,5 @@ def test_a_mixture_is_asked_beside_a_group_of_its_own(mixture_folder: Path) -> N
                 )
                 assert second[f][r].total() == pytest.approx(total, abs=1e-10)
                 assert first[f][r].total() == again[f][r].total() != second[f][r].total()
-    with pytest.raises(ValueError, match="asked beside a group context of 3 sequences"):
+    with pytest.raises(ValueError, match="needs a group context of 3 sequences"):
         Scorer(model).score(families)

@@ -1,4 +1,4 @@
-"""Every task on items whose scores are added up by hand, over a table of bytes."""
+"""Scores of every task, against sums by hand over a table of bytes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ MODEL = table_model(TABLE)
 
 
 def ask(name: str, record: Mapping[str, Any], *, context: int = 400) -> dict[str, float]:
-    """What one item adds to the metrics of its task."""
+    """Returns one item's contribution to the metrics of its task."""
     question = TASKS[name].question(record, Encoder(BytesTokenizer(), context))
     [scores] = Scorer(MODEL).score([question.rows])
     return {name: found.value for name, found in question.judge(scores).items()}
@@ -35,7 +35,7 @@ def logp(before: str, scored: str) -> float:
 
 
 def best(values: list[float], answer: int) -> float:
-    """1 where the answer beats all others."""
+    """1 if the answer beats all others."""
     return float(all(values[answer] > v for n, v in enumerate(values) if n != answer))
 
 
@@ -75,7 +75,7 @@ def test_physical_tasks(answer: int) -> None:
 
 
 def test_blanks_at_the_ends_of_an_answer_count_in_its_length() -> None:
-    """As in the harness, which divides by the length of the answer as it is published."""
+    """Like the harness, divides by the length of the answer as published."""
     solutions = [f"Use water.{' ' * 200}", " Use a bed"]
     sums = [logp("Question: Boil an egg.\nAnswer:", f" {text}") for text in solutions]
     norm = [total / len(text) for total, text in zip(sums, solutions, strict=True)]
@@ -134,8 +134,9 @@ def test_the_last_word_is_read_from_its_last_places() -> None:
 
 
 def test_the_conventions_of_the_last_word_differ() -> None:
-    """The paper reads as many places as the word has characters, and drops what stands before a
-    blank; here the word takes fewer tokens than it has characters.
+    """The paper reads as many tokens as the word has characters, and drops text before a blank.
+
+    Here the word has fewer tokens than characters.
     """
 
     class Pairs(BytesTokenizer):
@@ -195,7 +196,7 @@ def test_long_items_lose_their_left_end_and_are_counted() -> None:
     assert question.is_cut
     assert all(len(row.tokens) == 31 for row in question.rows)
     assert not TASKS["arc_easy"].question(record, bytes_encoder(300)).is_cut
-    with pytest.raises(TaskError, match="12 tokens are to be scored, and the context has 11"):
+    with pytest.raises(TaskError, match="12 tokens to score exceed the context of 11"):
         TASKS["arc_easy"].question(record, bytes_encoder(11))
 
 
@@ -236,8 +237,8 @@ MISTAKES = {
     "a field is missing": ({"label": None}, "label"),
     "an answer there is not": ({"label": 4}, "the number of the right answer, 0 to 3"),
     "true is no number": ({"label": True}, "the number of the right answer"),
-    "a number for a text": ({"question": 7}, "field 'question' is 7; it must be a text"),
-    "a text for a list": ({"choices": "abc"}, "a list of at least 2 texts"),
+    "a number for a text": ({"question": 7}, "field 'question' is 7; it must be a string"),
+    "a text for a list": ({"choices": "abc"}, "a list of at least 2 strings"),
     "an empty answer": ({"choices": ["a", "b", "c", ""]}, "an answer is empty"),
 }
 
@@ -264,7 +265,7 @@ def test_records_that_are_none(mistake: str) -> None:
         (
             "cbt",
             {"context": ["a"], "question": "XXXXX", "answer": "x", "candidates": ["b", "c"]},
-            "must have the answer once",
+            "must contain the answer exactly once",
         ),
     ],
 )
@@ -326,7 +327,7 @@ def test_the_papers_six_with_a_stand_in(tmp_path: Path) -> None:
     assert "cbt_style" in chosen_tasks(["paper"], tmp_path)
     with pytest.raises(OwnPartError, match=r"'hellaswg' is not a task; did you mean hellaswag\?"):
         chosen_tasks(["hellaswg"], tmp_path)
-    with pytest.raises(TaskError, match="is no folder"):
+    with pytest.raises(TaskError, match="is not a folder"):
         chosen_tasks(["paper"], tmp_path / "none")
 
 

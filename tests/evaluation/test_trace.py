@@ -1,4 +1,4 @@
-"""Traces of a pass: routes and states are those of the model's own layers, the loss an evaluation's."""
+"""Traces record the routes and states of the model's own layers, and an evaluation's loss."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`moebius eval --tasks`: reports, and what is said of bad input."""
+"""`moebius eval --tasks`: reports, and errors for bad input."""
 
 import json
 import math
@@ -126,12 +126,12 @@ def test_the_table_says_what_it_is_of(bytes_run: Path, evaluate: Command) -> Non
     [
         ("--tasks piqa,arc_challenge --data DATA", "task 'arc_challenge' has no file"),
         ("--tasks piqqa --data DATA", r"'piqqa' is not a task; did you mean piqa\?"),
-        ("--tasks piqa --limit 0 --data DATA", "at least 1 is needed"),
-        ("--tasks piqa --context 5 --data DATA", "context has 5 tokens.*: piqa 1 of 1 items"),
-        ("--tasks piqa --context 5 --too-long skip --data DATA", "'piqa': nothing is left"),
-        ("--tasks , --data DATA", "holds no file of a task"),
+        ("--tasks piqa --limit 0 --data DATA", "must each be at least 1"),
+        ("--tasks piqa --context 5 --data DATA", "context of 5 tokens: piqa 1 of 1 items"),
+        ("--tasks piqa --context 5 --too-long skip --data DATA", "'piqa': no items are left"),
+        ("--tasks , --data DATA", "has no task files"),
         ("--tasks paper", "--tasks needs --data"),
-        ("--tasks paper --data DATA/none", "is no folder"),
+        ("--tasks paper --data DATA/none", "is not a folder"),
         ("--limit 3", "needs --tasks"),
         ("--too-long skip", "--too-long needs --tasks"),
     ],
@@ -146,7 +146,7 @@ def test_requests_that_cannot_be(
 
 @pytest.fixture
 def long_answers(data: Path) -> Path:
-    """The same folder; two of five PIQA items and one of seven ARC items have a long answer."""
+    """Two of five PIQA items and one of seven ARC items have a long answer."""
     piqa = [{"goal": "Go.", "sol1": "a", "sol2": "b" * n, "label": 0} for n in (3, 70, 5, 4, 99)]
     arc = [*ARC, {"question": "?", "choices": ["x" * 80, "b", "c", "d"], "label": 0}]
     for name, records in (("piqa", piqa), ("arc_easy", arc)):
@@ -164,7 +164,7 @@ def test_all_answers_that_are_too_long_are_told_before_anything_is_scored(
     for message in (
         r"piqa 2 of 5 items, the longest of 100 tokens \(\S+: line 5\)",
         r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+: line 7\)",
-        "--context 100 makes room",
+        "--context 100 if the model",
     ):
         assert re.search(message, answer.text)
 
@@ -195,19 +195,19 @@ def test_a_context_beyond_the_learned_positions(
     positions = {"attention.positions": {"kind": "learned", "max_positions": 64}}
     run_dir = train_bytes(mixture_folder, tmp_path / "run", TINY.changed(positions))
     asked = (run_dir, "--tasks", "piqa", "--context")
-    assert "--context 65 is more than the 64 positions" in evaluate(*asked, 65).text
+    assert "--context 65 exceeds the model's 64 learned positions" in evaluate(*asked, 65).text
     assert evaluate(*asked, 64).code == 0
 
 
 SPOILED = {
     "a field that is missing": (b'{"goal": "a"}\n', r"line 1: field 'sol1' is missing"),
-    "a half line": (b'\n\n{"goal": ', r"line 3: not valid JSON"),
-    "a list": (b"[1]\n", r"line 1: a JSON list; each line must be one JSON object"),
-    "no UTF-8": (b'{"goal": "\xff"}\n', "not UTF-8"),
+    "a half line": (b'\n\n{"goal": ', r"line 3: is not valid JSON"),
+    "a list": (b"[1]\n", r"line 1: is a JSON list; each line must be one JSON object"),
+    "no UTF-8": (b'{"goal": "\xff"}\n', "is not UTF-8"),
     "nothing": (b"\n", "task 'piqa' has no items"),
     "half a surrogate": (
         b'{"goal": "\\ud800", "sol1": "a", "sol2": "b", "label": 0}\n',
-        r"line 1: a text is no Unicode",
+        r"line 1: a text is not valid Unicode",
     ),
 }
 
@@ -246,7 +246,7 @@ def test_a_folder_that_was_prepared_for_another_vocabulary(
     path.write_text(json.dumps(config))
     answer = evaluate(tmp_path / "run", "--tasks", "piqa")
     assert answer.code == 2
-    assert re.search(r"has 2\d\d ids, the run was trained with 257", answer.text), answer.text
+    assert re.search(r"has 2\d\d ids, but the run was trained with 257", answer.text), answer.text
 
 
 def test_a_mixture_is_drawn_several_times(
