@@ -173,7 +173,9 @@ def test_a_model_that_shares_layers_may_have_other_depth_steps(
     assert more.config.model.num_layers == 6
     for own, other in zip(once.model.parameters(), more.model.parameters(), strict=True):
         assert torch.equal(own, other)
-    with pytest.raises(ConfigError, match="3 depth steps must be a multiple of the group of 2 layers"):
+    with pytest.raises(
+        ConfigError, match="3 depth steps must be a multiple of the group of 2 layers"
+    ):
         moebius.load(run_dir, depth_steps=3)
 
 

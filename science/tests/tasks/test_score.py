@@ -120,7 +120,9 @@ def test_a_model_can_be_asked_with_more_depth_steps(run: Path) -> None:
     once, more = (score_run(run, sets_of(length=9), depth_steps=count) for count in (None, 12))
     assert more.depth_steps == 12
     assert once.scores["p_hop"].loss != more.scores["p_hop"].loss
-    with pytest.raises(ValueError, match="0 depth steps must be a multiple of the group of 2 layers"):
+    with pytest.raises(
+        ValueError, match="0 depth steps must be a multiple of the group of 2 layers"
+    ):
         score_run(run, sets_of(), depth_steps=0)
 
 
