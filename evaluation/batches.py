@@ -7,9 +7,8 @@ the shortest one, so that a batch with a cache needs no padding on the left; the
 computed with the ends. Ends are padded on the right, which a causal model does not see.
 
 A pass costs as much as about 200 additional tokens: on a core with AVX-512, a model of 7M
-parameters
-takes 20 ms for one token and 250 ms for 2048. A batch is therefore closed when padding would cost
-more than that, and rows of similar length go together.
+parameters takes 20 ms for one token and 250 ms for 2048. A batch is therefore closed when padding
+would cost more than that, and rows of similar length go together.
 """
 
 import math
@@ -52,8 +51,7 @@ def rolling_rows(
         prefix: the token before the first one.
         context: tokens of a row's input.
         stride: tokens that each row after the first scores; None: as many as the context, so that
-            only
-            the last row has more context than it needs.
+            only the last row has more context than it needs.
     """
     line, stride = [prefix, *tokens], stride or context
     rows, done = [], 0
@@ -178,7 +176,9 @@ class _Open:
     cost: int = 0  # of its clusters as separate batches
 
     def takes(self, more: _Cluster) -> bool:
-        """Adds a cluster and returns True, unless it does not fit or is cheaper in a batch of its own."""
+        """Adds a cluster and returns True, unless it does not fit or is cheaper in a batch of its
+        own.
+        """
         rows = self.num_rows + len(more.rows)
         prefix = min(self.prefix or more.prefix, more.prefix)
         total = max(self.total, more.prefix + more.longest)

@@ -1,8 +1,7 @@
 """Generates text from a model, one sequence, token by token, with the key-value cache.
 
 A model that routes sequences together also needs a group context (group_context.py): rows of
-training
-text in the same batch, which advance by one token with every generated token.
+training text in the same batch, which advance by one token with every generated token.
 """
 
 import math
@@ -33,13 +32,11 @@ def generate(
         prompt_S: int64, at least one token.
         temperature: of sampling; 0, or a value too small for float32, takes the most likely token.
         context_MS: int64, `group_context_size(model)` rows, each at least as long as prompt and
-            output
-            without the last token; None if the model needs none.
+            output without the last token; None if the model needs none.
 
     Raises:
         ValueError: the prompt is empty, the temperature or the group context is invalid, or the
-            model
-            reads whole sequences.
+            model reads whole sequences.
     """
     if prompt_S.numel() == 0:
         raise ValueError("the prompt is empty; generation needs at least one token")

@@ -3,10 +3,8 @@
 Mixture of Tokens and expert choice by position cannot process a sequence alone. Following their
 authors (arXiv 2310.15961, zero-shot protocol), a request is put into a random row of a group whose
 other rows are training text of the same length; only the request's row is read. A score is
-therefore
-a random variable, drawn from a seed, and several draws give its spread. Every request and draw
-costs
-a whole group.
+therefore a random variable, drawn from a seed, and several draws give its spread. Every request and
+draw costs a whole group.
 
 Requests are not padded: on the right no position would read the padding, and on the left padding
 would shift positions, which the group mixes position by position.

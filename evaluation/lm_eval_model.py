@@ -3,8 +3,7 @@
     moebius lm-eval --model moebius --model_args path=runs/mine --tasks hellaswag,arc_easy
 
 The harness has no plugin mechanism for models, so `lm_eval` knows this one only after importing
-this
-module. The command above imports it and passes everything on; a task file can import it too
+this module. The command above imports it and passes everything on; a task file can import it too
 (docs/evaluate.md).
 
 Rows are scored as in our own tasks (scoring.py): a text without context follows an end of document,
@@ -56,8 +55,7 @@ class MoebiusLM(TemplateLM):
 
     Raises:
         ValueError: the run or its checkpoint cannot be read, the model reads later positions, or
-            there
-            are several processes.
+            there are several processes.
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 Without overlap, as in training, a token has half a window of context on average. Windows that move
 by less than their length give every token but the first ones at least length − stride tokens of
 context. Bits per byte divide by the text's UTF-8 bytes instead of tokens, so that runs with
-different
-tokenizers compare.
+different tokenizers compare.
 """
 
 import math
@@ -157,7 +156,9 @@ def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, i
 
 
 def _stream(reader: SplitReader, first: int, end: int) -> list[int]:
-    """Returns the tokens of consecutive rows; each row begins with the last token of the previous one."""
+    """Returns the tokens of consecutive rows; each row begins with the last token of the previous
+    one.
+    """
     rows = reader.read(np.arange(first, end))
     if rows.loss_mask is not None:
         raise DataError(

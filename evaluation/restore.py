@@ -40,8 +40,7 @@ def restore(
 
     Raises:
         ConfigError: the run or the checkpoint does not exist, or the model cannot have that many
-            depth
-            steps.
+            depth steps.
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():

@@ -2,15 +2,13 @@
 
 1. If a model promises that no position sees a later one and no row sees the others of its batch,
    rows of similar length share a batch, and a common beginning goes through the model once; its
-   keys
-   and values are repeated for every row (batches.py). Ten options after a page of text cost little
-   more than one.
+   keys and values are repeated for every row (batches.py). Ten options after a page of text cost
+   little more than one.
 2. The head is applied only at scored positions, with a float64 log-softmax.
 
 A model whose rows compete for capacity is asked row by row, without padding. A model that routes
 sequences together needs a group context (group_context.py), a whole group for every row and draw.
-With
-several ranks, each takes every n-th family, and all get all results.
+With several ranks, each takes every n-th family, and all get all results.
 
 Legend: R rows of a batch, S tokens of the longest end, D width, N scored positions, V vocabulary.
 """

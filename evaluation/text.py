@@ -99,8 +99,7 @@ def score_text(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) 
 
     Raises:
         ValueError: the run's data cannot be read, there is nothing to score, or the model reads
-            later
-            positions.
+            later positions.
     """
     refuse_pairs(restored)
     data = restored.config.data

@@ -1,13 +1,11 @@
 """Records forward passes of a trained model: experts chosen per token, and hidden states.
 
 The rows are those of `moebius eval` in the same micro-batches: evenly spaced over the split, and
-the
-same at every call. A router that routes sequences together therefore sees the same groups, and the
-mean loss equals an evaluation's over these rows.
+the same at every call. A router that routes sequences together therefore sees the same groups, and
+the mean loss equals an evaluation's over these rows.
 
 Legend: B rows, S positions, T = B·S tokens, L depth steps, D model width, V vocabulary, E experts
-of a
-layer, N routes.
+of a layer, N routes.
 """
 
 from collections.abc import Iterator
@@ -34,9 +32,8 @@ class LayerRoutes:
     """Holds the choices of one sparse layer at one depth step: N routes of T tokens to E experts.
 
     A layer that reads several rows per token (heads of SwitchHead's O, sub-tokens of Multi-Head
-    MoE) has
-    the routes of all of them. If experts choose, a token can be without routes. In a mixture nobody
-    chooses: every expert reads mixtures of all tokens, and `token_N` is empty.
+    MoE) has the routes of all of them. If experts choose, a token can be without routes. In a
+    mixture nobody chooses: every expert reads mixtures of all tokens, and `token_N` is empty.
     """
 
     layer: str

@@ -1,8 +1,7 @@
 """Scores a checkpoint zero-shot on tasks, on one rank or split over several.
 
 The paper's mean covers its six tasks by the paper's convention (arXiv 2405.16039). A limit takes
-items
-evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
+items evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
 """
 
 import math
@@ -129,8 +128,7 @@ def measure_tasks(
 
     Raises:
         ValueError: the run, its checkpoint or a task cannot be read, an item cannot be scored, or
-            the
-            model reads later positions.
+            the model reads later positions.
     """
     started = time.monotonic()
     if (limit is not None and limit < 1) or draws < 1 or (context is not None and context < 1):
@@ -244,10 +242,8 @@ def item_rows(
     """Returns one row per item and metric, so that models can be compared in pairs.
 
     Keys: task; item, its place in the task's file from 0; group; metric; value, which is 0 or 1, or
-    a
-    perplexity's log-probability in nats, averaged over draws; weight, the words, bytes or tokens
-    that a
-    perplexity divides by.
+    a perplexity's log-probability in nats, averaged over draws; weight, the words, bytes or tokens
+    that a perplexity divides by.
     """
     return [
         {
@@ -297,10 +293,8 @@ def estimate(
     """Returns a metric over all questions that have it.
 
     The standard error is that of a mean over items. For a mean over groups the groups are
-    independent;
-    for a perplexity it is exact to first order. With several draws of the group context the value
-    is
-    their mean.
+    independent; for a perplexity it is exact to first order. With several draws of the group
+    context the value is their mean.
 
     Args:
         questions: of a task.

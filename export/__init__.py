@@ -1,1 +1,1 @@
-"""The ways out: weights in the file formats of other tools."""
+"""Exports checkpoints to other formats, and imports published weights."""

@@ -1,18 +1,17 @@
-"""Published weights of MoEUT and its baselines as a run of ours: evaluated, written with, trained on.
+"""Imports published weights of MoEUT and its baselines as a run of moebius.
 
-The authors' files (arXiv 2405.16039) come under three families of names, each told by its first key:
+The authors' files (arXiv 2405.16039) use three families of names, recognized by their first key:
 
     release          transformer.layers.<g>.attention.v, .ffn.keys …       the official release
     training code    unique_layers.<g>.self_attn.projections.v, .pkm.keys …  the paper's runs, baselines
     SUT              unique_layers.0.mod.self_attn.q_proj.experts.w …        of the training code
 
-Experts lie in banks of the same shape as here, so nothing but names changes, and the dense
-baseline's keys and values, one matrix there, are two here. A file says nothing of what has no
-weight (depth steps, active experts, norms' places), so a recipe does, and every name and shape is
-compared with it.
+Banks of experts have the same shapes as here, so only names change; the dense baseline stores keys
+and values as one matrix, which is split. A file does not describe what has no weight (depth steps,
+active experts, places of norms). A recipe does, and every name and shape is checked against it.
 
-A file is untrusted: .safetensors, or a torch pickle that is read with weights_only=True alone,
-which builds tensors and containers and calls nothing.
+Files are untrusted: .safetensors, or a torch pickle read with weights_only=True, which builds
+tensors and containers and calls nothing.
 """
 
 import fnmatch
@@ -41,7 +40,7 @@ from ..train.config.run_config import Config, ConfigError
 from ..train.state import TrainingProgress
 from .safetensors import require_safetensors
 
-_MOST_NAMED = 8  # keys in an error
+_MOST_NAMED = 8  # keys listed in an error
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
 _PREFIXES = ("model.", "module.", "_orig_mod.")
 
@@ -64,7 +63,7 @@ _RELEASE = {
     "ln1": "attention_norm",
     "ln2": "feed_forward_norm",
 }
-_RELEASE_OF_ONE_EXPERT = _RELEASE | {  # per head: dense, with a gate on the result
+_RELEASE_OF_ONE_EXPERT = _RELEASE | {  # one expert per head: dense, with a gate on the result
     "attention.v": "attention.value.weight",
     "attention.o": "attention.output.weight",
     "attention.sel_o": "attention.head_gate.weight",
@@ -82,14 +81,14 @@ _TRAINING = {
     "pkm.expert_sel": "feed_forward.router.weight",
     "pkm.norm": "feed_forward_norm",
     "self_attn.data_to_q": "attention.query",
-    "self_attn.data_to_kv": "attention.key_and_value",  # two of ours: `_split`
+    "self_attn.data_to_kv": "attention.key_and_value",  # becomes two: `_split`
     "self_attn.out_proj": "attention.output",
     "linear1": "feed_forward.up",
     "linear2": "feed_forward.down",
     "norm1": "attention_norm",
     "norm2": "feed_forward_norm",
 }
-_SUT_GATE = {"_gate.0": "halting.hidden", "_gate.3": "halting.output"}  # of the model, here
+_SUT_GATE = {"_gate.0": "halting.hidden", "_gate.3": "halting.output"}  # in ours, of the model
 _SUT = {
     "self_attn_layer_norm": "attention_norm",
     "final_layer_norm": "feed_forward_norm",
@@ -111,7 +110,7 @@ _SUT = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read, and where it is."""
+    """Summarizes an import for the user."""
 
     run_dir: Path
     num_tensors: int
@@ -119,7 +118,7 @@ class Imported:
     ignored: tuple[str, ...]
 
     def __str__(self) -> str:
-        left_out = f"\n  left out as asked: {', '.join(self.ignored)}" if self.ignored else ""
+        left_out = f"\n  ignored: {', '.join(self.ignored)}" if self.ignored else ""
         return (
             f"{self.run_dir}: {self.num_tensors} tensors, {self.num_parameters:,} parameters, as "
             f"the checkpoint of step 0{left_out}"
@@ -131,14 +130,14 @@ def import_published(
 ) -> Imported:
     """Writes a run folder `out` whose checkpoint of step 0 has the weights of a published file.
 
-    `moebius eval`, `ckpt export` and `train --run-dir` take it like any other run; training begins
-    at step 0 with these weights and an optimizer that has seen nothing.
+    `moebius eval`, `ckpt export` and `train --run-dir` accept it like any run; training begins at
+    step 0 with these weights and a fresh optimizer.
 
     Args:
         file: .safetensors, or a torch pickle of tensors.
         out: appears whole or not at all.
-        config: whose model the weights are.
-        ignore: patterns (* and ?) of keys in the file that are to be left out.
+        config: the run whose model has these weights.
+        ignore: patterns (* and ?) of keys in the file to ignore.
 
     Raises:
         ValueError: the file cannot be read, a key is unknown or missing, a shape does not fit the
@@ -153,7 +152,7 @@ def import_published(
     progress = TrainingProgress().as_dict()
     meta = {
         "progress": progress,
-        "data": None,  # no position: the run's own data begins at its beginning
+        "data": None,  # no position, so training starts at the beginning of its data
         "experts": {},
         "rollbacks": [],
         "config": config.model_dump(mode="json"),
@@ -207,24 +206,23 @@ def _parameter_of(name: str) -> str:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a file by their keys, and runs nothing that it holds.
+    """Reads the tensors of a file by key, and executes nothing in it.
 
     Raises:
-        ConfigError: it cannot be read, or holds no tensors under names.
+        ConfigError: the file cannot be read, or holds no named tensors.
     """
     if not file.is_file():
-        raise ConfigError(f"{file}: is no file")
+        raise ConfigError(f"{file}: is not a file")
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
     for key in _NESTED_UNDER:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{file}: holds a {type(content).__name__}, and no tensors by name")
+        raise ConfigError(f"{file}: holds a {type(content).__name__} instead of named tensors")
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ConfigError(
-            f"{file}: holds no tensors by name; its keys are "
-            f"{_named([str(key) for key in content])}"
+            f"{file}: holds no named tensors; its keys are {_named([str(key) for key in content])}"
         )
     for prefix in _PREFIXES:
         if all(key.startswith(prefix) for key in tensors):
@@ -244,25 +242,25 @@ def _read_pickle(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # torch's own words go on to advise against the only protection that there is
+        # torch's message goes on to recommend turning off this protection
         reason = "; ".join(
             part.strip(" .\n") for part in str(error).split("\n\n") if "nsupported" in part[:40]
         )
-        reason = reason or "nothing of it is known"
+        reason = reason or "unknown content"
         raise ConfigError(
-            f"{file}: is no file of tensors alone ({reason}). It is read with weights_only=True, "
-            "which runs nothing that a file asks for; if you trust it, load it yourself and save "
-            "its tensors with safetensors.torch.save_file"
+            f"{file}: holds more than tensors ({reason}). moebius reads it with weights_only=True, "
+            "which executes nothing; if you trust the file, load it yourself and save its tensors "
+            "with safetensors.torch.save_file"
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).partition(". ")[0] or "it ends too early"
-        raise ConfigError(f"{file}: cannot be read as a file of torch.save: {reason}") from error
+        raise ConfigError(f"{file}: cannot be read as a torch.save file: {reason}") from error
 
 
 def _without(
     tensors: Mapping[str, Tensor], patterns: Sequence[str]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Returns the tensors whose keys no pattern fits, and the other keys."""
+    """Returns the tensors whose keys match no pattern, and the other keys."""
     ignored = tuple(
         key for key in tensors if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
     )
@@ -275,10 +273,10 @@ def _without(
 def translate(
     tensors: Mapping[str, Tensor], model: ModelConfig, *, origin: str
 ) -> dict[str, Tensor]:
-    """Returns the tensors under our names.
+    """Returns the tensors under moebius' names.
 
     Raises:
-        ConfigError: keys are unknown; names them.
+        ConfigError: lists unknown keys.
     """
     found: dict[str, Tensor] = {}
     unknown = []
@@ -290,15 +288,15 @@ def translate(
             found |= _split(name, tensor)
     if unknown:
         raise ConfigError(
-            f"{origin}: {len(unknown)} of {len(tensors)} keys are none of the published names of "
-            f"this kind of model: {_named(unknown)}; is it the right recipe? What is no weight can "
-            "be left out with --ignore PATTERN"
+            f"{origin}: {len(unknown)} of {len(tensors)} keys are unknown for this kind of model: "
+            f"{_named(unknown)}; check the recipe, or skip keys that are not weights with --ignore "
+            "PATTERN"
         )
     return found
 
 
 def our_name(key: str, model: ModelConfig) -> str | None:
-    """Returns the name of a parameter that is published as `key`; None: nothing is."""
+    """Returns moebius' name of the parameter published as `key`; None if unknown."""
     for layers in ("transformer.layers.", "unique_layers."):
         if not key.startswith(layers):
             continue
@@ -320,7 +318,7 @@ def _names_in_layers(layers: str, model: ModelConfig) -> dict[str, str]:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str | None:
-    """Returns the name with its longest known beginning replaced; None: no beginning is known."""
+    """Returns the name with its longest known prefix replaced; None if no prefix is known."""
     for old in sorted(names, key=len, reverse=True):
         if name == old or name.startswith(f"{old}."):
             return names[old] + name[len(old) :]
@@ -328,21 +326,21 @@ def _renamed(name: str, names: Mapping[str, str]) -> str | None:
 
 
 def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Returns the parameters that a published tensor holds: keys and values are one matrix there."""
+    """Returns the parameters in a published tensor, which can hold keys and values in one matrix."""
     both = "key_and_value"
     if both not in name:
         return {name: tensor}
     if tensor.ndim == 0 or tensor.shape[0] % 2:
-        return {name.replace(both, "key"): tensor}  # its shape will not fit
+        return {name.replace(both, "key"): tensor}  # `check_weights` reports its shape
     key, value = tensor.chunk(2)
     return {name.replace(both, "key"): key, name.replace(both, "value"): value}
 
 
 def check_weights(weights: Mapping[str, Tensor], model: Transformer, *, origin: str) -> None:
-    """Checks that the weights are all of the model's and no others, in its shapes.
+    """Checks that names and shapes of the weights are exactly the model's.
 
     Raises:
-        ConfigError: they are not; names the first few of everything that is wrong.
+        ConfigError: lists the first few of everything that is wrong.
     """
     wanted = dict(model.named_parameters()) | dict(model.named_buffers())
     problems = []
@@ -358,17 +356,17 @@ def check_weights(weights: Mapping[str, Tensor], model: Transformer, *, origin: 
     if unfit:
         problems.append(_named(unfit))
     if low := [name for name, tensor in weights.items() if not tensor.is_floating_point()]:
-        problems.append(f"no floating-point numbers: {_named(low)}")
+        problems.append(f"not floating point: {_named(low)}")
     if problems:
         listed = "\n  ".join(problems)
         raise ConfigError(
-            f"{origin} does not fit the model of the recipe (names are ours):\n  {listed}\n"
-            "choose the recipe of this size (`moebius models` lists them), or change it: "
+            f"{origin} does not fit the recipe's model (names are moebius'):\n  {listed}\n"
+            "choose the recipe of this size (`moebius models` lists them), or change it with "
             "model.num_layers=…, model.feed_forward.num_experts=…"
         )
 
 
 def _named(names: Sequence[str]) -> str:
-    """Spells the first few names, and how many more there are."""
+    """Joins the first few names and the number of the rest."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

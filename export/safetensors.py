@@ -1,11 +1,11 @@
 """Exports a checkpoint's weights as safetensors with one key per expert, and loads them back.
 
-Experts are stored one by one in torch.nn.Linear's [out, in], as mixtures of experts are published:
-a converter or server picks whole experts by name and knows nothing of our banks [E, in, out]. The
-price is a few thousand keys and a transposition. docs/formats.md has the map of the keys.
+Experts are stored individually in torch.nn.Linear's [out, in], as mixtures of experts are
+published. A converter or server picks whole experts by name, without knowing our banks [E, in,
+out]. The price is a few thousand keys and a transposition. docs/formats.md lists the keys.
 
-`dtype` applies to weights that enter matrix products; routers, norms, biases, embeddings and
-buffers stay as they are, as in training, so the export of a bfloat16 run gives the run's own bits.
+`dtype` applies to weights that enter matrix products. Routers, norms, biases, embeddings and
+buffers keep their precision, as in training, so exporting a bfloat16 run preserves its bits.
 
 Cost: three passes over the bytes; memory for one output file and the largest tensor.
 """
@@ -57,7 +57,7 @@ INDEX_FILE = "model.safetensors.index.json"
 Precision = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
+_NAMES_OF_EXPERTS = {  # a bank's attribute -> key after the expert's number
     "w_up": "w_up.weight",
     "w_down": "w_down.weight",
     "b_up": "w_up.bias",
@@ -68,7 +68,7 @@ _NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """What stands under one exported key: a tensor of the model, or one expert, transposed."""
+    """Describes one exported key: a tensor of the model, or one expert, transposed."""
 
     key: str
     name: str  # in the model
@@ -89,7 +89,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class Description:
-    """What stands beside the weights: files by name, and a line about the tokenizer for the user."""
+    """Holds the files beside the weights, and a line about the tokenizer for the user."""
 
     files: Mapping[str, str | bytes]
     tokenizer: str  # which, or why none
@@ -97,7 +97,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Exported:
-    """Names what an export has written, for the user."""
+    """Summarizes an export for the user."""
 
     step: int
     files: list[str]
@@ -114,7 +114,7 @@ class Exported:
 
 
 def pieces_of(name: str, shape: tuple[int, ...], *, has_experts: bool) -> Iterator[ExportedTensor]:
-    """Yields what one tensor of the model is exported as."""
+    """Yields the exported tensors of one tensor of the model."""
     if not has_experts:
         yield ExportedTensor(
             f"{name}.weight" if name in ("embedding", "position_embedding") else name, name, shape
@@ -135,19 +135,19 @@ def export(
     max_file_bytes: int = 5 * 10**9,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> Exported:
-    """Writes the weights of the checkpoint `source`, and what routers learn without a gradient,
-    into the directory `out`.
+    """Writes the weights of the checkpoint `source`, and router state without gradients, into
+    `out`.
 
-    `out` appears whole and compared with what was read, or not at all. `describe` makes what stands
-    beside the weights; by default config.json and the tokenizer's own files.
+    `out` appears whole and verified, or not at all. `describe` makes the files beside the weights;
+    by default config.json and the tokenizer's own files.
 
     Raises:
-        ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or
-            the disk is full.
+        ValueError: the checkpoint is damaged or belongs to no run, safetensors is missing, `out`
+            exists, or the disk is full.
     """
     require_safetensors()
     refuse_name_of_another_step(out, None)
-    refuse_existing(out)  # now too: verifying may take an hour
+    refuse_existing(out)  # early, because verifying can take an hour
     size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
     config = config_of(stored)
@@ -177,10 +177,10 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
 
         model = load_export(Path("export"))
 
-    Its weights are in the precision that they were exported in.
+    Weights keep the precision in which they were exported.
 
     Raises:
-        ValueError: it is no export of ours, or keys or shapes are not those of its model.
+        ValueError: the folder is not an export of moebius, or keys or shapes do not fit its model.
     """
     require_safetensors()
     values = _read_json(folder / "config.json")
@@ -189,7 +189,7 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     except (KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ConfigError(
-            f"{folder / 'config.json'} describes no model of moebius: {reason}"
+            f"{folder / 'config.json'} does not describe a moebius model: {reason}"
         ) from error
     weight_map = _weight_map_of(folder)
     with torch.device("meta"):
@@ -201,9 +201,9 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
         for piece in pieces_of(name, tuple(tensor.shape), has_experts=name in banks)
     }
     if unlike := sorted(pieces.keys() ^ weight_map.keys()):
-        kind = "lacks" if unlike[0] in pieces else "has, beside those of its model,"
+        kind = "lacks the" if unlike[0] in pieces else "has the unexpected"
         raise ConfigError(
-            f"{folder}: {kind} the key {unlike[0]} ({len(unlike)} such differences in all)"
+            f"{folder}: {kind} key {unlike[0]} (differences from its model: {len(unlike)})"
         )
     model.to_empty(device="cpu")
     tensors = _tensors_of(model)
@@ -219,12 +219,12 @@ def parse_size(text: str) -> int:
     """Reads a number of bytes: "5GB", "500 MB", "2GiB" or a plain number.
 
     Raises:
-        ConfigError: it is none of them, or less than a byte.
+        ConfigError: the text is not a size of at least one byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
     size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if size < 1:
-        raise ConfigError(f"{text!r} is no size: write 5GB, 500MB, 2GiB or a number of bytes")
+        raise ConfigError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
     return size
 
 
@@ -234,14 +234,13 @@ def parse_size(text: str) -> int:
 def _dtypes_of(
     stored: StoredCheckpoint, config: Config, dtype: Precision
 ) -> dict[str, torch.dtype]:
-    """Returns each tensor's dtype in the export: `dtype` if it enters matrix products.
-
-    Everything else stays as it is stored.
+    """Returns each tensor's dtype in the export: `dtype` if it enters matrix products, otherwise
+    its own.
     """
     if config.train.precision == "bfloat16_only":
         raise ConfigError(
-            'train.precision="bfloat16_only": an export keeps norms, routers and embeddings in '
-            "float32, which this run has not; use its checkpoints (`moebius eval`, `generate`)"
+            'train.precision="bfloat16_only" cannot be exported, because exports keep norms, routers '
+            "and embeddings in float32; use the run's checkpoints (`moebius eval`, `generate`)"
         )
     with torch.device("meta"):
         model = Transformer(config.model)
@@ -256,10 +255,7 @@ def _dtypes_of(
 def _plan(
     stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
 ) -> dict[str, list[ExportedTensor]]:
-    """Decides which tensors go into which file.
-
-    They go in the order of the model's names; a new file begins where one would be too big.
-    """
+    """Assigns tensors to files, in the order of their names, up to `max_file_bytes` per file."""
     files: list[list[ExportedTensor]] = [[]]
     filled = 0
     for name, tensor in sorted(stored.index.tensors.items()):
@@ -307,9 +303,9 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         library.torch.save_file(tensors, file, metadata={"format": "pt"})
     except library.SafetensorError as error:
         raise CheckpointError(
-            f"{file.name} could not be written: {error}; nothing was left there"
+            f"{file.name} could not be written: {error}; the export was removed"
         ) from error
-    # The library makes files that nobody else can read.
+    # The library makes files that only their owner can read.
     file.chmod(file.parent.stat().st_mode & 0o666)
     with open(file, "rb") as written:
         os.fsync(written.fileno())
@@ -329,13 +325,12 @@ def _compare(
             unlike = [str(error)]
         if unlike:
             raise CheckpointError(
-                f"{file} does not read as it was written ({unlike[0]}); is the disk sound? Nothing "
-                "was left of the export"
+                f"{file} reads back differently ({unlike[0]}); check the disk. The export was removed"
             )
 
 
 def require_safetensors() -> Any:
-    """Returns the library safetensors, which only exporting needs."""
+    """Returns the safetensors library, which only exports need."""
     try:
         import safetensors
         import safetensors.torch
@@ -346,15 +341,13 @@ def require_safetensors() -> Any:
     return safetensors
 
 
-# What stands beside the weights -------------------------------------------------------------------
+# Files beside the weights -------------------------------------------------------------------------
 
 
 def config_of(stored: StoredCheckpoint) -> Config:
     """Returns the configuration of the run that wrote a checkpoint."""
     if not {"config", "progress"} <= stored.meta.meta.keys():
-        raise CheckpointError(
-            f"{stored.path}: holds no configuration or no progress, so it was not written by a run"
-        )
+        raise CheckpointError(f"{stored.path}: lacks configuration or progress, so no run wrote it")
     return validated(Config, stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 
@@ -368,7 +361,7 @@ def _describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Des
 def config_values(
     stored: StoredCheckpoint, config: Config, tokenizer: Tokenizer | None, dtype: Precision
 ) -> dict[str, Any]:
-    """Returns config.json: what tools look for, and the model's own configuration, resolved."""
+    """Returns config.json: the usual names, and the model's own configuration, resolved."""
     model = config.model
     return {
         "model_type": "moebius",
@@ -399,8 +392,8 @@ def tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
     except ShardError as error:
         return None, f"no tokenizer: {error}"
     if isinstance(tokenizer, BytesTokenizer):
-        return tokenizer, "no tokenizer file: ids are the bytes of UTF-8, and 256 ends a document"
-    return tokenizer, f"{main_file(tokenizer)} of {tokenizer.vocab_size} ids"
+        return tokenizer, "no tokenizer file: ids are UTF-8 bytes, and 256 ends a document"
+    return tokenizer, f"{main_file(tokenizer)} with {tokenizer.vocab_size} ids"
 
 
 def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, bytes]:
@@ -435,31 +428,31 @@ def _read_file(file: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _fill(tensor: Tensor, piece: ExportedTensor, value: Tensor, folder: Path) -> None:
-    """Puts one piece into its tensor of the model, which takes on its precision."""
+    """Copies one exported value into its tensor of the model, which adopts the value's precision."""
     if tuple(value.shape) != piece.shape:
         raise ConfigError(
-            f"{folder}: {piece.key} has shape {list(value.shape)}, its model asks for "
+            f"{folder}: {piece.key} has shape {list(value.shape)}, but its model needs "
             f"{list(piece.shape)}"
         )
     if tensor.dtype != value.dtype:
         if not (tensor.is_floating_point() and value.is_floating_point()):
             raise ConfigError(
-                f"{folder}: {piece.key} is {value.dtype}, its model asks for {tensor.dtype}"
+                f"{folder}: {piece.key} is {value.dtype}, but its model needs {tensor.dtype}"
             )
         tensor.data = tensor.data.to(value.dtype)
     piece.put(value, tensor)
 
 
 def _weight_map_of(folder: Path) -> dict[str, str]:
-    """Reads which key stands in which file; the index is untrusted."""
+    """Reads which key is in which file; the index is untrusted."""
     found = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map of keys and files")
+        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map from keys to files")
     files = sorted(set(found.values()))
     if outside := [file for file in files if Path(file).name != file]:
-        raise ConfigError(f"{folder / INDEX_FILE}: names files outside of its folder: {outside[0]}")
+        raise ConfigError(f"{folder / INDEX_FILE}: names a file outside its folder: {outside[0]}")
     if absent := [file for file in files if not (folder / file).is_file()]:
-        raise ConfigError(f"{folder}: {', '.join(absent)} missing, of {len(files)} weight files")
+        raise ConfigError(f"{folder}: lacks {', '.join(absent)} of {len(files)} weight files")
     return found
 
 
@@ -468,16 +461,16 @@ def _read_json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be read ({error.strerror}); is this a folder of `moebius ckpt export`?"
+            f"{file}: cannot be read ({error.strerror}); pass a folder from `moebius ckpt export`"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{file}: is not JSON ({error})") from None
+        raise ConfigError(f"{file}: is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}: is no JSON object")
+        raise ConfigError(f"{file}: is not a JSON object")
     return found
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Returns the checksum of the bytes of a tensor on the CPU."""
+    """Returns the checksum of a CPU tensor's bytes."""
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()

@@ -193,8 +193,7 @@ def exchange_s(
         dispatcher: how rows are sent.
         skew: λ, the hottest rank's factor.
         staged: `hierarchical` sends between nodes first, copies, then sends inside nodes, as
-            moebius
-            does; otherwise the two overlap, as in DeepEP.
+            moebius does; otherwise the two overlap, as in DeepEP.
         table: measured times, which take precedence over the formulas.
     """
     if traffic.fast_peers + traffic.slow_peers == 0:

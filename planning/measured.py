@@ -5,10 +5,8 @@
 
 benchmarks/gloo_table.py writes the file: {"rows": [{"op", "world", "bytes", "seconds"} …]}, where
 bytes are those of the whole tensor on one rank. `ranks_per_node` beside the rows gives the
-placement;
-without it all ranks shared a node. A table applies only to groups placed as measured; for others
-the
-formulas of communication.py hold.
+placement; without it all ranks shared a node. A table applies only to groups placed as measured;
+for others the formulas of communication.py hold.
 """
 
 from bisect import bisect_left
@@ -61,7 +59,9 @@ def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """Holds times by operation and world. Noise is smoothed so that more bytes never take less time."""
+    """Holds times by operation and world. Noise is smoothed so that more bytes never take less
+    time.
+    """
 
     points: Mapping[tuple[str, int], Points]
     ranks_per_node: int | None = None
@@ -77,8 +77,7 @@ class MeasuredTable:
         """Returns the seconds of one call; None where the table has nothing to interpolate.
 
         Interpolation is linear in logarithms, between sizes and between worlds. Below the smallest
-        size
-        the time is that size's; above the largest it grows as between the last two.
+        size the time is that size's; above the largest it grows as between the last two.
         """
         worlds = self.worlds(op)
         if (

@@ -2,8 +2,7 @@
 
 A layout is legal if ep divides dp_shard and every bank of experts, and dp_shard divides the world.
 Hardly anything divides the banks of published MoEUTs (387 feed-forward experts, 40 of attention),
-so
-the planner rounds such banks up and says so. (Training also accepts the original bank: the first
+so the planner rounds such banks up and says so. (Training also accepts the original bank: the first
 ranks hold one expert more, at the cost of the rounded one.) If the world has few divisors (1,249
 nodes are a prime number), the planner also tries worlds that leave some nodes unused.
 

@@ -1,11 +1,9 @@
 """Models uneven routing as a distribution of the hottest rank's load over the mean.
 
 Loads are either recorded in a run's metrics.jsonl (per expert, logged step and depth step) or
-drawn:
-the shares of a row's experts then follow a symmetric Dirichlet distribution with `concentration`
-per
-expert, whose coefficient of variation is about 1/√concentration. Ranks hold contiguous blocks, so
-more experts per rank even out more.
+drawn: the shares of a row's experts then follow a symmetric Dirichlet distribution with
+`concentration` per expert, whose coefficient of variation is about 1/√concentration. Ranks hold
+contiguous blocks, so more experts per rank even out more.
 """
 
 import json

@@ -123,8 +123,7 @@ def dispatch_launches(dispatcher: str) -> int:
     """Returns the operations that a dispatcher adds to one forward use of a bank.
 
     Counted on four ranks with Gloo (tests/planning/test_launches.py). On a GPU, kernels that list
-    what
-    to send come on top; on the CPU they are C++ calls.
+    what to send come on top; on the CPU they are C++ calls.
     """
     pattern = entry_of(dispatcher).pattern
     if pattern.to_all:
@@ -173,8 +172,7 @@ def gathers_per_pass(work: Workload) -> int:
     """Returns how often a step gathers a layer.
 
     Layers that repeat stay gathered until their last use in the backward pass; others are freed
-    after
-    the forward pass.
+    after the forward pass.
     """
     return 1 if work.repeats > 1 else 2
 

@@ -1,4 +1,5 @@
-"""Counts bytes on the rank with the most rows: weights, gradients, moments, activations, routed rows.
+"""Counts bytes on the rank with the most rows: weights, gradients, moments, activations, routed
+rows.
 
 A weight takes 4 bytes for its float32 master, 8 for Adam's moments and 4 for its gradient, plus
 2 + 2 for the products' copy and its gradient in bfloat16: 18 or 20 before sharding. Unsharded
@@ -48,11 +49,9 @@ def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, 
     """Returns the bytes of weights in the products' precision, and of gradients.
 
     Unsharded: a low-precision copy for a pass, its gradient, the float32 gradient, and the bucket
-    in
-    which it is summed. FSDP: what is gathered at a time. Layers that repeat stay gathered until the
-    pass ends, and so do their gradients. Of other layers two are gathered at a time, the current
-    and
-    the next one, plus the embedding with the head.
+    in which it is summed. FSDP: what is gathered at a time. Layers that repeat stay gathered until
+    the pass ends, and so do their gradients. Of other layers two are gathered at a time, the
+    current and the next one, plus the embedding with the head.
     """
     held = weights_held(work, candidate)
     low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
@@ -108,7 +107,9 @@ def _received(
 
 
 def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token of hidden rows and indices that a rank serves, and of received rows."""
+    """Returns the bytes per token of hidden rows and indices that a rank serves, and of received
+    rows.
+    """
     hottest = scenario.skew.factor(bank, candidate.ep).p99
     kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
     return kept + (

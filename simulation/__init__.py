@@ -1,1 +1,1 @@
-"""Routing and all-to-all on pretended ranks, and the replay of recorded routes."""
+"""Routes tokens on a simulated cluster: each rank is a thread, exchanges carry real values."""

@@ -1,9 +1,8 @@
-"""Makes the calls that simulated ranks carry out, from a model or from a recorded run.
+"""Makes the calls that simulated ranks execute, from a model that routes tokens.
 
-A model routes tokens (random ones, or a trained run's validation text): every rank's micro-batch
-goes through the whole model on one rank, and the simulated ranks must carry what every sparse layer
-got and reproduce what came out. A recorded run gives only the routes; rows and gate weights are
-then drawn, because they do not decide what travels.
+Tokens are random, or a trained run's validation text. Every rank's micro-batch goes through the
+whole model on one rank; the simulated ranks must send what every sparse layer received and
+reproduce its outputs.
 """
 
 import copy
@@ -18,36 +17,31 @@ from torch import Tensor, nn
 from ..data_pipeline.read.rows import SplitReader
 from ..distributed.checkpoint.format import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
-from ..model.config.model_config import ModelConfig
 from ..model.execution.precision import cast_weights, forward_in
-from ..model.initialise import draw, initialise
-from ..model.moe import SparseLayer
+from ..model.initialise import initialise
 from ..model.transformer import Transformer
 from ..train.config.run_config import Config
 from ..train.record.route_tap import RoutedCall, sparse_layers, tap
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, ExpertsOfLayer, Simulation, simulate
 from .ranks import RequestedRanks, at_least_one, experts_of, make_cluster
-from .recorded_routes import read_rank, recorded_steps
-from .replay import replay
 from .threads import MOST_THREADS
 
-MOST_TOKENS = 2**24  # of a rank and step: their rows, also those of 256 heads, have numbers
+MOST_TOKENS = 2**24  # per rank and step, so that rows of 256 heads fit into an address
 
 Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 
 @dataclass(frozen=True)
 class CallSource:
-    """Where calls come from: the same ones whenever asked, for any number of ranks."""
+    """Produces the same calls for any number of ranks, however often it is asked."""
 
     title: str
     config: Config
-    tokens: str  # where they come from and how many
+    tokens: str  # their number and source, as text
     experts_of_layer: ExpertsOfLayer
-    calls: Callable[[int], Iterator[list[RoutedCall]]]  # of so many ranks
-    # Where a trained run has moved its experts, by layer.
-    expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)
+    calls: Callable[[int], Iterator[list[RoutedCall]]]  # takes the number of ranks
+    expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)  # a trained run's, by layer
 
 
 def simulate_all(
@@ -56,7 +50,7 @@ def simulate_all(
     """Simulates the same calls with every dispatcher.
 
     Raises:
-        ValueError: the request cannot be carried out.
+        ValueError: the request cannot be met.
         RankFailed: an exchange failed.
     """
     clusters = [_place(make_cluster(source.config, asked, each), source) for each in dispatchers]
@@ -67,7 +61,7 @@ def simulate_all(
 
 
 def _place(cluster: Cluster, source: CallSource) -> Cluster:
-    """Puts the experts where the run had them, if its EP groups were as large."""
+    """Places the experts as the run did, if its EP groups have the same size."""
     maps = source.expert_maps
     if any(len(found.slots_P) != cluster.layout.ep for found in maps.values()):
         return cluster
@@ -75,7 +69,7 @@ def _place(cluster: Cluster, source: CallSource) -> Cluster:
 
 
 def expert_maps_of(run_dir: Path, step: int) -> dict[str, ExpertMap]:
-    """Returns where a run had its experts at a checkpoint, by layer; empty if none ever moved."""
+    """Returns a run's expert maps at a checkpoint, by layer; empty if no expert ever moved."""
     meta = read_meta(find_checkpoint(run_dir, step)).meta
     return {name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta["experts"].items()}
 
@@ -89,12 +83,11 @@ def source_from_model(
     steps: int,
     expert_maps: Mapping[str, ExpertMap],
 ) -> CallSource:
-    """Returns the calls of a model that routes tokens itself.
-
-    A trained one routes its validation text, a fresh one random tokens.
+    """Returns the calls of a model: a trained one routes its validation text, a fresh one random
+    tokens.
 
     Raises:
-        ValueError: the router cannot take so few tokens, or the text cannot be read.
+        ValueError: the router needs more tokens, or the text cannot be read.
     """
     at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
     experts_of(config.model)
@@ -114,47 +107,9 @@ def source_from_model(
     return CallSource(title, config, words, experts, calls, expert_maps)
 
 
-def source_from_trace(run_dir: Path, *, steps: int | None) -> CallSource:
-    """Returns the calls of a recorded run, of at most so many steps.
-
-    Raises:
-        ValueError: nothing was recorded there.
-    """
-    at_least_one(steps=steps)
-    config = config_of_run(run_dir)
-    files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
-    experts_of_layer = initial_experts(
-        config.model, precision, backend=config.kernels.backend, seed=config.train.seed
-    )
-    first = files[min(files)]
-    tokens = sum(read_rank(first[0]).tokens) * len(first)
-    span = f"{len(files)} recorded steps, {min(files)} to {max(files)}"
-    recorded = span if len(files) > 1 else f"step {min(files)}"
-    words = f"{recorded}, of {tokens:,} tokens; {len(first)} ranks then; {precision}"
-
-    def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
-        return calls_of_trace(files, experts_of_layer, precision, num_ranks)
-
-    return CallSource(f"trace of {run_dir.name}", config, words, experts_of_layer, calls)
-
-
-def config_of_run(run_dir: Path) -> Config:
-    """Reads the configuration of a run folder.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not (run_dir / "config.json").exists():
-        raise ValueError(f"{run_dir}: is not a run folder (no config.json)")
-    return Config.load(run_dir / "config.json")
-
-
-# A model's own routing ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TokenBatches:
-    """The tokens of every step and rank, and from which seed routers draw."""
+    """Holds the tokens of every step and rank, and the seed of routers."""
 
     tokens: Tokens
     steps: int
@@ -162,8 +117,8 @@ class TokenBatches:
 
 
 def random_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
-    """Returns tokens uniform over the vocabulary; a rank's do not depend on how many ranks are."""
-    assert num_ranks <= MOST_THREADS, "more ranks would draw the tokens of other steps"
+    """Returns tokens uniform over the vocabulary; a rank's do not depend on the number of ranks."""
+    assert num_ranks <= MOST_THREADS, "more ranks would reuse the seeds of other steps"
     seed = config.train.seed % 2**31
 
     def make(step: int, rank: int) -> Tensor:
@@ -174,7 +129,7 @@ def random_tokens(config: Config, batch: int, length: int, *, num_ranks: int) ->
 
 
 def text_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
-    """Returns the validation rows of a run's data, over and over.
+    """Returns the validation rows of a run's data, repeated without end.
 
     Raises:
         ValueError: the data cannot be read.
@@ -182,7 +137,7 @@ def text_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> T
     reader = SplitReader(config.data.directory, "validation", seq_len=length)
     if reader.num_rows < 1:
         raise ValueError(
-            f"{config.data.directory}: its validation split has not one row of {length} tokens"
+            f"{config.data.directory}: its validation split is shorter than one row of {length} tokens"
         )
 
     def make(step: int, rank: int) -> Tensor:
@@ -194,17 +149,17 @@ def text_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> T
 
 
 def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
-    """Returns (B, S) for so many tokens: whole groups of sequences, as long as they may be.
+    """Returns (B, S) for a number of tokens: whole groups of sequences, as long as possible.
 
     Raises:
-        ValueError: the router cannot take so few tokens, or they are more than can be numbered.
+        ValueError: there are too few tokens for the router, or too many to number.
     """
     group = config.model.group_sequences
     if tokens_per_rank > MOST_TOKENS:
         raise ValueError(f"--tokens-per-rank {tokens_per_rank}: at most {MOST_TOKENS:,}")
     if tokens_per_rank < group:
         raise ValueError(
-            f"--tokens-per-rank {tokens_per_rank}: the router wants groups of {group} sequences"
+            f"--tokens-per-rank {tokens_per_rank}: the router needs groups of {group} sequences"
         )
     length = min(config.data.seq_len, tokens_per_rank // group)
     experts = config.model.experts
@@ -223,7 +178,7 @@ def fresh_model(config: Config) -> Transformer:
 def calls_of_model(
     model: Transformer, precision: str, batches: TokenBatches, num_ranks: int
 ) -> Iterator[list[RoutedCall]]:
-    """Yields what the model routes with the ranks' tokens, call after call: one entry per rank."""
+    """Yields the model's routes for the ranks' tokens, call by call, with one entry per rank."""
     dtype = getattr(torch, precision)
     model.train()
     for step in range(1, batches.steps + 1):
@@ -249,7 +204,7 @@ def _record_rank(
 
 
 def experts_of_model(model: Transformer, precision: str) -> ExpertsOfLayer:
-    """Returns the model's experts by layer, with weights as they enter products."""
+    """Returns the model's experts by layer, with weights in the precision of the products."""
     dtype, layers = getattr(torch, precision), dict(sparse_layers(model))
     cast = {} if dtype == torch.float32 else cast_weights(model, dtype)
 
@@ -271,72 +226,3 @@ def _with_weights(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
         name: nn.Parameter(value.detach(), requires_grad=False) for name, value in values.items()
     }
     return other
-
-
-# A recorded routing -------------------------------------------------------------------------------
-
-
-def initial_experts(
-    config: ModelConfig, precision: str, *, backend: str, seed: int
-) -> ExpertsOfLayer:
-    """Returns experts with initial values by layer, drawn when a layer is first asked for.
-
-    A recorded routing needs no others, and none of the dense weights.
-    """
-    with torch.device("meta"):
-        model = Transformer(config, backend=backend)
-    layers, dtype = dict(sparse_layers(model)), getattr(torch, precision)
-    drawn: dict[str, nn.Module] = {}
-
-    def experts_of_layer(layer: str) -> nn.Module:
-        if layer not in layers:
-            raise ValueError(f"{layer} was recorded, but the model has no such layer")
-        if layer not in drawn:
-            values = {}
-            for name, value in layers[layer].experts.named_parameters():
-                kept_in = value.dtype if name.startswith("b_") else dtype
-                values[name] = draw(f"{layer}.experts.{name}", value, seed).to(kept_in)
-            drawn[layer] = _with_weights(layers[layer].experts, values)
-        return drawn[layer]
-
-    return experts_of_layer
-
-
-def calls_of_trace(
-    steps: dict[int, list[Path]], experts_of_layer: ExpertsOfLayer, precision: str, num_ranks: int
-) -> Iterator[list[RoutedCall]]:
-    """Yields recorded routes, dealt out to so many ranks, with rows and gate weights drawn.
-
-    The outputs are those of one rank with all experts.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
-    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, precision)
-    for dealt in replay(steps, num_ranks):
-        experts = experts_of_layer(dealt[0].id.layer)
-        layer = SparseLayer(experts)  # pyright: ignore[reportArgumentType]
-        weighted = [_with_gate_weights(call, generator) for call in dealt]
-        yield [_with_values(call, layer, dtype, generator) for call in weighted]
-
-
-def _with_gate_weights(call: RoutedCall, generator: torch.Generator) -> RoutedCall:
-    weight_N = torch.rand(len(call.routes.expert_N), generator=generator)
-    return replace(call, routes=call.routes.with_weights(weight_N))
-
-
-@torch.no_grad()
-def _with_values(
-    call: RoutedCall, layer: SparseLayer, dtype: torch.dtype, generator: torch.Generator
-) -> RoutedCall:
-    rows_UD = torch.randn(call.num_rows, call.width_in, generator=generator).to(dtype)
-    return replace(call, rows_UD=rows_UD, outputs_TO=layer(rows_UD, call.routes))
-
-
-def chosen_steps(steps: dict[int, list[Path]], most: int | None) -> dict[int, list[Path]]:
-    """Returns at most so many recorded steps, evenly spread, the first and the last among them."""
-    numbers = sorted(steps)
-    if most is None or most >= len(numbers):
-        return steps
-    places = np.linspace(0, len(numbers) - 1, most).round().astype(int)
-    return {numbers[place]: steps[numbers[place]] for place in dict.fromkeys(places.tolist())}

@@ -1,20 +1,18 @@
-"""Routing on a simulated cluster: real rows through the real dispatcher, every rank a thread, all
-that travels counted.
+"""Simulates routing on a cluster: real rows through the real dispatcher, each rank a thread.
 
-Flow, for one pass of one sparse layer after the other:
-  1. the caller gives what every rank routes (one `RoutedCall` per rank): rows, routes, and what one
-     rank alone would have computed from them;
-  2. every rank dispatches rows that carry their own address, and notes which route reached which
-     expert: *conservation*, every route once at the rank and the expert that it names. Nothing of
-     this is counted;
-  3. every rank runs the layer, as training runs it: `SparseLayer` with this dispatcher and the
-     rank's own experts. Traffic is counted; outputs are compared with one rank's, bit for bit where
-     the dispatcher promises it (`alltoall`), else up to rounding;
-  4. loads and traffic are written down (`SimulatedCall`), and the next call is asked for.
+For every pass of every sparse layer:
+  1. The caller passes each rank's `RoutedCall`: rows, routes, and the outputs of a single rank.
+  2. Every rank dispatches rows that carry their own address, and checks *conservation*: every route
+     arrives once, at the rank and expert that it names. This traffic is not counted.
+  3. Every rank runs the layer as training does: `SparseLayer` with this dispatcher and the rank's
+  own
+     experts. Traffic is counted. Outputs are compared with the single rank's, bit for bit if the
+     dispatcher promises it (`alltoall`), otherwise up to rounding.
+  4. Loads and traffic are recorded (`SimulatedCall`).
 
-The backward pass is not run: it sends the same rows the other way. Experts are views of one model's
-weights, so 256 ranks hold no copies. Cost: about 10 ms per rank and call on one core, more where
-the rows are many.
+The backward pass is not run; it sends the same rows in the opposite direction. Experts are views of
+one model's weights, so 256 ranks need no copies. A rank and call take about 10 ms on one core, more
+with many rows.
 
 Legend: P ranks of the world, E experts, e slots of one rank, N routes, U source rows of width D,
 T target rows of width O.
@@ -41,61 +39,59 @@ from ..model.moe import Dispatcher, SparseLayer
 from ..train.record.route_tap import CallId, RoutedCall
 from .threads import TrafficCounter, run_threads
 
-# Outputs may differ from one rank's by so much of the largest: sums are grouped by rank, and
-# rounding is all that may change.
+# Rounding error allowed relative to the largest output: sums are grouped by rank.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
-ExpertsOfLayer = Callable[[str], nn.Module]  # a layer's name -> all of its experts, on the CPU
+ExpertsOfLayer = Callable[[str], nn.Module]  # a layer's name -> all its experts, on the CPU
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The simulated ranks, and how tokens travel between them."""
+    """Describes the simulated ranks and their dispatcher."""
 
     layout: Layout
     dispatcher: str
-    ranks_per_node: int | None = None  # None: all on one
-    # By layer; the experts of others lie in contiguous blocks.
+    ranks_per_node: int | None = None  # None: all on one node
+    # By layer; other layers' experts lie in contiguous blocks.
     expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)
-    # Without any exchange: a large model routes for long between two of them.
-    timeout_s: float = 3600.0
+    timeout_s: float = 3600.0  # without an exchange; a large model routes for a long time
 
     def expert_map_of(self, layer: str, num_experts: int) -> ExpertMap:
-        """Returns which rank of an EP group holds which experts of that layer."""
+        """Returns which rank of an EP group holds which of the layer's experts."""
         return self.expert_maps.get(layer) or contiguous_map(num_experts, self.layout.ep)
 
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """What one call did on all ranks.
+    """Records one call on all ranks.
 
-    Rows and bytes are of the forward pass, there and back; what stays on its rank is left out.
+    Rows and bytes are of the forward pass, both ways, without what stays on its rank.
     """
 
     id: CallId
     load_E: np.ndarray  # routes
     load_P: np.ndarray
     rows: int
-    rows_one_per_route: int  # what a dispatcher with a row for every route would have sent
+    rows_one_per_route: int  # for a dispatcher that sends one row per route
     bytes_intra_node: int
     bytes_inter_node: int
     misrouted: int  # routes lost, doubled, or at the wrong expert
-    difference: float  # of the outputs, as a share of the largest
-    agrees: bool  # the difference is what the dispatcher may make
+    difference: float  # of the outputs, relative to the largest
+    agrees: bool  # the dispatcher's promise allows the difference
 
     @property
     def hottest_rank(self) -> float:
-        """Returns the busiest rank's load over the mean; 1 where there was nothing to do."""
+        """Returns the busiest rank's load over the mean; 1 without any load."""
         return hottest(self.load_P)
 
     @property
     def hottest_expert(self) -> float:
-        """Returns the most wanted expert's load over the mean; 1 where there was nothing to do."""
+        """Returns the busiest expert's load over the mean; 1 without any load."""
         return hottest(self.load_E)
 
     @property
     def violations(self) -> list[str]:
-        """Lists what should have held in this call and did not."""
+        """Lists the broken promises of this call."""
         found = []
         if self.misrouted:
             found.append(
@@ -110,44 +106,46 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All calls of one dispatcher.
+    """Records all calls with one dispatcher.
 
-    Matrices are [from rank, to rank], with what a rank keeps on the diagonal.
+    Matrices are [from rank, to rank]; the diagonal holds what a rank keeps.
     """
 
     cluster: Cluster
-    dispatcher: str  # the one that "auto" means, where that was asked for
+    dispatcher: str  # resolved, if "auto" was requested
     calls: tuple[SimulatedCall, ...]
     rows_PP: np.ndarray
     bytes_PP: np.ndarray
-    one_per_route_PP: np.ndarray  # rows, as with `SimulatedCall.rows_one_per_route`
+    one_per_route_PP: np.ndarray  # rows, see `SimulatedCall.rows_one_per_route`
 
     @property
     def violations(self) -> list[str]:
-        """Lists what should have held and did not; empty where all is well."""
+        """Lists all broken promises; empty if there are none."""
         return [violation for call in self.calls for violation in call.violations]
 
 
 def hottest(load: np.ndarray) -> float:
-    """Returns the largest load over the mean; 1 where all are zero."""
+    """Returns the largest load over the mean; 1 if all are zero."""
     return float(load.max() / load.mean()) if load.any() else 1.0
 
 
 def between(matrix_PP: np.ndarray) -> int:
-    """Sums what travels between ranks: the matrix without its diagonal."""
+    """Sums what is sent between ranks: the matrix without its diagonal."""
     return int(matrix_PP.sum() - np.trace(matrix_PP))
 
 
 def across_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> tuple[int, int]:
-    """Sums what travels inside nodes, the diagonal left out, and what travels between them."""
+    """Sums what is sent inside nodes, without the diagonal, and between nodes."""
     nodes = np.array(nodes_of(range(len(matrix_PP)), ranks_per_node))
     inter = int(matrix_PP[nodes[:, None] != nodes].sum())
     return between(matrix_PP) - inter, inter
 
 
 def name_of(cluster: Cluster) -> str:
-    """Returns the dispatcher that is simulated: also where "auto" was asked for, or one through
-    memory, whose rows are those of one by collectives.
+    """Returns the simulated dispatcher.
+
+    Resolves "auto", and replaces a dispatcher through memory by the one that sends the same rows
+    with collectives.
     """
     return same_traffic(resolved_dispatcher(cluster.dispatcher, cluster.layout.ep))
 
@@ -158,13 +156,13 @@ def simulate(
     """Runs every call on all ranks.
 
     Args:
-        calls: for every call what each rank routes, with rows and outputs; one entry per rank.
+        calls: for every call, one entry per rank with routes, rows and outputs.
         experts_of_layer: all experts of a layer, by its name.
         cluster: the ranks, their dispatcher, and where the experts are.
 
     Raises:
         ValueError: the dispatcher does not fit the ranks, or they cannot share a layer's experts.
-        RankFailed: an exchange failed, which is a mistake of the dispatcher.
+        RankFailed: an exchange failed, which is a bug of the dispatcher.
     """
     coordinator = _Coordinator(calls, experts_of_layer, cluster)
     run_threads(
@@ -184,15 +182,14 @@ def simulate(
 
 
 def unexpected_cause(error: BaseException) -> BaseException | None:
-    """Returns what ended a simulated rank, where a user needs its traceback; else None.
+    """Returns the error that ended a simulated rank if its traceback helps the user, else None.
 
-    The message alone is enough where ranks disagree about an exchange or wait in vain, or where
-    memory has run out.
+    If ranks disagree about an exchange, wait in vain or run out of memory, the message is enough.
     """
     cause = error.__cause__
     if isinstance(cause, (ExchangeMismatch, MemoryError)):
         return None
-    # torch has no class of its own for it.
+    # torch has no exception class for it.
     if isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause):
         return None
     return cause
@@ -201,9 +198,9 @@ def unexpected_cause(error: BaseException) -> BaseException | None:
 def experts_on_rank(experts: nn.Module, expert_map: ExpertMap, rank: int) -> nn.Module:
     """Returns the experts that one rank of an EP group holds, in the order of its slots.
 
-    Their weights are views where they lie together, and copies else.
+    Weights are views if the experts are adjacent, otherwise copies.
     """
-    # Any expert may stand in an empty slot.
+    # An empty slot can hold any expert.
     held = [expert_map.expert_S[slot] or 0 for slot in expert_map.own_slots(rank)]
     together = bool(held) and held == list(range(held[0], held[0] + len(held)))
     index: Any = slice(held[0], held[-1] + 1) if together else torch.tensor(held, dtype=torch.int64)
@@ -216,7 +213,7 @@ def experts_on_rank(experts: nn.Module, expert_map: ExpertMap, rank: int) -> nn.
 
 
 class _Coordinator:
-    """What the threads share: the current call, every rank's findings, and the sums."""
+    """Shares the current call, every rank's findings and the sums among threads."""
 
     def __init__(
         self,
@@ -246,7 +243,7 @@ class _Coordinator:
             while (call := self._next()) is not None:
                 worker.run(call[rank])
         except threading.BrokenBarrierError:
-            raise SystemExit from None  # another rank's failure is the one to report
+            raise SystemExit from None  # the other rank's failure is reported
         except BaseException:
             self.barrier.abort()
             raise
@@ -291,7 +288,7 @@ class _Coordinator:
 
 
 class _Worker:
-    """One rank: its groups, its dispatchers, and what it does for a call."""
+    """Runs one rank: its groups, its dispatchers, and its side of every call."""
 
     def __init__(self, coordinator: _Coordinator, rank: int) -> None:
         self.coordinator, self.rank, self.cluster = coordinator, rank, coordinator.cluster
@@ -311,7 +308,7 @@ class _Worker:
         self._dispatchers: dict[str, Dispatcher] = {}
 
     def run(self, call: RoutedCall) -> None:
-        """Runs this rank's side of a call; the findings go to the coordinator. Collective."""
+        """Runs this rank's side of a call and stores the findings in the coordinator. Collective."""
         coordinator, rank, ep_rank = self.coordinator, self.rank, self.group.rank()
         dispatcher = self._dispatcher(call.id.layer)
         expert_map = self.cluster.expert_map_of(call.id.layer, call.routes.num_experts)
@@ -349,9 +346,7 @@ def _values_of(call: RoutedCall) -> tuple[Tensor, Tensor]:
 def _arrived(
     dispatcher: Dispatcher, call: RoutedCall, rank: int, expert_map: ExpertMap, ep_rank: int
 ) -> np.ndarray:
-    """Returns the routes that reached this rank, (source rank, source row, expert) in one number
-    each. Collective.
-    """
+    """Returns the routes that reached this rank, each packed into one number. Collective."""
     addresses_U2 = torch.zeros(call.num_rows, 2, dtype=torch.float64)
     addresses_U2[:, 0] = rank
     addresses_U2[:, 1] = torch.arange(call.num_rows)  # exact to 2⁵³
@@ -365,12 +360,12 @@ def _arrived(
 
 
 def _address(rank_N: Tensor | int, row_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Packs ranks below 2¹⁰, rows below 2³² and experts below 2²⁰ into one number per route."""
+    """Packs a rank below 2¹⁰, a row below 2³² and an expert below 2²⁰ into one number per route."""
     return (rank_N << 52) + (row_N << 20) + expert_N
 
 
 def _misrouted(arrived: Sequence[np.ndarray], call: Sequence[RoutedCall]) -> int:
-    """Counts the entries that the lists of sent and of arrived routes do not share.
+    """Counts the differences between the lists of sent and received routes.
 
     A route at a wrong expert counts twice.
     """
@@ -387,9 +382,9 @@ def _misrouted(arrived: Sequence[np.ndarray], call: Sequence[RoutedCall]) -> int
 
 
 def _difference(outputs: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference; infinity where only one of two values is a finite number.
+    """Returns the largest difference; infinity if only one of two values is finite.
 
-    Both the same infinity, or neither a number, is no difference.
+    Equal infinities and pairs of NaN do not differ.
     """
     if outputs.shape != expected.shape:
         return float("inf")
@@ -401,7 +396,7 @@ def _difference(outputs: Tensor, expected: Tensor) -> float:
 
 
 def _largest(outputs: Tensor) -> float:
-    """Returns the largest magnitude among finite numbers; 0 where there is none."""
+    """Returns the largest magnitude among finite numbers; 0 if there are none."""
     finite = outputs[outputs.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -412,9 +407,7 @@ def _largest(outputs: Tensor) -> float:
 def _loads(
     call: Sequence[RoutedCall], cluster: Cluster
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns routes per expert and per rank, and rows [from, to] of a dispatcher that sends a row,
-    and gets one back, for every route.
-    """
+    """Returns routes per expert, routes per rank, and rows [from, to] with one row per route."""
     num_ranks, num_experts = cluster.layout.world_size, call[0].routes.num_experts
     expert_map = cluster.expert_map_of(call[0].id.layer, num_experts)
     rank_S = np.array(expert_map.rank_S)

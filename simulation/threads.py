@@ -1,16 +1,14 @@
-"""Runs many ranks in one process, each a thread whose collectives carry real values.
+"""Runs many ranks in one process as threads whose collectives carry real values.
 
 Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s.
 
-The one module that touches torch's private parts (`torch.testing._internal.distributed` and the
-thread isolation of its process groups). Where a version of torch has them no more,
-`SimulationUnavailable` says so, and nothing else of the package suffers.
+Only this module uses torch's private parts (`torch.testing._internal.distributed` and the thread
+isolation of its process groups). If a version of torch lacks them, it raises
+`SimulationUnavailable`, and the rest of the package works.
 
-Everything that a rank hands to a collective passes a `TrafficCounter`, which counts rows and bytes
-for every pair of ranks: measured is what travels, whoever sends it and whatever its own counters
-say.
-Threads share the process' global state, torch's default random generator above all: what a rank
-draws must come from a generator of its own.
+A `TrafficCounter` counts the rows and bytes that each rank passes to a collective, for every pair
+of ranks. It measures what is sent, independently of the dispatchers' own counters. Threads share
+global state such as torch's default random generator, so a rank must draw from its own generator.
 
 Legend: P ranks of the world.
 """
@@ -36,23 +34,23 @@ MOST_THREADS = 256
 BACKEND = "moebius_threads"
 
 _T = TypeVar("_T")
-_one_world = threading.Lock()  # torch keeps the threads' collectives in a table of the process
+_one_world = threading.Lock()  # torch keeps the threads' collectives in one table per process
 
 
 class SimulationUnavailable(ValueError):
-    """This torch lacks what simulated ranks need."""
+    """Reports that this torch lacks what simulated ranks need."""
 
 
 class RankFailed(RuntimeError):
-    """A simulated rank raised, which is the cause, or did not come, which has none."""
+    """Reports a simulated rank that raised (the cause) or never arrived (no cause)."""
 
 
 @dataclass
 class TrafficCounter:
-    """Counts rows and bytes that every rank gave to the network for every rank, itself included.
+    """Counts the rows and bytes that every rank sends to every rank, itself included.
 
-    Each rank writes its own line only. A row is a line of a matrix of floats that is as wide as
-    one of the rank's `widths`; all else counts as bytes alone.
+    Each rank writes only its own line. A row is a line of a float matrix as wide as one of the
+    rank's `widths`; other tensors count only as bytes.
     """
 
     num_ranks: int
@@ -103,16 +101,16 @@ def run_threads(
 ) -> list[_T]:
     """Runs fn(rank) on threads that are the ranks of one world, and returns their results by rank.
 
-    The world is torch's default group. After `timeout_s` without a rank that enters an exchange or
-    ends, those that still wait count as waiting in vain.
+    The world is torch's default group. If no rank enters an exchange or ends for `timeout_s`, the
+    remaining ranks count as stuck.
 
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
-        ValueError: more ranks than threads can serve; or that of a rank.
-        RankFailed: a rank raised, or ranks wait for each other in vain; the others are released.
+        ValueError: there are too many ranks, or a rank raised it.
+        RankFailed: a rank raised, or ranks are stuck; the others are released.
     """
     if not 1 <= num_ranks <= MOST_THREADS:
-        raise ValueError(f"{num_ranks} simulated ranks: there may be 1 to {MOST_THREADS}")
+        raise ValueError(f"{num_ranks} simulated ranks: must be 1 to {MOST_THREADS}")
     threaded = _threaded()
     with _one_world:
         return _World(threaded, num_ranks, traffic).run(fn, timeout_s)
@@ -120,17 +118,17 @@ def run_threads(
 
 @dataclass(frozen=True)
 class _Threaded:
-    """The private parts of torch that a world of threads is made of."""
+    """Holds the private parts of torch that make a world of threads."""
 
-    groups: Any  # its threaded process group: the class
-    metered: Any  # ours, which tells the counter what every rank hands in
+    groups: Any  # torch's class of threaded process groups
+    metered: Any  # our subclass, which counts what every rank sends
     install: Callable[[], Any]
     uninstall: Callable[[], Any]
     isolate: Callable[[bool], Any]
 
 
 class _World:
-    """One world of threads, from its start to its end."""
+    """Runs one world of threads from start to end."""
 
     def __init__(self, threaded: _Threaded, num_ranks: int, traffic: TrafficCounter | None) -> None:
         self.threaded, self.num_ranks, self.traffic = threaded, num_ranks, traffic
@@ -151,15 +149,15 @@ class _World:
             late = self._wait(threads, timeout_s)
         if self.failures:
             rank, error = self.failures[0]
-            if isinstance(error, ValueError):  # the request was wrong, and its message says so
+            if isinstance(error, ValueError):  # the request was wrong
                 raise error
             raise RankFailed(
                 f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}"
             ) from error
         if late:
             raise RankFailed(
-                f"for {timeout_s:g} s nothing moved: the simulated ranks {spell_ranks(late)} still "
-                "wait for others"
+                f"no progress for {timeout_s:g} s: simulated ranks {spell_ranks(late)} are still "
+                "waiting for others"
             )
         return results
 
@@ -167,9 +165,9 @@ class _World:
         try:
             dist.init_process_group(BACKEND, rank=rank, world_size=self.num_ranks, store=self.store)
             results[rank] = fn(rank)
-        except SystemExit:  # released by `_release`: another rank's failure is the one to tell
+        except SystemExit:  # released by `_release`; the other rank's failure is reported
             pass
-        except BaseException as error:  # noqa: BLE001 - whatever ends a thread is told by `run`
+        except BaseException as error:  # noqa: BLE001 - `run` reports whatever ends a thread
             self.failures.append((rank, error))
             self._release(error)
         finally:
@@ -179,7 +177,7 @@ class _World:
     def _wait(self, threads: list[threading.Thread], timeout_s: float) -> list[int]:
         """Joins all threads and returns the ranks that had to be released.
 
-        They are, once for `timeout_s` no rank entered a collective or ended.
+        Ranks are released once no rank has entered a collective or ended for `timeout_s`.
         """
         last_signs, since = None, time.monotonic()
         for thread in threads:
@@ -201,7 +199,7 @@ class _World:
         return late
 
     def _release(self, error: BaseException) -> None:
-        """Lets whoever waits in a collective, now or later, leave it."""
+        """Releases ranks that wait in a collective, now or later."""
         with self.threaded.groups._coll_lock:
             self.threaded.groups.exception_handle(error)
 
@@ -229,8 +227,8 @@ def _threaded() -> _Threaded:
         )
     except (ImportError, AttributeError) as error:
         raise SimulationUnavailable(
-            f"torch {torch.__version__} has no threaded process group as simulated ranks need it "
-            f"({error}); install a torch that this project is tested with (constraints.txt)"
+            f"torch {torch.__version__} has no threaded process group for simulated ranks "
+            f"({error}); install a torch version from constraints.txt"
         ) from None
 
     def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
@@ -243,9 +241,9 @@ def _threaded() -> _Threaded:
 
 
 class _AllToAll:
-    """What the first rank of a group does for all once they have come.
+    """Copies rows for the whole group, on its first rank, once all have arrived.
 
-    torch's own takes P³ steps: a minute on 256 ranks.
+    torch's own version takes P³ steps: a minute on 256 ranks.
     """
 
     @torch.no_grad()
@@ -264,11 +262,11 @@ class _AllToAll:
 
 
 def _metered(base: Any) -> type:
-    """Returns torch's threaded group with a counter in the three calls that collectives end in."""
+    """Returns torch's threaded group with a counter in the three calls that all collectives use."""
 
     class Metered(base):
         traffic: TrafficCounter | None = None  # of the running world
-        entered = 0  # collectives, by any rank: a sign of life, and no exact count
+        entered = 0  # collectives of any rank, as a sign of life; not an exact count
 
         def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
             self.count(inputs[0], [len(inputs[0])] * self.size())
@@ -295,7 +293,7 @@ def _metered(base: Any) -> type:
         base._end_coll(together, self)
         return work
 
-    # Its name since torch 2.13, and before.
+    # The name since torch 2.13, and the one before.
     setattr(
         Metered,
         "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base",
@@ -306,7 +304,7 @@ def _metered(base: Any) -> type:
 
 @contextmanager
 def _isolated(threaded: _Threaded, traffic: TrafficCounter | None) -> Iterator[None]:
-    """Gives process groups to threads, and lets them count in `traffic`, while it lasts."""
+    """Gives each thread its own process groups, and counts in `traffic`, while it lasts."""
     threaded.groups.reset()
     threaded.install()
     threaded.isolate(True)
@@ -314,9 +312,7 @@ def _isolated(threaded: _Threaded, traffic: TrafficCounter | None) -> Iterator[N
     try:
         yield
     finally:
-        sys.excepthook = (
-            hook  # every rank has wrapped it to put its number before what this process prints
-        )
+        sys.excepthook = hook  # every rank wrapped it to print its number
         threaded.metered.traffic = None
         threaded.isolate(False)
         threaded.uninstall()

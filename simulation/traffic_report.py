@@ -1,12 +1,11 @@
-"""Presents a simulation: tables for people, JSON for scripts, and a picture of the traffic.
+"""Renders a simulation as tables and as JSON.
 
-Traffic is of forward passes, there and back, without what stays on its rank; the backward pass
-sends as much again. Loads do not depend on the dispatcher, so they are shown once.
+Traffic is of forward passes, both ways, without what stays on its rank; the backward pass sends the
+same again. Loads do not depend on the dispatcher and are shown once.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,24 @@ from .dispatch import SimulatedCall, Simulation, across_nodes, between
 _MOST_MOMENTS = 9  # columns of steps, or of depth steps
 _MOST_VIOLATIONS = 5
 _LEGEND = (
-    "rows, MB: forward pass, there and back; the backward pass sends as much again",
-    "share: of what a dispatcher with a row for every route would send",
+    "rows, MB: forward pass, both ways; the backward pass sends the same again",
+    "share: relative to a dispatcher that sends one row per route",
     "inside, between: MB inside nodes and between them; pair: the busiest two ranks",
-    "hottest rank, expert: load over the mean, on average and at most; idle: experts without a route",
+    "hottest rank, expert: load over the mean, average and maximum; idle: experts without a route",
 )
 
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What the same calls did with one or several dispatchers."""
+    """Holds the same calls simulated with one or several dispatchers."""
 
     title: str
-    tokens: str  # where they come from and how many
+    tokens: str  # their number and source, as text
     simulations: tuple[Simulation, ...]
 
     @property
     def calls(self) -> tuple[SimulatedCall, ...]:
-        """Returns the first dispatcher's calls; their loads are those of every dispatcher."""
+        """Returns the first dispatcher's calls; their loads hold for every dispatcher."""
         return self.simulations[0].calls
 
     @property
@@ -48,7 +47,7 @@ class SimulationReport:
 
     @property
     def violations(self) -> list[str]:
-        """Lists what should have held and did not, by dispatcher."""
+        """Lists the broken promises by dispatcher."""
         return [
             f"{each.dispatcher}: {violation}"
             for each in self.simulations
@@ -59,7 +58,8 @@ class SimulationReport:
 def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[dict[str, Any]]:
     """Sums the loads of every kind of experts over the calls.
 
-    The hottest rank's and expert's loads are over the mean: on average over the calls, and at most.
+    The hottest rank's and expert's loads are relative to the mean: average and maximum over the
+    calls.
     """
     found = []
     for kind, own in by_kind(calls).items():
@@ -80,7 +80,7 @@ def loads_by_kind(calls: Sequence[SimulatedCall]) -> list[dict[str, Any]]:
 
 
 def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
-    """Groups the calls by kind, in the order in which a layer asks them."""
+    """Groups the calls by kind, in the order in which a layer makes them."""
     found: dict[str, list[SimulatedCall]] = {}
     for call in calls:
         found.setdefault(call.id.kind, []).append(call)
@@ -88,9 +88,10 @@ def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
 
 
 def factors_over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[str, dict[int, float]]]:
-    """Returns the hottest rank's load over the mean, by kind and optimizer step.
+    """Returns the axis (step or depth), and the hottest rank's load over the mean by kind and
+    moment.
 
-    Calls of one step are told apart by depth step. Returns the axis (step or depth) first.
+    Calls of a single step are distinguished by depth step.
     """
     axis = "step" if len({call.id.step for call in calls}) > 1 else "depth"
     factors: dict[str, dict[int, float]] = {}
@@ -198,7 +199,7 @@ def _time_table(calls: Sequence[SimulatedCall]) -> Table:
 
 
 def _spread(count: int) -> list[int]:
-    """Returns at most nine places of a list, evenly spread, the first and the last among them."""
+    """Returns at most nine indices of a list, evenly spread, including the first and the last."""
     places = np.linspace(0, count - 1, min(count, _MOST_MOMENTS))
     return sorted(set(places.round().astype(int).tolist()))
 
@@ -212,14 +213,14 @@ def _table(*headings: str) -> Table:
 
 
 def millions(number: float) -> str:
-    """Returns a number of bytes or parameters in millions."""
+    """Formats bytes or parameters in millions."""
     return f"{number / 1e6:,.3g}" if number < 1e9 else f"{number / 1e6:,.0f}"
 
 
 def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
     """Returns the whole report as plain values for JSON.
 
-    Matrices are [from rank][to rank] and have what stays on its rank on the diagonal.
+    Matrices are [from rank][to rank]; the diagonal holds what stays on its rank.
     """
     layout = report.layout
     return {
@@ -259,47 +260,3 @@ def _plain_call(call: SimulatedCall) -> dict[str, Any]:
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in values.items()
     }
-
-
-def draw_simulation(report: SimulationReport, path: Path) -> None:
-    """Draws bytes from rank to rank, and the hottest rank's load over steps or depth steps.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(12, 5.6), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)  # no window, no global state
-    matrix, factors = figure.subplots(1, 2)
-    _draw_matrix(figure, matrix, report.simulations[-1])
-    _draw_factors(factors, report.calls)
-    figure.suptitle(f"{report.title}: {_place(report)}")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--png {path}: cannot be written ({error})") from None
-
-
-def _draw_matrix(figure: Any, panel: Any, simulation: Simulation) -> None:
-    matrix = simulation.bytes_PP / 1e6 * ~np.eye(len(simulation.bytes_PP), dtype=bool)
-    image = panel.imshow(matrix, cmap="magma_r", vmin=0, interpolation="nearest")
-    per_node = simulation.cluster.ranks_per_node or len(matrix)
-    for edge in np.arange(per_node, len(matrix), per_node) - 0.5:
-        panel.axhline(edge, color="#7a8793", linewidth=0.7)
-        panel.axvline(edge, color="#7a8793", linewidth=0.7)
-    panel.set_xlabel("to rank")
-    panel.set_ylabel("from rank")
-    panel.set_title(f"MB between ranks, {simulation.dispatcher}; lines: nodes")
-    figure.colorbar(image, ax=panel)
-
-
-def _draw_factors(panel: Any, calls: Sequence[SimulatedCall]) -> None:
-    axis, factors = factors_over_time(calls)
-    for kind, own in factors.items():
-        panel.plot(list(own), list(own.values()), "o-", label=kind)
-    panel.axhline(1.0, color="#b8c0c8", linewidth=1)
-    panel.set_xlabel("depth step" if axis == "depth" else axis)
-    panel.set_title("hottest rank's load over the mean")
-    panel.legend(frameon=False)

@@ -34,7 +34,7 @@ from .micro_batches import MicroBatch, count_targets, document_use, split_batch
 from .optim import learning_rate_at
 from .rank_data import next_batch, open_data
 from .record.heartbeat import PhaseClock, open_heartbeat
-from .run import Run, StepResult, assemble, resume, trace_next_step
+from .run import Run, StepResult, assemble, resume
 from .spikes.reaction import count_skipped, roll_back_if_due, why_skipped
 from .state import seed_micro_batch
 
@@ -154,12 +154,11 @@ def accumulate_gradients(
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
     counters_before = counters_of(run.model)
-    trace = trace_next_step(run)
     first_index = run.process.rank * len(micro_batches)
     for index, micro_batch in enumerate(micro_batches, start=first_index):
         seed_micro_batch(config.train.seed, run.progress.step, index)
         promise = equal_rows() if micro_batch.equal_rows else nullcontext()
-        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS), promise:
+        with promise:
             result = micro_batch_loss(
                 forward,
                 micro_batch.inputs_BS,
@@ -172,7 +171,6 @@ def accumulate_gradients(
         result.loss.backward()
         meter.add(result)
     meter.count_exchanges(counters_before, counters_of(run.model))
-    trace.save()
 
 
 def update_weights(

@@ -35,7 +35,6 @@ from .metrics.log import MetricsLog
 from .metrics.step_metrics import StepClock, StepMeter
 from .optim import optimizer_of
 from .record.heartbeat import Heartbeat, Phase
-from .record.route_trace import StepTrace
 from .record.run_folder import end_is_asked
 from .spikes.history import (
     Rollback,
@@ -287,15 +286,3 @@ def save(run: Run) -> None:
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
     run.saved_step = run.progress.step
-
-
-def trace_next_step(run: Run) -> StepTrace:
-    """Returns the recorder of the next step's routes, as `train.record_routing` configures."""
-    return StepTrace(
-        run.model,
-        run.run_dir,
-        step=run.progress.step + 1,
-        every=run.config.train.record_routing,
-        rank=run.process.rank,
-        num_ranks=run.process.world_size,
-    )

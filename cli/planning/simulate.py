@@ -11,7 +11,6 @@ from ..messages import print_message
 
 if TYPE_CHECKING:
     from ...simulation.calls import CallSource
-    from ...simulation.ranks import RequestedRanks
     from ...train.config.run_config import Config
 
 
@@ -24,30 +23,20 @@ def add_commands(commands: Commands) -> None:
         "route tokens on simulated ranks in this process and count the traffic",
         examples=[
             "simulate moeut --ep 16 --dispatcher alltoall dedup",
-            "simulate --trace runs/mine --ep 8 --png traffic.png",
+            "simulate runs/mine --ep 8 --ranks-per-node 4",
         ],
     )
     parser.add_argument(
         "name",
-        nargs="?",
         metavar="MODEL",
         help="a recipe or a FILE.toml (fresh weights), or a run folder (trained ones)",
     )
     add_overrides(parser)
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="RUN",
-        help="replay what a run recorded (train.record_routing)",
-    )
     _add_rank_arguments(parser)
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="per step; default: 64")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
+        "--tokens-per-rank", type=int, default=64, metavar="N", help="per step; default: 64"
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads"
-    )
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument(
         "--json", action="store_true", help="everything, all matrices included, as JSON"
     )
@@ -84,7 +73,6 @@ def _simulate(options: argparse.Namespace) -> int:
     from ...simulation.dispatch import unexpected_cause
     from ...simulation.threads import RankFailed
 
-    _refuse_contradictions(options)
     try:
         return _simulate_values(options)
     except RankFailed as error:  # before there was a report
@@ -94,36 +82,19 @@ def _simulate(options: argparse.Namespace) -> int:
         return 1
 
 
-def _refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raises ValueError if two options exclude each other, or one would be ignored."""
-    if (options.name is None) == (options.trace is None):
-        raise ValueError("name a recipe, a FILE.toml or a run folder, or use --trace RUN")
-    if options.trace is not None and options.tokens_per_rank is not None:
-        raise ValueError(
-            f"--tokens-per-rank {options.tokens_per_rank}: cannot be used with --trace, which "
-            "has its own tokens"
-        )
-
-
 def _simulate_values(options: argparse.Namespace) -> int:
-    """Simulates the dispatch and prints the report; returns the exit code."""
+    """Simulates and prints the report; returns the exit code."""
     from rich.console import Console
 
     from ...simulation.calls import simulate_all
-    from ...simulation.traffic_report import (
-        SimulationReport,
-        draw_simulation,
-        render_simulation,
-        simulation_as_json,
-    )
+    from ...simulation.ranks import RequestedRanks
+    from ...simulation.traffic_report import SimulationReport, render_simulation, simulation_as_json
 
-    asked = _asked_ranks(options)
+    asked = RequestedRanks(options.ep, options.world_size, options.ranks_per_node)
     source = _source(options)
     with Console(stderr=True).status("simulating"):
         simulations = simulate_all(source, asked, options.dispatcher)
     report = SimulationReport(source.title, source.tokens, simulations)
-    if options.png:
-        draw_simulation(report, options.png)
     if options.json:
         print(json.dumps(simulation_as_json(report), indent=2))
     else:
@@ -131,20 +102,12 @@ def _simulate_values(options: argparse.Namespace) -> int:
     return 1 if report.violations else 0
 
 
-def _asked_ranks(options: argparse.Namespace) -> "RequestedRanks":
-    from ...simulation.ranks import RequestedRanks
-
-    return RequestedRanks(options.ep, options.world_size, options.ranks_per_node)
-
-
 def _source(options: argparse.Namespace) -> "CallSource":
-    """Returns the source of the routes: a recorded trace, a trained run, or a fresh model."""
+    """Returns the source of calls: a trained run or a fresh model."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
-    from ...simulation.calls import expert_maps_of, source_from_model, source_from_trace
+    from ...simulation.calls import expert_maps_of, source_from_model
 
-    if options.trace is not None:
-        return source_from_trace(options.trace, steps=options.steps)
     title, config, trained, expert_maps = options.name, _config(options), None, {}
     if Path(options.name).is_dir():
         run_dir = Path(options.name)
@@ -156,23 +119,26 @@ def _source(options: argparse.Namespace) -> "CallSource":
         title,
         config,
         trained,
-        tokens_per_rank=64 if options.tokens_per_rank is None else options.tokens_per_rank,
-        steps=1 if options.steps is None else options.steps,
+        tokens_per_rank=options.tokens_per_rank,
+        steps=options.steps,
         expert_maps=expert_maps,
     )
 
 
 def _config(options: argparse.Namespace) -> "Config":
     """Returns the configuration of the named run, recipe or file."""
-    from ...simulation.calls import config_of_run
     from ...train.config.resolve import resolve
+    from ...train.config.run_config import Config
     from ...train.recipes.smoke import RECIPES
 
     if not Path(options.name).is_dir():
         return resolve(options.name, options.overrides, RECIPES)
     if options.overrides:
         raise ValueError(
-            f"{options.name} is a run and is simulated as it is: remove "
+            f"{options.name} is a run, whose configuration cannot be changed: remove "
             f"{' '.join(options.overrides)}"
         )
-    return config_of_run(Path(options.name))
+    file = Path(options.name, "config.json")
+    if not file.exists():
+        raise ValueError(f"{options.name}: is not a run folder (no config.json)")
+    return Config.load(file)

@@ -58,8 +58,7 @@ class ChoiceTask:
     """Reads questions with several answers.
 
     `paper` is the paper's rule for comparing answers. Like the paper, it scores an option without
-    context
-    from the second token on.
+    context from the second token on.
     """
 
     title: str

@@ -1,8 +1,7 @@
 """Lists all tasks by name. To add one, add an entry and a function that reads its records.
 
 The functions define a record's fields and the item's wording: as in the paper's training code and
-in
-the harness's task files (0.4.13, names in the docstrings).
+in the harness's task files (0.4.13, names in the docstrings).
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
-"""The attention of a moebius model, for modeling_moebius.py: rotary with dense or with experts'
-values and outputs, and SUT's. Needs torch and transformers alone.
+"""Attention of a moebius model for modeling_moebius.py; needs only torch and transformers.
 
-Legend: B sequences, S new positions, M all positions (the cached ones and the new), T = B·S tokens,
-D model width, H heads, C channels of a head, K experts of a row, N routes, U rows of heads or of
-experts, R distances.
+Rotary attention with dense or expert values and outputs, and SUT's attention.
+
+Legend: B sequences, S new positions, M all positions (cached and new), T = B·S tokens, D model
+width, H heads, C channels of a head, K experts of a row, N routes, U rows of heads or of experts, R
+distances.
 """
 
 from typing import Any
@@ -20,11 +21,11 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 class Past:
-    """Holds what attention knows of all positions: the cache of a depth step, and who sees whom."""
+    """Holds the cache of a depth step and the visible positions."""
 
     def __init__(self, cache: Cache | None, step: int, visible_BS: Tensor) -> None:
         self.cache, self.step = cache, step
-        self.visible = visible_BS  # bool (B or 1, 1, S, M): which position sees which
+        self.visible = visible_BS  # bool (B or 1, 1, S, M): new positions × positions they see
 
     def append(self, k_BHSC: Tensor, v_BHSC: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new positions' keys and values, and returns those of all positions."""
@@ -33,8 +34,8 @@ class Past:
         k_BHMC, v_BHMC = self.cache.update(k_BHSC, v_BHSC, self.step)
         if k_BHMC.shape[2] != self.visible.shape[-1]:
             raise ValueError(
-                f"{type(self.cache).__name__} holds {k_BHMC.shape[2]} positions where "
-                f"{self.visible.shape[-1]} were seen: this model wants a DynamicCache"
+                f"{type(self.cache).__name__} holds {k_BHMC.shape[2]} positions instead of "
+                f"{self.visible.shape[-1]}: this model needs a DynamicCache"
             )
         return k_BHMC, v_BHMC
 
@@ -42,11 +43,11 @@ class Past:
 def visible_positions(attention_mask: Tensor | None, past: int, x_BSD: Tensor) -> Tensor:
     """Returns which new position (third) sees which of all (fourth): bool, (B or 1, 1, S, M).
 
-    Each sees itself and what came before it, but no padding; padding sees itself too, so that no
+    Each sees itself and earlier positions, but no padding. Padding also sees itself, so that no
     softmax is empty.
 
     Raises:
-        ValueError: the mask has not one number per position, the cached ones included.
+        ValueError: the mask has another shape than (B, M).
     """
     total = past + x_BSD.shape[1]
     key_M = torch.arange(total, device=x_BSD.device)
@@ -56,8 +57,8 @@ def visible_positions(attention_mask: Tensor | None, past: int, x_BSD: Tensor) -
         return causal_SM[None, None]
     if attention_mask.shape != (len(x_BSD), total):
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}: this model wants one number "
-            f"per sequence and position, the cached ones included: [{len(x_BSD)}, {total}]"
+            f"attention_mask has shape {list(attention_mask.shape)}, but must be "
+            f"[{len(x_BSD)}, {total}]: sequences × positions, including cached ones"
         )
     real_B1M = attention_mask.bool()[:, None, :]
     return (causal_SM & (real_B1M | (key_M == query_S1)))[:, None]
@@ -78,7 +79,7 @@ def rotary_table(position_BS: Tensor, attention: dict[str, Any], dtype: torch.dt
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the first channels of every head, whose halves are partners; the rest pass."""
+    """Rotates the first channels of every head, paired by halves; the rest pass unchanged."""
     cos, sin = table
     turned, rest = x_BHSC.split((cos.shape[-1], x_BHSC.shape[-1] - cos.shape[-1]), dim=-1)
     turned = turned.to(cos.dtype)
@@ -93,7 +94,7 @@ def split_heads(x_BSW: Tensor, num_heads: int) -> Tensor:
 
 
 class RotaryAttention(nn.Module):
-    """Makes queries and keys, and attends; how values and outputs are made, a subclass says."""
+    """Makes queries and keys, and attends; a subclass makes values and outputs."""
 
     def __init__(self, config: MoebiusConfig) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class RotaryAttention(nn.Module):
         self.key = Linear(d_model, self.num_heads * self.d_head, bias=False)
 
     def attend(self, n_BSD: Tensor, v_BHSC: Tensor, table: RotaryTable, past: Past) -> Tensor:
-        """Returns softmax(rope(q)·rope(k)ᵀ / √C)·v of the visible positions, (B, H, S, C)."""
+        """Returns softmax(rope(q)·rope(k)ᵀ / √C)·v over visible positions, (B, H, S, C)."""
         scale = self.d_head**-0.25  # on queries and keys each
         q_BHSC = rotate(split_heads(self.query(n_BSD), self.num_heads) * scale, table)
         k_BHSC = rotate(split_heads(self.key(n_BSD), self.num_heads) * scale, table)
@@ -114,7 +115,7 @@ class RotaryAttention(nn.Module):
 
 
 class DenseAttention(RotaryAttention):
-    """Makes values and outputs with dense matrices; SwitchHead of one expert also gates heads."""
+    """Makes values and outputs with dense matrices; SwitchHead with one expert also gates heads."""
 
     def __init__(self, config: MoebiusConfig) -> None:
         super().__init__(config)
@@ -127,7 +128,7 @@ class DenseAttention(RotaryAttention):
     def forward(
         self, x_BSD: Tensor, n_BSD: Tensor, table: RotaryTable, past: Past, active: None = None
     ) -> Tensor:
-        """Attends: x_BSD makes the values, n_BSD all else."""
+        """Attends: x_BSD makes the values, n_BSD everything else."""
         v_BHSC = split_heads(self.value(x_BSD), self.num_heads)
         attended_BSHC = self.attend(n_BSD, v_BHSC, table, past).transpose(1, 2)
         if self.head_gate is not None:
@@ -149,7 +150,7 @@ class SwitchHead(RotaryAttention):
     def forward(
         self, x_BSD: Tensor, n_BSD: Tensor, table: RotaryTable, past: Past, active: None = None
     ) -> Tensor:
-        """Attends: x_BSD makes the values, n_BSD all else, the routers' choices included."""
+        """Attends: x_BSD makes the values, n_BSD everything else, including the routers' choices."""
         batch, length, _ = n_BSD.shape
         n_TD, heads = n_BSD.flatten(0, 1), self.num_heads
         experts_TN, weights_TN = self.value_router(n_TD, heads)
@@ -200,9 +201,9 @@ class MoMHA(nn.Module):
     def forward(
         self, x_BSD: Tensor, n_BSD: Tensor, table: RotaryTable, past: Past, active: Tensor | None
     ) -> Tensor:
-        """Attends: x_BSD makes keys and values, n_BSD queries and choices. `table` is not read.
+        """Attends: x_BSD makes keys and values, n_BSD queries and choices; `table` is ignored.
 
-        Tokens that are not active have halted, and get 0.
+        Halted (inactive) tokens get 0.
         """
         batch, length, _ = n_BSD.shape
         n_TD = n_BSD.flatten(0, 1)
@@ -235,7 +236,7 @@ class MoMHA(nn.Module):
         return torch.einsum("bkhsm,bhmc->bkshc", p, v_BHMC)
 
     def _distance_scores(self, q_BKSHC: Tensor, visible: Tensor) -> Tensor:
-        """Returns what the distance adds to each score, (B, K, H, S, M)."""
+        """Returns each score's term from the distance, (B, K, H, S, M)."""
         new, total = visible.shape[-2:]
         far = self.settings["max_distance"] - 1
         position_M = torch.arange(total, device=visible.device)

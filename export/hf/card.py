@@ -1,6 +1,6 @@
-"""Writes the model card: what the model is, its data, its last losses and its scores.
+"""Writes the model card: model, data, last losses and scores.
 
-Everything comes from the checkpoint and the run folder around it; the card says what is absent.
+Everything comes from the checkpoint and its run folder; the card says what is missing.
 """
 
 import json
@@ -22,7 +22,7 @@ tags: [moebius]
 ---
 # {name}
 
-A language model of {total:,} parameters, {active:,} of them active for a token, trained with moebius.
+A language model with {total:,} parameters, {active:,} of them active per token, trained with moebius.
 `config.json` holds its configuration.
 
 ```python
@@ -50,7 +50,7 @@ _QUALIFIERS = ("context", "draws", "is_subset", "too_long", "paper_mean_with")
 
 
 def make_card(stored: StoredCheckpoint, config: Config, tokenizer: str) -> str:
-    """Returns the README.md of an exported model; `tokenizer` says which it has."""
+    """Returns the README.md of an exported model; `tokenizer` describes its tokenizer."""
     run_dir = stored.path.absolute().parent.parent
     count = count_parameters(config.model, config.data.seq_len)
     scores = "\n".join(_scores(run_dir, stored.meta.step))
@@ -71,7 +71,7 @@ def _training(stored: StoredCheckpoint, config: Config, run_dir: Path) -> Iterat
     yield "tokens", f"{stored.meta.meta['progress']['tokens']:,}"
     yield "precision", config.train.precision
     for kind, name in (("train", "training loss"), ("eval", "validation loss")):
-        yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "not at hand"
+        yield name, f"{losses[kind]:.4f} nats per token" if kind in losses else "unknown"
     yield "checkpoint digest", stored.manifest.digest
 
 
@@ -92,7 +92,7 @@ def _data(config: Config) -> str:
     try:
         manifest = read_manifest(config.data.directory)
     except ShardError:
-        return "The prepared data was not at hand when this card was written.\n"
+        return "The prepared data was not available when this card was written.\n"
     rows = []
     for source in manifest.sources:
         tokens = sum(segment.num_tokens("train") for segment in manifest.segments(source.name))

@@ -1,8 +1,8 @@
-"""The configuration of a model that moebius trained, as transformers reads it from config.json.
+"""Configures a moebius model for transformers, read from config.json.
 
-`model` is the model's own configuration, resolved: every key that modeling_moebius.py reads stands
-there, under the names that moebius gives it. `schedule` and `sparse_members` are what moebius
-concluded from it; the usual names say the same to tools that look for them. Needs transformers alone.
+`model` is the model's own resolved configuration, with every key that modeling_moebius.py reads,
+under moebius' names. `schedule` and `sparse_members` are derived from it. The usual names repeat
+some values for tools that look for them. Needs only transformers.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 class MoebiusConfig(PreTrainedConfig):
     """Describes one model of the family: MoEUT (arXiv 2405.16039), its baselines and relatives.
 
-    A shared layer is applied several times, so `num_hidden_layers` counts depth steps: a cache has
-    as many entries. `schedule` says which of the `model["layers_per_group"]` distinct layers each depth
-    step applies, and `sparse_members` which of them have experts in the feed-forward.
+    A shared layer is applied several times, so `num_hidden_layers` counts depth steps, and a cache
+    has as many entries. `schedule` says which of the `model["layers_per_group"]` distinct layers
+    each depth step applies, and `sparse_members` which of them have experts in the feed-forward.
     """
 
     model_type = "moebius"
@@ -49,7 +49,7 @@ class MoebiusConfig(PreTrainedConfig):
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
 
-# transformers asks every configuration for one without arguments, to save what differs from it.
+# transformers builds every configuration without arguments too, to save only the differences.
 _DEFAULT: dict[str, Any] = {
     "vocab_size": 8000,
     "d_model": 128,

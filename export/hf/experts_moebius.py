@@ -1,8 +1,8 @@
-"""The parts of a moebius model that hold its weights: matrices, norms, experts, routers and the
-feed-forward, for modeling_moebius.py. Needs torch and transformers alone.
+"""Layers of a moebius model for modeling_moebius.py; needs only torch and transformers.
 
-Experts are a plain loop: this is for using a model and reading it, not for speed. Routers and norms
-compute in float32 whatever the weights' dtype, as in training.
+Matrices, norms, experts, routers and the feed-forward. Experts run in a plain loop, written for use
+and reading rather than speed. Routers and norms compute in float32 for any dtype of the weights, as
+in training.
 
 Legend: B sequences, S positions, T rows (B·S of them, or sub-tokens), D model width, H heads, E
 experts, A experts of a head, K experts of a row, G groups of experts, N routes.
@@ -20,12 +20,12 @@ from .configuration_moebius import MoebiusConfig
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in float32, in which norms and routers compute; float64 stays as it is."""
+    """Returns x in float32, the precision of norms and routers; float64 stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 class Linear(nn.Linear):
-    """Computes y = W x (+ b) in the weight's dtype whatever the input's."""
+    """Computes y = W x (+ b) in the weight's dtype for any dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (…, d_in) to (…, d_out)."""
@@ -34,10 +34,10 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalises rows in float32, with eps 1e-5."""
+    """Normalizes rows in float32, with eps 1e-5."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises (…, D) in any dtype to (…, D) float32."""
+        """Normalizes (…, D) in any dtype to (…, D) float32."""
         x = wide(input)
         weight = None if self.weight is None else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -45,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
-    """Applies an activation; gated ones take the first half of the columns as their gate."""
+    """Applies an activation; gated ones use the first half of the columns as gate."""
     if activation in ("swiglu", "geglu"):
         gate, content = z.chunk(2, dim=-1)
         return activate(gate, {"swiglu": "silu", "geglu": "gelu"}[activation]) * content
@@ -53,7 +53,7 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 
 def hidden_columns(width: int, activation: str) -> int:
-    """Returns how many columns an activation needs to make `width` hidden ones."""
+    """Returns the columns that an activation needs for `width` hidden ones."""
     return 2 * width if activation in ("swiglu", "geglu") else width
 
 
@@ -88,8 +88,7 @@ class ExpertMLP(nn.Module):
 class Experts(nn.Module):
     """Sends rows through a bank of experts, along routes.
 
-    A route reads a source row, sends it through an expert, weighs the output and adds it into a
-    target row.
+    A route reads a source row, applies an expert, weights the output and adds it to a target row.
     """
 
     def __init__(self, experts: list[nn.Module]) -> None:
@@ -105,7 +104,7 @@ class Experts(nn.Module):
         target_N: Tensor,
         num_targets: int,
     ) -> Tensor:
-        """Returns the weighted sums of the experts' outputs, one row for each target."""
+        """Returns the weighted sums of the experts' outputs, one row per target."""
         order_N = expert_N.argsort(stable=True)
         counts = torch.bincount(expert_N, minlength=len(self.experts)).tolist()
         sums = None
@@ -167,7 +166,7 @@ class TokenChoiceRouter(LinearRouter):
 
 
 class DeepSeekRouter(LinearRouter):
-    """Selects with a bias and a limit on groups of experts, and weighs without the bias."""
+    """Selects with a bias and a limit on groups of experts, and weights without the bias."""
 
     selection_bias: Tensor
 
@@ -187,7 +186,7 @@ class DeepSeekRouter(LinearRouter):
         return experts_TK, self.settings["route_scale"] * weights_TK
 
     def _within_groups(self, biased_TE: Tensor) -> Tensor:
-        """Returns minus infinity for every expert outside of the row's best groups."""
+        """Sets experts outside the row's best groups to minus infinity."""
         groups, kept = self.settings["num_groups"], self.settings["kept_groups"]
         if kept == groups:
             return biased_TE
@@ -200,7 +199,7 @@ class DeepSeekRouter(LinearRouter):
 
 
 class CosineRouter(nn.Module):
-    """Compares rows and experts on a sphere of few dimensions (X-MoE, arXiv 2204.09179)."""
+    """Compares rows and experts on a low-dimensional sphere (X-MoE, arXiv 2204.09179)."""
 
     def __init__(self, settings: dict[str, Any], d_row: int, num_experts: int) -> None:
         super().__init__()
@@ -276,7 +275,7 @@ class SubTokens(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Sends every row through the experts that its router chooses, and through shared ones."""
+    """Sends every row through its chosen experts and the shared ones."""
 
     def __init__(self, config: MoebiusConfig) -> None:
         super().__init__()
@@ -298,9 +297,9 @@ class SparseFeedForward(nn.Module):
         """Returns the outputs, (B, S, D).
 
         Args:
-            x_BSD: what experts read.
-            n_BSD: what the router reads.
-            active_BS: bool: tokens that have not halted; the others get no expert. None: all.
+            x_BSD: input of experts.
+            n_BSD: input of the router.
+            active_BS: bool, tokens that have not halted; the others get no expert. None: all.
         """
         x_TD, n_TD = x_BSD.flatten(0, 1), n_BSD.flatten(0, 1)
         if self.view is not None:
@@ -325,7 +324,7 @@ class SparseFeedForward(nn.Module):
 
 
 def of_active(weights_TK: Tensor, active_BS: Tensor | None) -> Tensor:
-    """Returns gate weights that are 0 for the rows of tokens that have halted."""
+    """Returns gate weights with 0 for the rows of halted tokens."""
     if active_BS is None:
         return weights_TK
     active_T = active_BS.flatten().repeat_interleave(len(weights_TK) // active_BS.numel())

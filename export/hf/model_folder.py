@@ -1,9 +1,9 @@
 """Writes a folder that transformers loads: weights, the model's code, its tokenizer and a card.
 
-The weights are safetensors with one key per expert (../safetensors.py), because the modules in
-modeling_moebius.py have the names of ours. That code needs only torch and transformers. It asks
-every sequence by itself and every position without those after it, so only models that promise
-both in evaluation are exported this way.
+Weights are safetensors with one key per expert (../safetensors.py); the modules of
+modeling_moebius.py have the same names as ours. That code needs only torch and transformers. It
+processes each sequence by itself and each position without later ones, so only models that promise
+both in evaluation can be exported this way.
 """
 
 import json
@@ -53,16 +53,18 @@ def export_to_hf(
     `out` appears whole or not at all.
 
     Args:
-        source: the checkpoint; figures of the run are read from the run folder that it lies in.
-        with_tokenizer: False leaves the tokenizer out, where transformers cannot have it.
+        source: the checkpoint; its run folder provides the card's figures.
+        with_tokenizer: False omits a tokenizer that transformers cannot represent.
 
     Raises:
-        ValueError: transformers could not ask this model as it was trained, the tokenizer has no
-            file for it, or whatever `export` refuses.
+        ValueError: transformers could not run this model as trained, its tokenizer cannot be
+            converted, or `export` refuses.
     """
     config = config_of(open_checkpoint(source))
-    check_promises(config.model)  # refused before an hour of verifying
-    tokenizer, words = tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as asked")
+    check_promises(config.model)  # early, because verifying can take an hour
+    tokenizer, words = (
+        tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as requested")
+    )
     words = words.replace("no tokenizer file", "a tokenizer")
     files: dict[str, str] = {}
     if tokenizer is not None:
@@ -85,7 +87,7 @@ def export_to_hf(
 
 
 def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Returns texts of the run's validation split, where it is at hand."""
+    """Returns texts of the run's validation split, if available."""
     data = config.data
     try:
         with SplitReader(data.directory, "validation", seq_len=data.seq_len) as reader:
@@ -96,11 +98,11 @@ def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
 
 
 def check_promises(model: ModelConfig) -> None:
-    """Checks that a model's answers depend on the sequence alone and on no later position.
+    """Checks that a model's outputs depend only on the sequence and on no later position.
 
     Raises:
-        ConfigError: they do not; the message says what they depend on. Or a part is the user's own,
-            so that transformers has no code for it.
+        ConfigError: names a broken promise, or a part of the user's own that transformers has no
+            code for.
     """
     parts = {
         "model.attention.kind": model.attention.kind,
@@ -110,16 +112,16 @@ def check_promises(model: ModelConfig) -> None:
     }
     if own := [f"{key}={name!r}" for key, name in parts.items() if is_own(name)]:
         raise ConfigError(
-            f"{' and '.join(own)} cannot be exported to Hugging Face: its folder holds moebius' own "
-            "code, and none of yours; use --format safetensors, or moebius itself (`moebius eval`, "
+            f"{' and '.join(own)} cannot be exported to Hugging Face, because the folder holds only "
+            "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, "
             "`generate`)"
         )
     promises = model.evaluation_promises
     broken = []
     if not promises.causal:
-        broken.append("what stands at a later position can change what an earlier one gets")
+        broken.append("a later position can change the output at an earlier one")
     if not promises.batch_invariant:
-        broken.append("the other sequences of a batch can change what a sequence gets")
+        broken.append("the other sequences of a batch can change a sequence's output")
     if not broken:
         return
     assert model.experts is not None, "only experts make a sequence depend on others"
@@ -127,20 +129,20 @@ def check_promises(model: ModelConfig) -> None:
     factor = getattr(model.experts.router, "evaluation_capacity_factor", None)
     if factor is not None:
         advice = (
-            f" (evaluation_capacity_factor={factor}; trained with "
-            "model.feed_forward.router.evaluation_capacity_factor=none it could)"
+            f" (evaluation_capacity_factor={factor}; a model trained with "
+            "model.feed_forward.router.evaluation_capacity_factor=none can be exported)"
         )
     raise ConfigError(
         f"router.kind={model.experts.router.kind!r} as configured cannot be exported to Hugging "
-        f"Face: {' and '.join(broken)}{advice}. transformers pads, batches and caches as if neither "
-        "were so; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
+        f"Face: {' and '.join(broken)}{advice}. transformers' padding, batching and caching would "
+        "change its outputs; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
     )
 
 
 def _model_files(
     stored: StoredCheckpoint, config: Config, dtype: Precision, tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    """Returns the model's code, and its configuration as transformers reads it."""
+    """Returns the model's code and its configuration for transformers."""
     end = None if tokenizer is None else tokenizer.end_of_document_id
     described = config_values(stored, config, tokenizer, dtype) | {
         "architectures": ["MoebiusForCausalLM"],

@@ -1,20 +1,19 @@
-"""A model that moebius trained, for transformers: needs torch and transformers alone.
+"""Runs a moebius model under transformers; needs only torch and transformers.
 
-It covers what answers each sequence by itself and reads no later position: MoEUT and its variants,
-σ-MoE, SwitchHead, SUT with and without halting, dense and naive Universal Transformers, and
-mixtures without a capacity (top-k, DeepSeek, X-MoE, Multi-Head MoE, GShard as it is evaluated).
+Covers models that process each sequence by itself and read no later position: MoEUT and its
+variants, σ-MoE, SwitchHead, SUT with and without halting, dense and naive Universal Transformers,
+and mixtures without a capacity (top-k, DeepSeek, X-MoE, Multi-Head MoE, GShard as evaluated).
 
     x = Emb[tokens]
-    for member in schedule:                  # a shared layer comes again and again
+    for member in schedule:                  # a shared layer is applied repeatedly
         x = group[member](x)
     logits = head(norm(x))
 
 A cache has one entry per depth step, not per layer. Routers, norms, biases, embeddings and the
-residual stream are float32 whatever the weights' dtype, as in training. With `labels` the loss is
-cross-entropy alone: what balances experts is moebius's own.
+residual stream are float32 for any dtype of the weights, as in training. With `labels` the loss is
+the cross-entropy alone, without moebius' balancing losses.
 
-Legend: B sequences, S new positions, M all positions (the cached ones and the new), D model width,
-V vocabulary.
+Legend: B sequences, S new positions, M all positions (cached and new), D model width, V vocabulary.
 """
 
 from typing import Any
@@ -44,16 +43,16 @@ from .experts_moebius import (
     wide,
 )
 
-NOT_SPLIT, NOT_MOVED = ["Layer"], ["past_key_values"]  # among several devices
-# Modules and parameters that stay float32 in a model of bfloat16, by parts of their names.
+NOT_SPLIT, NOT_MOVED = ["Layer"], ["past_key_values"]  # with several devices
+# Parts of the names of modules and parameters that stay float32 in a bfloat16 model.
 FLOAT32 = ["router", "norm", "halting", "embedding", "bias"]
 
 
 class Layer(nn.Module):
     """Applies attention and feed-forward with their residual connections.
 
-    Peri-norm: a norm stands only before what ends in a softmax or sigmoid. Pre-norm: all read the
-    normalised rows. Post-norm: the norm follows the addition.
+    Peri-norm: a norm only before what ends in a softmax or sigmoid. Pre-norm: everything reads
+    normalized rows. Post-norm: the norm follows the addition.
     """
 
     def __init__(self, config: MoebiusConfig, member: int) -> None:
@@ -88,9 +87,9 @@ class Layer(nn.Module):
         Args:
             x_BSD: the residual stream.
             table: cosine and sine of the new positions.
-            past: the cache of this depth step, and who sees whom.
-            memory_BSD: under halting, what keys and values are made of; None: of x.
-            active_BS: under halting, which tokens still compute; None: all.
+            past: the cache of this depth step, and the visible positions.
+            memory_BSD: under halting, input of keys and values; None: x.
+            active_BS: under halting, tokens that still compute; None: all.
         """
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
         values_BSD = values_BSD if memory_BSD is None else memory_BSD
@@ -102,7 +101,7 @@ class Layer(nn.Module):
         return self._add(x_BSD, y_BSD, self.feed_forward_norm)
 
     def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
-        """Returns what queries, keys and routers read, and what values and experts read."""
+        """Returns the input of queries, keys and routers, and the input of values and experts."""
         if self.norm == "post" or norm is None:
             return x_BSD, x_BSD
         n_BSD = norm(x_BSD)
@@ -113,7 +112,7 @@ class Layer(nn.Module):
 
 
 class Halting(nn.Module):
-    """Says how probably a token goes on, and halts, after a state (SUT)."""
+    """Computes the probabilities that a token continues or halts after a state (SUT)."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class Halting(nn.Module):
         self.output = Linear(d_model, 2, bias=False)
 
     def forward(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the probabilities to go on and to halt, each (B, S)."""
+        """Returns the probabilities of continuing and of halting, each (B, S)."""
         p_BS2 = wide(self.output(F.gelu(self.hidden(y_BSD)))).softmax(-1)
         return p_BS2[..., 0], p_BS2[..., 1]
 
@@ -155,7 +154,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills what a checkpoint does not: usual values, for moebius does the training."""
+        """Initializes parameters missing from a checkpoint with common values."""
         super()._init_weights(module)
         if isinstance(module, MoMHA):
             nn.init.zeros_(module.relative)
@@ -172,7 +171,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """Returns the head, which shares nothing with the embedding."""
+        """Returns the head, which is not tied to the embedding."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -191,21 +190,21 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Computes the next token's logits, (B, S, V) float32; with `labels` the loss too.
+        """Computes the next token's logits, (B, S, V) float32, and with `labels` the loss.
 
         Args:
-            input_ids: int64 (B, S): only the new positions where there is a cache.
-            attention_mask: (B, M), 0 for padding, on either side; None: there is none.
+            input_ids: int64 (B, S); with a cache, only the new positions.
+            attention_mask: (B, M), 0 for padding on either side; None: no padding.
             position_ids: int64 (B, S); None: counted from each sequence's first real token.
             past_key_values: a DynamicCache, which is extended.
-            inputs_embeds: in the place of `input_ids`.
+            inputs_embeds: replaces `input_ids`.
             labels: int64 (B, S): the tokens themselves, −100 where none counts.
-            use_cache: return a cache, made anew where none is given.
-            logits_to_keep: of how many of the last positions; 0: of all; or which ones.
-            kwargs: `num_items_in_batch`, which the loss is divided by; others are not read.
+            use_cache: return a cache, created if none is given.
+            logits_to_keep: number of last positions, 0 for all, or their indices.
+            kwargs: `num_items_in_batch`, which divides the loss; others are ignored.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, and not both")
+            raise ValueError("pass either input_ids or inputs_embeds")
         x_BSD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
@@ -233,12 +232,12 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
     def _decode(
         self, x_BSD: Tensor, position_BS: Tensor, visible: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Adds learned positions, and applies all depth steps."""
+        """Adds learned positions and applies all depth steps."""
         model = self.config.model
         if self.position_embedding is not None:
             learned = self.position_embedding.num_embeddings
             if (last := int(position_BS.max()) + 1) > learned:
-                raise ValueError(f"{last} positions are more than the {learned} that are learned")
+                raise ValueError(f"{last} positions exceed the model's {learned} learned ones")
             x_BSD = x_BSD + self.position_embedding(position_BS)
         if model["norm"] == "post":
             x_BSD = F.layer_norm(wide(x_BSD) * model["d_model"] ** 0.5, x_BSD.shape[-1:], eps=1e-5)
@@ -254,11 +253,11 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
     def _decode_halting(
         self, gate: Halting, x_BSD: Tensor, table: RotaryTable, pasts: list[Past]
     ) -> Tensor:
-        """Applies the one layer until tokens halt (SUT, arXiv 2310.07096, §3.3).
+        """Applies the single layer until tokens halt (SUT, arXiv 2310.07096, §3.3).
 
-        After each step a gate breaks a piece off what is left of a token's stick, and the answer is
-        the sum of the token's states, weighed by the pieces. A token of which less than
-        1 − threshold is left computes no more; the others go on reading its answer.
+        After each step a gate breaks a piece off the rest of a token's stick. The output is the sum
+        of the token's states, weighted by the pieces. A token with less than 1 − threshold left
+        stops computing; the others still read its output.
         """
         least = 1 - self.config.model["halting"]["threshold"]
         layer = self.group[0]
@@ -277,7 +276,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _count_positions(attention_mask: Tensor | None, past: int, x_BSD: Tensor) -> Tensor:
-    """Returns the position of each new token, (B or 1, S): padding does not count."""
+    """Returns the position of each new token, (B or 1, S), without counting padding."""
     if attention_mask is None:
         return torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]

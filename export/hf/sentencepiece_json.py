@@ -1,15 +1,15 @@
-"""A SentencePiece model as a tokenizer.json of the `tokenizers` library, with the same ids.
+"""Converts a SentencePiece model to a tokenizer.json of the `tokenizers` library, with the same
+ids.
 
-    text ─► the model's own table of characters ─► blanks as it counts them ─► BPE or Unigram
+    text ─► the model's own table of characters ─► its treatment of blanks ─► BPE or Unigram
 
-The two libraries agree where these steps do. What they cannot say in a tokenizer.json (symbols that
-the user defined, blanks after words) or decide otherwise (two ways to merge the same piece) differs,
-so nothing leaves unproven: the export compares the ids of both over a sample of texts, and refuses
-if one differs.
+The two libraries agree if these steps do. They differ where tokenizer.json cannot express something
+(user-defined symbols, blanks after words) or decides otherwise (two ways to merge the same piece).
+The export therefore compares both libraries' ids on a sample of texts and refuses if one differs.
 
-A symbol that no text may spell, such as </s>, is written with a blank before it in a Unigram model,
-whose pieces are otherwise found wherever a text has their letters; its id stays. (Pieces of single
-bytes are found there: <0x41> as text would be the byte.)
+A Unigram model would find pieces such as </s> wherever a text spells them. A symbol that no text
+may produce is therefore written with a leading blank; its id stays. (Single-byte pieces are found:
+<0x41> in a text would become the byte.)
 """
 
 import importlib
@@ -43,26 +43,26 @@ SAMPLE = (
     "\n",
     "a",
 )
-"""Texts over which ids are compared beside those of the run's own data."""
+"""Texts to compare ids on, in addition to the run's own data."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """Holds the tokenizer.json and what ends a document in it."""
+    """Holds the converted tokenizer and its end of document."""
 
     library: tokenizers.Tokenizer
     end_of_document: str
 
 
 def convert(tokenizer: SentencePieceTokenizer, texts: Sequence[str] = ()) -> Converted:
-    """Returns the same tokenizer of the other library, proven on a sample of texts.
+    """Returns the tokenizer in the other library, verified on a sample of texts.
 
     Args:
         tokenizer: of the run.
-        texts: of the run's data, beside the usual sample.
+        texts: of the run's data, compared in addition to the sample.
 
     Raises:
-        ConfigError: the ids of a text differ; the message shows it.
+        ConfigError: a text gets other ids; the message shows it.
     """
     proto = _parsed(tokenizer.files[MODEL_FILE])
     library = tokenizers.Tokenizer(_model(proto))
@@ -77,7 +77,7 @@ def convert(tokenizer: SentencePieceTokenizer, texts: Sequence[str] = ()) -> Con
 
 
 def _parsed(model: bytes) -> Any:
-    """Returns the model's message, as the library's own description of it reads it."""
+    """Returns the model's protobuf message, parsed with sentencepiece's own description."""
     proto: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     proto.ParseFromString(model)
     return proto
@@ -104,7 +104,7 @@ def _model(proto: Any) -> Any:
 
 
 def _merges(pieces: Sequence[Any]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that make a piece, those of the best score first."""
+    """Returns all pairs of pieces that form a piece, best score first."""
     normal = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
     place = {piece.piece: number for number, piece in enumerate(pieces)}
     found = []
@@ -153,12 +153,12 @@ def _prove(
                 min(len(other), len(ids)),
             )
             shown = tokenizer.decode(ids[max(0, at - 8) : at + 8])
-            raise ConfigError(_refusal(f"a text has other ids there, near {shown!r}"))
+            raise ConfigError(_refusal(f"it would give a text other ids, near {shown!r}"))
 
 
 def _refusal(reason: str) -> str:
     return (
-        "the run's tokenizer is a SentencePiece model that has no equal among the files of "
-        f"transformers: {reason}. Export without it (--no-tokenizer), and encode with the "
-        "sentencepiece library and the model of the prepared folder"
+        "the run's SentencePiece model cannot be converted for transformers: "
+        f"{reason}. Export without a tokenizer (--no-tokenizer), and encode with the sentencepiece "
+        "library and the model of the prepared folder"
     )

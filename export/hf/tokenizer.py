@@ -1,11 +1,11 @@
-"""The run's tokenizer as AutoTokenizer reads it: the same ids, with the end of document as `eos`.
+"""Converts the run's tokenizer for AutoTokenizer: the same ids, with the end of document as `eos`.
 
-A tokenizer.json of the `tokenizers` library stands as it is, but for what would add ids of its own
-(a template that begins every text with some token: the model was not trained with it). Bytes become
-a tokenizer.json of 256 one-byte words. A SentencePiece model is converted, and the ids are compared
+A tokenizer.json of the `tokenizers` library is used unchanged, except for a template that adds
+tokens of its own to every text, which the model was not trained with. Bytes become a tokenizer.json
+with 256 one-byte words. A SentencePiece model is converted and its ids compared
 (sentencepiece_json.py).
 
-`split_special_tokens` is set, as in training: text that spells the end of a document is text.
+`split_special_tokens` is set, as in training: text that spells the end of a document stays text.
 """
 
 import json
@@ -28,10 +28,10 @@ def tokenizer_files(
     Args:
         tokenizer: of the run.
         max_length: tokens of the longest input.
-        texts: of the run's data; a SentencePiece model must give them the same ids when converted.
+        texts: of the run's data, for which a converted SentencePiece model must give the same ids.
 
     Raises:
-        ConfigError: it is a SentencePiece model that would give other ids.
+        ConfigError: a converted SentencePiece model gives other ids.
     """
     end = tokenizer.end_of_document
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -55,7 +55,7 @@ def tokenizer_files(
 
 
 def _without_template(text: str) -> str:
-    """Returns a tokenizer.json that adds no token of its own to a text."""
+    """Returns a tokenizer.json that adds no tokens of its own to a text."""
     library = tokenizers.Tokenizer.from_str(text)
     if not library.encode("", add_special_tokens=True).ids:
         return text
@@ -74,14 +74,14 @@ def _bytes_json(tokenizer: BytesTokenizer) -> str:
     )
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens([tokenizer.end_of_document])
-    assert library.token_to_id(tokenizer.end_of_document) == end, "the ids after the bytes' own"
+    assert library.token_to_id(tokenizer.end_of_document) == end, "the id after the bytes"
     return library.to_str()
 
 
 def byte_words() -> list[str]:
     """Returns the letters by which byte-level tokenizers spell the bytes 0 … 255.
 
-    A byte that is a visible Latin-1 letter stands for itself; the others are counted up from 256.
+    A visible Latin-1 byte stands for itself; the others are numbered from 256.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

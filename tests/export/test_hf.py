@@ -60,7 +60,7 @@ PROMISED = (
     *("sigma_moe", "sigma_moe_original", "switchhead", "sut", "sut_no_act", "gshard", "top_k"),
     *("deepseek", "x_moe", "mh_moe", "mh_moe_parity"),
 )
-# what no recipe has: learned positions or none, one gated head, gated units, shared experts
+# Not in any recipe: learned positions or none, one gated head, gated units, shared experts.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "learned_positions": (
         "dense",
@@ -157,7 +157,7 @@ def folders(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folders: Path) -> dict[str, dict[str, Tensor]]:
-    """What transformers says of every folder."""
+    """Returns transformers' outputs for every folder."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     read = subprocess.run(
         [sys.executable, "-I", str(READER), str(folders)],
@@ -220,8 +220,8 @@ def test_low_precision_is_as_exact_as_training_in_it(
         expected = forward_in(model_of(name), torch.bfloat16, TOKENS).logits_BSV
     exact = logits(model_of(name))
     found = answers[f"{name}_bf16"]
-    # medians: where rounding flips a choice of experts both are far off, and with them all that
-    # reads the token later; in few of the layers of the two below, in most of MoEUT's
+    # Medians, because rounding can flip a choice of experts and then changes all later readers of
+    # the token: in few layers of the two models below, in most of MoEUT's.
     error, usual = ((one - exact).abs().median() for one in (found["logits"], expected))
     assert usual > 1e-4
     assert found["other_dtypes"] == 0
@@ -260,9 +260,9 @@ def refusal(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("soft_moe", "what stands at a later position can change"),
+        ("soft_moe", "a later position can change"),
         ("mixture_of_tokens", "the other sequences of a batch can change"),
-        ("switch_causal", r"evaluation_capacity_factor=2.0; trained with"),
+        ("switch_causal", r"evaluation_capacity_factor=2.0; a model trained with"),
         ("switch", "a later position .* and the other sequences"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_refusal_says_why(name: str, words: str) -> None:
 
 @pytest.fixture(scope="module")
 def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder for Hugging Face, beside the run, which also has scores."""
+    """A Hugging Face folder beside its run, which also has scores."""
     folder = tmp_path_factory.mktemp("one")
     run = make_run(folder / "run", model_of("moeut"), data=str(text_data))
     estimate = Estimate(value=0.625, stderr=math.nan, spread=None, count=1_040)
@@ -329,7 +329,7 @@ def test_a_card_of_a_checkpoint_alone_says_what_is_absent(tmp_path: Path) -> Non
     checkpoint_of(run).rename(tmp_path / "alone")
     export_to_hf(tmp_path / "alone", tmp_path / "out")
     said = (tmp_path / "out" / "README.md").read_text()
-    for words in ("data was not at hand", "loss | not at hand", "Not evaluated", "no tokenizer"):
+    for words in ("data was not available", "loss | unknown", "Not evaluated", "no tokenizer"):
         assert words in said
 
 
@@ -380,7 +380,7 @@ def test_from_the_command_line(exported: Path, tmp_path: Path, moebius: Callable
         str(out),
     )
     assert answer.code == 0
-    assert "no tokenizer, as asked" in answer.text
+    assert "no tokenizer, as requested" in answer.text
     assert not (out / "tokenizer.json").exists()
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 

@@ -1,5 +1,6 @@
-"""Published weights: the recorded runs of the official code, as files of theirs, become runs of ours
-with the recorded logits; what is no such file, or does not fit, is refused.
+"""Published weights: recorded runs of the official code become runs with the recorded logits.
+
+Files that hold no weights or do not fit are refused.
 """
 
 import json
@@ -65,7 +66,7 @@ def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> Non
 
 
 def tiny() -> tuple[dict[str, Tensor], Config]:
-    """Weights of a small model under the release's names, and its configuration."""
+    """Returns a small model's weights under the release's names, and its configuration."""
     model = Transformer(tiny_config("moeut", {"vocab_size": VOCABULARY}))
     generator = torch.Generator().manual_seed(1)
     names = {
@@ -173,7 +174,7 @@ class Malicious:
 def test_a_pickle_that_runs_something_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "was_run"
     torch.save({"embedding.weight": Malicious(mark)}, tmp_path / "model.pth")
-    with pytest.raises(ConfigError, match=r"GLOBAL posix.mkdir .* is read with weights_only=True"):
+    with pytest.raises(ConfigError, match=r"GLOBAL posix.mkdir .* reads it with weights_only=True"):
         read_tensors(tmp_path / "model.pth")
     assert not mark.exists()
 
@@ -205,7 +206,7 @@ def test_from_the_command_line(
     asked = (str(file), str(tmp_path / "tiny.json"), "--out", str(out))
     answer = moebius("ckpt", "import", *asked, "train.steps=7", "--ignore", "*.counter")
     assert answer.code == 0, answer.text
-    assert "left out as asked: transformer.layers.0.counter" in answer.text
+    assert "ignored: transformer.layers.0.counter" in answer.text
     assert Config.load(out / "config.json").train.steps == 7
 
 
@@ -218,8 +219,8 @@ SMALLER = "model.feed_forward.num_experts=9"
         (
             lambda weights: weights.update({"transformer.layers.0.ffn.what": torch.zeros(1)}),
             [],
-            "1 of 32 keys are none of the published names of this kind of model: "
-            "transformer.layers.0.ffn.what; is it the right recipe?",
+            "1 of 32 keys are unknown for this kind of model: "
+            "transformer.layers.0.ffn.what; check the recipe",
         ),
         (
             lambda weights: weights.pop("lm_head.bias"),
@@ -241,7 +242,7 @@ SMALLER = "model.feed_forward.num_experts=9"
                 {"lm_head.bias": torch.zeros(VOCABULARY, dtype=torch.int64)}
             ),
             [],
-            "no floating-point numbers: head.bias",
+            "not floating point: head.bias",
         ),
     ],
 )
@@ -270,12 +271,12 @@ def test_what_does_not_fit_is_named(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent.pth", None, "absent.pth: is no file"),
-        ("text.pth", b"no weights", "no file of tensors alone (Unsupported operand 110"),
-        ("short.pth", b"", "cannot be read as a file of torch.save: it ends too early"),
+        ("absent.pth", None, "absent.pth: is not a file"),
+        ("text.pth", b"no weights", "holds more than tensors (Unsupported operand 110"),
+        ("short.pth", b"", "cannot be read as a torch.save file: it ends too early"),
         ("text.safetensors", b"no weights", "text.safetensors: cannot be read"),
-        ("list.pth", [torch.zeros(3)], "holds a list, and no tensors by name"),
-        ("empty.pth", {"epoch": 3}, "holds no tensors by name; its keys are epoch"),
+        ("list.pth", [torch.zeros(3)], "holds a list instead of named tensors"),
+        ("empty.pth", {"epoch": 3}, "holds no named tensors; its keys are epoch"),
     ],
 )
 def test_what_is_no_file_of_weights(

@@ -1,4 +1,4 @@
-"""SentencePiece models leave as a tokenizer.json with the same ids, or are refused."""
+"""SentencePiece models are exported as a tokenizer.json with the same ids, or refused."""
 
 import io
 import json
@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def random_texts(seed: int) -> list[str]:
-    """Texts of words, blanks of all kinds, and letters that the model has not seen."""
+    """Texts of words, blanks of all kinds, and letters unknown to the model."""
     rng = random.Random(seed)
     parts = [
         *" ".join(TRAINING).split()[:60],
@@ -92,8 +92,8 @@ def test_the_ids_are_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"user_defined_symbols": ["<mine>"]}, "a text has other ids there, near 'a<mine>b'"),
-        ({"treat_whitespace_as_suffix": True}, "a text has other ids there, near"),
+        ({"user_defined_symbols": ["<mine>"]}, "it would give a text other ids, near 'a<mine>b'"),
+        ({"treat_whitespace_as_suffix": True}, "it would give a text other ids, near"),
         ({"model_type": "char"}, "neither a BPE nor a Unigram model"),
     ],
 )
@@ -114,7 +114,7 @@ def test_texts_of_the_data_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tokenizer, "encode_batch", other)
     assert tokenizer_files(tokenizer, 20)
-    with pytest.raises(ConfigError, match="a text has other ids there"):
+    with pytest.raises(ConfigError, match="it would give a text other ids"):
         tokenizer_files(tokenizer, 20, ["own text"])
 
 

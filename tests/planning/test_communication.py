@@ -161,8 +161,8 @@ def test_answers_of_heads_travel_one_by_one() -> None:
 
 
 def test_a_rank_gets_no_row_twice() -> None:
-    """With 16 of 32 experts on 2 ranks, nearly every row goes everywhere, so skew adds routes but no
-    rows.
+    """With 16 of 32 experts on 2 ranks, nearly every row goes everywhere, so skew adds routes but
+    no rows.
     """
     bank = Bank("feed_forward", "feed_forward", 32, 16, 64, 64, 0, 0, route_bytes=0)
     slower = {}
@@ -297,7 +297,9 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str | None, me
 
 
 def test_a_fit_is_never_negative() -> None:
-    """If least squares want a negative part, the better of latency alone and bandwidth alone is taken."""
+    """If least squares want a negative part, the better of latency alone and bandwidth alone is
+    taken.
+    """
     with pytest.raises(ValueError, match="two message sizes"):
         fit_hockney([(1e3, 1e-3), (1e3, 2e-3)])
     falling = fit_hockney([(1e3, 2e-3), (1e6, 1e-3)])

@@ -159,9 +159,9 @@ PUBLISHED_ON_B200 = {  # model, tokens per rank, layout, tokens/s of a rank that
 
 @pytest.mark.parametrize("name", PUBLISHED_ON_B200)
 def test_published_runs_on_b200(name: str) -> None:
-    """The reports give neither tokens per rank nor recomputation. The products' efficiency is fitted
-    to the
-    first run with selective recomputation; with none or full, all runs stay within a third.
+    """The reports give neither tokens per rank nor recomputation. The products' efficiency is
+    fitted to the first run with selective recomputation; with none or full, all runs stay within a
+    third.
     """
     workload, tokens, candidate, reached = PUBLISHED_ON_B200[name]
     for recompute, factor in (("none", 1.35), ("selective", 1.10), ("full", 1.35)):
@@ -209,8 +209,7 @@ def test_memory_of_whole_weights() -> None:
 
 def test_memory_of_sharded_weights() -> None:
     """16 bytes a weight over the shards, plus what is gathered: all layers of a repeated group,
-    otherwise
-    the root and two layers.
+    otherwise the root and two layers.
     """
     total = 2000 + 2 * 1000 + 2 * 8 * 500
     scenario = Scenario(TINY, H100, 10, RoutingSkew())

@@ -1,9 +1,8 @@
-"""`moebius simulate` from the command line: fresh, trained and recorded models, refusals."""
+"""`moebius simulate` from the command line: fresh and trained models, refusals."""
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bytes_run import prepare_bytes
-from pairwise import slow_but
 from parts import make_config
 from world import run_ranks
 
@@ -22,16 +20,8 @@ from moebius.model.config.feed_forward_config import ExpertsConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
-from moebius.simulation.calls import (
-    expert_maps_of,
-    initial_experts,
-    random_tokens,
-    simulate_all,
-    source_from_trace,
-    text_tokens,
-)
+from moebius.simulation.calls import expert_maps_of, random_tokens, text_tokens
 from moebius.simulation.ranks import RequestedRanks, layout_of
-from moebius.simulation.recorded_routes import read_rank, recorded_steps
 from moebius.simulation.threads import run_threads
 from moebius.train.config.resolve import resolve
 from moebius.train.config.run_config import Config
@@ -68,14 +58,14 @@ def calls_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four recorded steps of two micro-batches on one rank, with a checkpoint."""
+    """Four steps of two micro-batches on one rank, with a checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     shards = prepare_bytes(folder)
     config = make_config(
         shards,
         model=MODEL,
         data__seq_len=24,
-        train={"global_batch": 4, "micro_batch": 2, "eval_rows": 4, "record_routing": 1},
+        train={"global_batch": 4, "micro_batch": 2, "eval_rows": 4},
     )
     run = folder / "run"
     run.mkdir()
@@ -160,34 +150,6 @@ def test_a_trained_run_routes_its_validation_text(run_dir: Path, moebius: Comman
     assert "1 × 24 tokens of the validation text" in found["tokens"]
 
 
-def test_a_trace_on_one_rank_is_what_was_recorded(run_dir: Path, moebius: Command) -> None:
-    calls = calls_of(result(moebius, "--trace", run_dir, "--ep", "1"))
-    files = recorded_steps(run_dir).values()
-    recorded = [call for ranks in files for call in read_rank(ranks[0]).calls]
-    assert len(calls) == len(recorded) == 4 * 2 * 12
-    for call, then in zip(calls, recorded, strict=True):
-        assert call["load_E"] == np.bincount(then.routes.expert_N, minlength=8).tolist()
-        place = (call["kind"], call["depth"], call["micro_batch"])
-        assert place == (then.id.kind, then.id.depth, then.id.micro_batch)
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    slow_but([("--ep", "8"), ("--ep", "4", "--world-size", "12"), ("--ep", "3")], ("--ep", "3")),
-)
-def test_some_steps_of_a_trace_are_dealt_to_any_number_of_ranks(
-    ranks: tuple[str, ...], run_dir: Path, moebius: Command
-) -> None:
-    one, many = (
-        calls_of(result(moebius, "--trace", run_dir, "--steps", "2", *words))
-        for words in (("--ep", "1"), ranks)
-    )
-    assert sorted({call["step"] for call in many}) == [1, 4]
-    for then, now in zip(one, many, strict=True):
-        assert now["load_E"] == then["load_E"]
-        assert sum(now["load_P"]) == sum(then["load_P"])
-
-
 # A run that moves its experts ---------------------------------------------------------------------
 
 
@@ -197,7 +159,7 @@ def train_on_ranks(config: Config, run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def moving_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on two ranks, whose experts move after every second step, with copies."""
+    """The same run on two ranks, whose experts move after every second step, with copies."""
     run = tmp_path_factory.mktemp("moving")
     values = Config.load(run_dir / "config.json").model_dump(mode="json")
     values["mesh"] |= {"ep": 2, "dp_replicate": 1, "rebalance_every": 2, "replicas": 1}
@@ -206,39 +168,6 @@ def moving_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.save(run / "config.json")
     assert run_ranks(train_on_ranks, 2, config, run) == ["finished"] * 2
     return run
-
-
-@pytest.mark.slow
-def test_a_trace_with_a_checkpoints_expert_maps_loads_ranks_as_training_did(
-    moving_run: Path,
-) -> None:
-    lines = [json.loads(line) for line in (moving_run / "metrics.jsonl").read_text().splitlines()]
-    served = {
-        line["step"]: {name: figures["hottest_rank"] for name, figures in line["exchange"].items()}
-        for line in lines
-        if line["kind"] == "train"
-    }
-    plain = source_from_trace(moving_run, steps=None)
-    placed = replace(plain, expert_maps=expert_maps_of(moving_run, 2))
-    at = {True: hottest_by_step(placed), False: hottest_by_step(plain)}
-    for step in (1, 2, 3, 4):
-        moved = step > 2
-        assert at[moved][step] == served[step] != at[not moved][step]
-
-
-def hottest_by_step(source: Any) -> dict[int, dict[str, float]]:
-    """By step and "member/kind", as metrics.jsonl has it: the busiest rank's routes over the mean."""
-    [simulation] = simulate_all(source, RequestedRanks(), [None])
-    assert simulation.violations == []
-    loads: dict[int, dict[str, Any]] = {}
-    for call in simulation.calls:
-        of_step = loads.setdefault(call.id.step, {})
-        name = f"{call.id.layer.split('.')[1]}/{call.id.kind}"
-        of_step[name] = of_step.get(name, 0) + call.load_P
-    return {
-        step: {name: round(load_P.max() / load_P.mean(), 5) for name, load_P in of_step.items()}
-        for step, of_step in loads.items()
-    }
 
 
 def test_a_run_is_simulated_with_its_experts_where_they_are(
@@ -259,25 +188,19 @@ def test_a_run_is_simulated_with_its_experts_where_they_are(
 # What is shown ------------------------------------------------------------------------------------
 
 
-def test_tables_and_picture(
-    run_dir: Path, tmp_path: Path, moebius: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables(run_dir: Path, moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    picture = tmp_path / "traffic.png"
-    words = ("--trace", run_dir, "--steps", "2", "--ep", "4", "--png", picture)
+    words = (run_dir, "--steps", "2", "--ep", "4", "--tokens-per-rank", "24")
     printed = moebius("simulate", *words, "--dispatcher", "alltoall", "dedup").out
     for expected in (
-        "trace of run: 4 ranks, one ep group, one node",
-        "2 recorded steps, 1 to 4, of 96 tokens; 1 ranks then; float32",
+        "run, step 4: 4 ranks, one ep group, one node",
+        "1 × 24 tokens of the validation text per rank and step, 2 steps, float32",
         "✓ each of",
         "alltoall bit for bit; dedup up to rounding",
         "hottest rank by step",
     ):
         assert expected in printed
     assert "…" not in printed  # nothing is cut at 80 columns
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    nowhere = moebius("simulate", *FEW, "--png", tmp_path / "no" / "a.png")
-    assert (nowhere.code, "cannot be written" in nowhere.text) == (2, True)
 
 
 def test_a_violation_is_shown_and_ends_with_1(
@@ -322,7 +245,7 @@ def test_a_late_rank_is_one_line(moebius: Command, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(simulate, "run_threads", wait_in_vain)
     answer = moebius("simulate", *FEW)
-    expected = "error: for 0.3 s nothing moved: the simulated ranks 0 still wait for others"
+    expected = "error: no progress for 0.3 s: simulated ranks 0 are still waiting for others"
     assert (answer.code, answer.err.strip()) == (1, expected)
 
 
@@ -368,22 +291,18 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "name a recipe, a FILE.toml or a run folder"),
-        ("smoke --trace x", "name a recipe, a FILE.toml or a run folder"),
         ("nowhere", "there is no recipe 'nowhere'"),
         ("smoke --ep 32", "mesh.ep 32 is more than the experts"),
-        ("smoke --ep 0", "--ep 0: at least 1"),
+        ("smoke --ep 0", "--ep 0 must be at least 1"),
         ("smoke --ep 8 --world-size 12", "the mesh does not fit the world"),
         ("smoke --ep 8 --world-size 1024", "at most 256 can be simulated"),
-        ("smoke --ep 8 --ranks-per-node 3", "--ranks-per-node 3 does not divide the 8 ranks"),
+        ("smoke --ep 8 --ranks-per-node 3", "--ranks-per-node 3 must divide the 8 ranks"),
         ("smoke --ep 4 --dispatcher local", "the experts are on several ranks"),
-        ("smoke --steps 0", "--steps 0: at least 1"),
-        ("--trace x --tokens-per-rank 8", "--tokens-per-rank 8: cannot be used with --trace"),
-        ("smoke --tokens-per-rank 0", "--tokens-per-rank 0: at least 1"),
+        ("smoke --steps 0", "--steps 0 must be at least 1"),
+        ("smoke --tokens-per-rank 0", "--tokens-per-rank 0 must be at least 1"),
         (f"smoke --tokens-per-rank {'9' * 20}", "at most 16,777,216"),
-        ("dense --ep 2", "the model has no experts: there is nothing to route"),
-        ("mixture_of_tokens --tokens-per-rank 4", "the router wants groups of"),
-        ("--trace nowhere", "is not a run folder"),
+        ("dense --ep 2", "the model has no experts, so there is nothing to route"),
+        ("mixture_of_tokens --tokens-per-rank 4", "the router needs groups of"),
     ],
 )
 def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius: Command) -> None:
@@ -397,19 +316,10 @@ def test_bad_requests_are_answered_in_one_line(words: str, message: str, moebius
 def test_a_run_is_simulated_as_it_is(run_dir: Path, tmp_path: Path, moebius: Command) -> None:
     change = "model.feed_forward.num_experts=4"
     assert f"remove {change}" in moebius("simulate", run_dir, change).text
-    (tmp_path / "config.json").write_bytes((run_dir / "config.json").read_bytes())
-    answer = moebius("simulate", "--trace", tmp_path)
-    assert "has no recorded routing; train with train.record_routing=N" in answer.text
-
-
-def test_a_layer_that_the_model_has_not_is_named() -> None:
-    config = resolve("smoke", SMALL[1:], RECIPES)
-    experts_of_layer = initial_experts(config.model, "float32", backend="segments", seed=0)
-    with pytest.raises(ValueError, match=r"group\.9\.feed_forward"):
-        experts_of_layer("group.9.feed_forward")
+    assert "is not a run folder" in moebius("simulate", tmp_path).text
 
 
 def test_a_split_that_is_shorter_than_a_sequence_is_named(run_dir: Path) -> None:
     config = Config.load(run_dir / "config.json")
-    with pytest.raises(ValueError, match="not one row of 9999999 tokens"):
+    with pytest.raises(ValueError, match="shorter than one row of 9999999 tokens"):
         text_tokens(config, 1, 9_999_999, num_ranks=1)

@@ -1,6 +1,4 @@
-"""The simulated cluster against slow loops: what travels, who is loaded, whether a fault of a
-dispatcher is seen.
-"""
+"""The simulated cluster against slow loops: traffic, loads, and detection of faulty dispatchers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,9 +53,7 @@ def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
 def routed(
     tokens: list[int], num_experts: int, *, seed: int = 0, favourite: bool = False
 ) -> list[RoutedCall]:
-    """One call on as many ranks as there are numbers of tokens; what one rank answers is computed
-    rank by rank.
-    """
+    """Returns one call with a rank for every number of tokens; expected outputs come from one rank."""
     generator = torch.Generator().manual_seed(seed)
     rows, routes, bank = [], [], SparseLayer(bank_of(num_experts))
     for count in tokens:
@@ -75,7 +71,7 @@ def routed(
 
 
 def call_of(rows: list[Tensor], routes: list[Routes], layer: SparseLayer) -> list[RoutedCall]:
-    """The call of every rank, with the outputs that one rank with all experts computes."""
+    """Returns every rank's call, with the outputs of one rank that has all experts."""
     found = []
     for rows_UD, own in zip(rows, routes, strict=True):
         with torch.no_grad():
@@ -167,8 +163,8 @@ def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout
 
 
 def test_bytes_are_all_that_ranks_hand_over() -> None:
-    """One per route: 48 bytes of a row there and back, 4 of its gate weight, and 8 of the count of
-    each of 2 experts a rank.
+    """A route sends 48 bytes of a row each way and 4 of its gate weight; a count per expert takes
+    8.
     """
     call, layout = routed(TOKENS, 16), LAYOUTS[0]
     found = run(call, Cluster(layout, "alltoall", ranks_per_node=4))
@@ -187,7 +183,7 @@ def test_bytes_are_all_that_ranks_hand_over() -> None:
 
 
 def test_two_legs_send_a_row_once_to_a_node() -> None:
-    """Between nodes as many rows as (row, foreign node) pairs, there and back."""
+    """Between nodes, each (row, foreign node) pair sends one row each way."""
     call, layout = routed(TOKENS, 16), LAYOUTS[0]
     found = run(call, Cluster(layout, "hierarchical", ranks_per_node=4))
     assert found.violations == []
@@ -201,8 +197,8 @@ def test_two_legs_send_a_row_once_to_a_node() -> None:
 
 
 def test_uneven_banks_placed_experts_and_copies() -> None:
-    """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favourite on
-    another rank.
+    """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favorite
+    elsewhere.
     """
     call = routed([6, 1, 0, 8], 10, favourite=True)
     layout = Layout(dp_replicate=1, ep=4)
@@ -213,21 +209,17 @@ def test_uneven_banks_placed_experts_and_copies() -> None:
     placed = run(call, Cluster(layout, "alltoall", expert_maps={"layer": expert_map}))
     assert placed.violations == []
     assert (placed.calls[0].load_E == plain.calls[0].load_E).all()
-    assert (
-        plain.calls[0].load_E[1] == 15
-    )  # every token wants it: 6 of rank 0, 1 of rank 1, 8 of rank 3
+    # Every token chooses expert 1: 6 tokens of rank 0, 1 of rank 1, 8 of rank 3.
+    assert plain.calls[0].load_E[1] == 15
     served_P = placed.calls[0].load_P
     assert served_P.sum() == 3 * 15
     cold = {
         rank: sum(plain.calls[0].load_E[expert] for expert in own)
         for rank, own in {0: (4, 8), 2: (2, 6)}.items()
     }
-    assert served_P[0] - cold[0] + served_P[2] - cold[2] == 15  # the two copies share them:
-    assert served_P[0] - cold[0] in (
-        6,
-        6 + 1,
-        6 + 8,
-    )  # rank 0 its own 6, and those of one of the ranks without a copy
+    assert served_P[0] - cold[0] + served_P[2] - cold[2] == 15  # shared by the two copies
+    # Rank 0 serves its own 6, and those of a rank without a copy.
+    assert served_P[0] - cold[0] in (6, 6 + 1, 6 + 8)
 
 
 def test_routes_with_known_counts() -> None:
@@ -254,7 +246,7 @@ def test_a_rank_of_its_own() -> None:
 
 @dataclass
 class Saboteur:
-    """A dispatcher with a fault; `harm` changes the routes before they travel."""
+    """A faulty dispatcher: `harm` changes the routes before they are sent."""
 
     inner: Dispatcher
     harm: Any
@@ -292,7 +284,7 @@ def misled(routes: Routes) -> Routes:
 
 
 def mixed_up(routes: Routes) -> Routes:
-    """Sources of two routes of different tokens exchanged."""
+    """Swaps the sources of two routes of different tokens."""
     source = routes.source_N.clone()
     if len(source) > TOP_K:
         source[0], source[TOP_K] = source[TOP_K].clone(), source[0].clone()
@@ -330,7 +322,7 @@ def test_conservation_finds_rows_that_were_mixed_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_answers_are_compared_with_one_rank() -> None:
-    """Other weights than those that answered: routes arrive, answers do not agree."""
+    """With other weights, routes arrive but outputs differ."""
     found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), "dedup"), seed=6)
     [fault] = found.violations
     assert "outputs differ from one rank's by" in fault
@@ -346,9 +338,7 @@ def test_one_bit_is_too_much_for_alltoall() -> None:
 
 
 def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
-    """Biases that are no numbers, or infinite, give such answers everywhere; the others still must
-    agree.
-    """
+    """NaN or infinite biases give such outputs everywhere; the other outputs must still agree."""
     bank, call = bank_of(8), routed([3, 0, 4, 2], 8)
     with torch.no_grad():
         assert bank.b_down is not None
@@ -382,8 +372,8 @@ def test_what_does_not_fit_is_said_once() -> None:
 
 
 def whole_layer(num_ranks: int, tokens: list[int]) -> None:
-    """Forward and backward with uneven tokens, one expert per rank: everything bit for bit as on
-    one rank with all tokens.
+    """Forward and backward with uneven tokens and one expert per rank equal one rank with all
+    tokens, bit for bit.
     """
     call = routed(tokens, num_ranks, seed=3)
     expert_map = contiguous_map(num_ranks, num_ranks)

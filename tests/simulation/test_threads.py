@@ -1,6 +1,4 @@
-"""Ranks on threads: collectives with real values on up to 256 of them, what is counted, and
-worlds that go wrong.
-"""
+"""Ranks on threads: collectives with real values on up to 256 ranks, traffic counts, failures."""
 
 import sys
 import threading
@@ -38,7 +36,7 @@ def world() -> dist.ProcessGroup:
 
 
 def lengths(num_ranks: int) -> np.ndarray:
-    """[from, to]: how many rows; some ranks send nothing, some get nothing, some pairs exchange
+    """Returns row counts [from, to]; some ranks send or receive nothing, some pairs exchange
     nothing.
     """
     counts = np.random.default_rng(num_ranks).integers(0, 3, (num_ranks, num_ranks))
@@ -94,9 +92,8 @@ def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -
 
     run_threads(run_rank, 6, traffic=traffic)
     same_group = np.kron(np.eye(2, dtype=int), np.ones((3, 3), int))
-    assert (
-        traffic.rows_PP == same_group * (4 + 2)
-    ).all()  # gathered, and a third of six reduced; 7 wide is no row
+    # Four rows gathered and a third of six reduced; a line of width 7 is not a row.
+    assert (traffic.rows_PP == same_group * (4 + 2)).all()
     assert (traffic.bytes_PP == same_group * 4 * (4 * 5 + 2 * 5 + 2 * 7)).all()
 
 
@@ -146,14 +143,14 @@ def test_a_rank_that_does_not_come_is_found() -> None:
     before = threading.active_count()
     with pytest.raises(
         RankFailed,
-        match=r"for 0\.5 s nothing moved: the simulated ranks 0-1, 3 still wait for others",
+        match=r"no progress for 0\.5 s: simulated ranks 0-1, 3 are still waiting for others",
     ):
         run_threads(lambda rank: rank == 2 or dist.all_reduce(torch.zeros(1)), 4, timeout_s=0.5)
     assert threading.active_count() == before
 
 
 def test_ranks_that_end_one_after_another_are_not_late() -> None:
-    """Between two signs of life is less than the limit, from the first to the last more."""
+    """Consecutive signs of life are within the limit, the first and the last are not."""
 
     def run_rank(rank: int) -> int:
         time.sleep(0.5 * rank)
@@ -172,7 +169,7 @@ def test_a_mistake_of_the_user_stays_a_value_error() -> None:
 
 @pytest.mark.parametrize("num_ranks", [0, 257])
 def test_there_are_only_so_many_threads(num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"{num_ranks} simulated ranks: there may be 1 to 256"):
+    with pytest.raises(ValueError, match=f"{num_ranks} simulated ranks: must be 1 to 256"):
         run_threads(lambda rank: rank, num_ranks)
 
 

@@ -124,9 +124,6 @@ class TrainConfig(BaseModel):
     balance_documents: bool = False
     """Takes balancing losses over documents instead of sequences; needs document ids."""
 
-    record_routing: NonNegativeInt = 0
-    """Writes the routes of the first and every n-th step into the run folder; 0: never."""
-
     threads: int = Field(default=1, ge=0, le=4096)
     """CPU threads of one rank; 0: torch's default."""
 

@@ -1,6 +1,6 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ · routing/ ·
+config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ ·
 rollbacks.json · sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
@@ -31,7 +31,6 @@ _KEYS_THAT_MAY_CHANGE = {
     "train.eval_batch",
     "train.threads",
     "train.start_when",
-    "train.record_routing",
     "train.recompute",
     "train.timeout_s",
     "train.spikes",
