@@ -1,1 +1,1 @@
-"""Takes a finished model and spreads it over ranks: groups, dispatch, gradients, checkpoints."""
+"""Distributes a model over ranks: groups, dispatch, gradients, checkpoints."""

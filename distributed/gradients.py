@@ -1,18 +1,16 @@
-"""Gradients over the mesh: every reduction is a SUM, one norm, one clipping coefficient, one
-decision to skip.
+"""Reduces gradients over the mesh: sums only, one norm, one clipping coefficient, one decision to skip.
 
-The loss is already divided by the number of tokens of the whole world, so nothing is averaged here:
-a dense gradient is summed over the world, an expert's over all ranks that hold it
-(expert_replicas); the all-to-all's backward has brought the gradients of the ep group's tokens to
-the expert already. What FSDP shards, it has summed itself (sharding.py).
+The loss is already divided by the world's number of tokens, so nothing is averaged here. Dense
+gradients are summed over the world, experts' over all ranks that hold them (expert_replicas): the
+dispatcher's backward has already sent the gradients of the EP group's tokens to the experts. FSDP
+sums the gradients that it shards (sharding.py).
 
 A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter
-has a gradient. So all ranks issue the same collectives whatever their tokens did, and one rank
-treats a parameter as many do.
+has a gradient. All ranks therefore issue the same collectives, whatever their tokens routed to.
 
 Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per parameter) and one
-all-reduce per 25 MB; the reduced gradients are views into the buckets, so nothing is copied back
-unless the parameters are narrower than float32.
+all-reduce per 25 MB. Reduced gradients are views of the buckets, so nothing is copied back unless
+parameters are narrower than float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,11 +30,11 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Neighbouring parameters whose gradients are reduced as one flat tensor."""
+    """Consecutive parameters whose gradients are reduced as one flat tensor."""
 
     parameters: list[Parameter]
     flat: Tensor  # float32, or float64 for parameters of float64
-    views: list[Tensor]  # into `flat`, of the parameters' shapes
+    views: list[Tensor]  # of `flat`, with the parameters' shapes
 
     def pack(self) -> None:
         """Copies the gradients into the flat tensor; a missing one counts as zeros."""
@@ -52,7 +50,7 @@ class _Bucket:
             torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
 
     def unpack(self) -> None:
-        """Makes the sums in the flat tensor the parameters' gradients."""
+        """Sets the parameters' gradients to the sums in the flat tensor."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.dtype == view.dtype:
                 parameter.grad = view
@@ -63,10 +61,10 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Sums gradients over the ranks, again and again, in the same buffers.
+    """Sums gradients over the ranks in buffers that it reuses.
 
     `dense` and `experts` must be the same, in the same order, on every rank. After `reduce()` the
-    gradients are views into this object's buffers: valid until the next `reduce()`.
+    gradients are views of this object's buffers, valid until the next `reduce()`.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._sums: list[tuple[dist.ProcessGroup, list[_Bucket]]] = []
-        self._alone: list[Parameter] = []  # held by this rank only: nothing to add
+        self._alone: list[Parameter] = []  # held by this rank only: nothing to sum
         for parameters, group in ((dense, mesh.world_group), (experts, mesh.expert_replica_group)):
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if group.size() == 1:
@@ -87,7 +85,7 @@ class GradientReducer:
                 self._sums.append((group, _buckets(trained, bucket_bytes)))
 
     def reduce(self) -> None:
-        """Replaces every gradient by its sum over the ranks; a collective call of the world."""
+        """Replaces every gradient by its sum over the ranks. Collective over the world."""
         for parameter in self._alone:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -103,9 +101,9 @@ class GradientReducer:
 
 
 def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
-    """Returns the dense and the expert parameters of a model, each in the model's order.
+    """Returns a model's dense and expert parameters, each in the model's order.
 
-    Those that FSDP shards are in neither: it sums their gradients itself.
+    Parameters that FSDP shards are in neither: FSDP sums their gradients itself.
     """
     dense: list[Parameter] = []
     experts: list[Parameter] = []
@@ -120,13 +118,11 @@ def global_grad_norm(
 ) -> tuple[float, tuple[float, ...]]:
     """Returns the 2-norm of the whole model's reduced gradient, and the numbers' sums over ranks.
 
-    All are read from the device at once: the step's one wait for it.
-
-    A collective call, with as many numbers on every rank; its results have the same bits on all of
-    them. Every element is counted once, by the first copy of its tensor, so a non-finite gradient
-    anywhere makes the norm non-finite everywhere. The numbers ride on the same reduction: what must
-    be agreed at every step boundary (a flag that any rank has set, the step's loss) costs no
-    message of its own.
+    Collective, with equally many numbers on every rank; all ranks get the same bits. The first copy
+    of each tensor counts its elements, so a non-finite gradient anywhere makes the norm non-finite
+    everywhere. The numbers share the norm's reduction: values to agree on at a step boundary (a flag
+    of any rank, the step's loss) need no message of their own. Reading the results is the step's only
+    wait for the device.
     """
     sums = torch.zeros(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
@@ -146,12 +142,10 @@ def clip_gradients(
     max_norm: float,
     numbers: Sequence[Tensor | float] = (),
 ) -> tuple[float, tuple[float, ...]]:
-    """Scales all gradients by min(1, max_norm / norm).
+    """Scales all reduced gradients by min(1, max_norm / norm). Collective.
 
-    Returns the norm before that and the numbers' sums, as `global_grad_norm` does.
-
-    A collective call, after the reduction. If the norm is not finite the gradients are worthless:
-    skip the step. All ranks see the same norm, so all of them do.
+    Returns the norm before clipping and the numbers' sums, as `global_grad_norm` does. If the norm is
+    not finite, skip the step; all ranks see the same norm, so all skip.
     """
     norm, sums = global_grad_norm(parameters, mesh, numbers=numbers)
     gradients = [
@@ -164,7 +158,7 @@ def clip_gradients(
 
 
 def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:
-    """Yields the parts of the gradients that this rank counts for the norm of the whole model."""
+    """Yields the parts of the gradients that this rank counts in the model's norm."""
     for parameter in parameters:
         shard = local_shard_of(parameter)
         if parameter.grad is not None and shard.copy_index(rank) == 0:
@@ -172,9 +166,9 @@ def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Groups consecutive parameters of one device and sum type, about bucket_bytes in a bucket.
+    """Groups consecutive parameters of one device and sum dtype into buckets of `bucket_bytes`.
 
-    A parameter that is larger has a bucket of its own.
+    A larger parameter gets its own bucket.
     """
     groups: list[list[Parameter]] = []
     kind, num_bytes = None, 0
@@ -200,7 +194,7 @@ def _bucket(parameters: list[Parameter]) -> _Bucket:
 
 
 def _sum_dtype(parameter: Parameter) -> torch.dtype:
-    # bfloat16 sums over many ranks would lose small terms
+    # sums over many ranks in bfloat16 would lose small terms
     return torch.promote_types(parameter.dtype, torch.float32)
 
 

@@ -1,22 +1,19 @@
-"""Who sits where: from a mesh's sizes to tables of ranks, as pure functions without torch and
-without processes.
+"""Maps a mesh's sizes to tables of ranks, in pure functions without torch or processes.
 
-The same ranks are seen in two ways, and a rank is its place in either, counted with the last axis
-innermost:
+There are two views of the same ranks, with the last axis innermost:
 
     dense view    world = dp_replicate × dp_shard        attention, norms, embeddings
     sparse view   world = dp_replicate × efsdp × ep      experts
 
 with efsdp × ep = dp_shard.
 
-So experts borrow the ranks of dp_shard and cost none of their own ("parallel folding": Megatron
-Core, arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut along their
-expert dimension into `ep` nearly equal, contiguous blocks; every block exists on dp_replicate ×
-efsdp ranks. ep is innermost so that the ranks of one ep group, which exchange tokens in every
-sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
+Experts therefore reuse the ranks of dp_shard ("parallel folding": Megatron Core, arXiv 2504.14960;
+torchtitan uses the same two meshes). Expert parameters are cut along the expert dimension into `ep`
+nearly equal, contiguous blocks; every block exists on dp_replicate × efsdp ranks. ep is innermost so
+that the ranks of an EP group, which exchange tokens in every sparse layer, are neighbours. They share
+a node if ep divides the ranks of a node.
 
-Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` makes one group without the
-others.
+Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` computes a single group.
 """
 
 import itertools
@@ -31,17 +28,14 @@ from .dispatch.table import AUTO, DISPATCHER
 
 DENSE_AXES = ("dp_replicate", "dp_shard")  # outermost first
 SPARSE_AXES = ("dp_replicate", "efsdp", "ep")
-EXPERT_REPLICAS = (
-    "expert_replicas"  # the ranks that hold the same block of experts: two axes in one
-)
+EXPERT_REPLICAS = "expert_replicas"  # dp_replicate × efsdp: ranks with the same block of experts
 AXES = (*DENSE_AXES, "efsdp", "ep", EXPERT_REPLICAS)
 _MOST_SPANS = 8
-# Of a world. The largest clusters have about 10⁵ accelerators, and tables of so many take seconds.
-MOST_RANKS = 2**17
+MOST_RANKS = 2**17  # the largest clusters have about 10⁵ accelerators; their tables take seconds
 
 
 class MeshConfig(BaseModel):
-    """Configures the sizes of the mesh, and how it is used."""
+    """Configures the sizes of the mesh and how it is used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -49,78 +43,75 @@ class MeshConfig(BaseModel):
     """The number of ranks that share one copy of the experts."""
 
     dp_shard: int | None = Field(default=None, ge=1)
-    """The number of ranks that shard dense weights and lend themselves to `ep`; by default `ep`."""
+    """The number of ranks that shard dense weights, a multiple of `ep`; by default `ep`."""
 
     dp_replicate: int | None = Field(default=None, ge=1)
-    """The number of copies of all that; by default they fill the world."""
+    """The number of replicas of the `dp_shard` ranks; by default they fill the world."""
 
     sharding: Literal["none", "fsdp"] = "none"
     """How weights are stored: "none" keeps dense weights whole on every rank and experts whole on
-    every rank of their block; "fsdp" shards them over dp_shard and efsdp."""
+    every rank of their block; "fsdp" shards them over `dp_shard` and efsdp (`dp_shard` / `ep`)."""
 
     dispatcher: Annotated[str, DISPATCHER] = Field(default=AUTO, examples=["alltoall"])
-    """How rows reach their experts: "auto" is "local" where ep is 1; elsewhere "dedup", or
-    "symmetric" where an EP group shares a node's memory and is faster through it."""
+    """How rows reach their experts. "auto" selects "local" if ep is 1, else "dedup", or "symmetric"
+    if an EP group shares a node's memory and is faster through it."""
 
     check_every: int = Field(default=0, ge=0)
-    """Checks the exchanges of every n-th pass of a sparse layer; 0 checks none. All ranks then
-    compare the full matrix of counts, and every row that arrives is verified by its source, its
-    position and its bits. A difference ends the run on all ranks."""
+    """Checks the exchanges of every n-th pass of a sparse layer; 0 checks none. All ranks compare the
+    full matrix of counts, and verify the source, position and bits of every received row. A
+    mismatch ends the run on all ranks."""
 
     rebalance_every: int = Field(default=0, ge=0)
-    """Moves experts every so many steps to where the load of these steps wants them; 0 never does."""
+    """Rebalances the experts every n steps by the load of these steps; 0 never does."""
 
     replicas: int = Field(default=0, ge=0)
-    """The number of slots of every bank and rank for copies of hot experts."""
+    """The number of extra slots per bank and rank for replicas of hot experts."""
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
         if self.replicas and not self.rebalance_every:
             raise ValueError(
-                f"mesh.replicas={self.replicas} with mesh.rebalance_every=0: experts get copies "
-                "when they move; set "
-                "mesh.rebalance_every to the number of steps between two moves"
+                f"mesh.replicas={self.replicas} with mesh.rebalance_every=0: experts are replicated when they "
+                "are rebalanced; set mesh.rebalance_every to a number of steps"
             )
         if self.rebalance_every and self.sharding != "none":
             raise ValueError(
-                f"mesh.rebalance_every={self.rebalance_every} with "
-                f"mesh.sharding={self.sharding!r}: experts can move where "
-                'their weights are whole on their rank only; use mesh.sharding="none" or '
-                "mesh.rebalance_every=0"
+                f"mesh.rebalance_every={self.rebalance_every} with mesh.sharding={self.sharding!r}: sharded "
+                'experts cannot move; use mesh.sharding="none" or mesh.rebalance_every=0'
             )
         return self
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the sizes of a mesh that fit each other; all else about ranks is computed from them."""
+    """The consistent sizes of a mesh, from which all tables of ranks follow."""
 
     dp_replicate: int
     ep: int
-    dp_shard: int = 0  # 0: as `ep`
+    dp_shard: int = 0  # 0: same as `ep`
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
             object.__setattr__(self, "dp_shard", self.ep)
         sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "ep")}
         if wrong := {name: size for name, size in sizes.items() if size < 1}:
-            raise ValueError(f"sizes of a mesh are at least 1, got {wrong}")
+            raise ValueError(f"mesh sizes must be at least 1, got {wrong}")
         if self.dp_shard % self.ep:
             raise ValueError(f"ep {self.ep} does not divide dp_shard {self.dp_shard}")
 
     @property
     def efsdp(self) -> int:
-        """Returns how many ranks of one replica store the same block of experts."""
+        """Returns the number of ranks in a replica that store the same block of experts."""
         return self.dp_shard // self.ep
 
     @property
     def world_size(self) -> int:
-        """Returns how many ranks there are in all."""
+        """Returns the total number of ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def expert_replicas(self) -> int:
-        """Returns how often every block of experts exists."""
+        """Returns the number of copies of every block of experts."""
         return self.dp_replicate * self.efsdp
 
     def size(self, axis: str) -> int:
@@ -134,22 +125,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Holds the place of one rank in both views."""
+    """The coordinates of one rank in both views."""
 
     dp_replicate: int
     dp_shard: int
     efsdp: int
     ep: int
-    # among the ranks that store the same block of experts; 0 where experts are counted once
-    expert_replicas: int
+    expert_replicas: int  # index among the ranks with the same block of experts; 0 counts experts
 
 
 def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
     """Returns the layout of `mesh` over `world_size` ranks.
 
     Raises:
-        ValueError: the sizes do not fit each other; the message says what would. Or the world has
-            more than MOST_RANKS ranks.
+        ValueError: the sizes do not fit (the message lists sizes that do), or the world has more
+            than MOST_RANKS ranks.
     """
     if not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"a world has 1 to {MOST_RANKS:,} ranks, got world_size = {world_size:,}")
@@ -163,16 +153,13 @@ def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
 
 
 def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
-    """Returns the values of one size of the mesh that fit `world_size` ranks.
-
-    `key` is its name in MeshConfig; all other sizes stay as they are.
-    """
+    """Returns the values of one key of MeshConfig that fit `world_size` ranks, other keys unchanged."""
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return [size for size in divisors if _fitting(mesh.model_copy(update={key: size}), world_size)]
 
 
 def coordinates(layout: Layout, rank: int) -> Coordinates:
-    """Returns the place of a rank in both views.
+    """Returns the coordinates of a rank in both views.
 
     Raises:
         ValueError: the layout has no such rank.
@@ -185,11 +172,8 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
 
 
 def offsets(layout: Layout, axis: str) -> range:
-    """Returns how far each rank of a group of `axis` is from the group's first rank.
-
-    This is the same for all groups of the axis.
-    """
-    # A block of experts is stored by every ep-th rank, over all replicas.
+    """Returns the distances of a group's ranks from its first rank, the same for all groups of `axis`."""
+    # Every ep-th rank, across replicas, stores the same block of experts.
     strides = {
         "dp_replicate": layout.dp_shard,
         "dp_shard": 1,
@@ -201,22 +185,19 @@ def offsets(layout: Layout, axis: str) -> range:
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
-    """Returns the ranks that differ from `rank` in `axis` only, in the order of their index on it.
-
-    `rank` itself is among them.
-    """
+    """Returns the ranks that differ from `rank` only in `axis`, in order, `rank` included."""
     distances = offsets(layout, axis)
     first = rank - distances[index_in_group(layout, axis, rank)]
     return [first + distance for distance in distances]
 
 
 def index_in_group(layout: Layout, axis: str, rank: int) -> int:
-    """Returns the index of `rank` in `group_of(layout, axis, rank)`, without making that list."""
+    """Returns the index of `rank` in `group_of(layout, axis, rank)`."""
     return getattr(coordinates(layout, rank), axis)
 
 
 def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
-    """Returns the groups of each of AXES, ordered by their first rank."""
+    """Returns the groups of every axis, ordered by their first rank."""
     tables: dict[str, list[list[int]]] = {}
     for axis in AXES:
         firsts = [
@@ -227,11 +208,11 @@ def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
-    """Checks that every sparse layer has at least one expert for each rank of an EP group.
+    """Checks that every sparse layer has at least one expert per rank of an EP group.
 
     Args:
-        layout: how many ranks an EP group has.
-        num_experts: how many experts a layer has, by the layer's name.
+        layout: the layout.
+        num_experts: number of experts by layer name.
 
     Raises:
         ValueError: a layer has fewer experts than an EP group has ranks.
@@ -240,24 +221,20 @@ def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
     if few:
         listed = ", ".join(f"{name} has {count}" for name, count in few.items())
         raise ValueError(
-            f"mesh.ep {layout.ep} is more than the experts: {listed}; every rank of an ep group "
-            "holds at least one of each, "
-            f"so choose a smaller mesh.ep, or at least {layout.ep} experts"
+            f"mesh.ep {layout.ep} is more than the experts: {listed}; every rank of an EP group holds at least "
+            f"one expert of each layer, so choose a smaller mesh.ep, or at least {layout.ep} experts"
         )
 
 
 def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
-    """Divides experts into contiguous, nearly equal blocks, one for each rank.
-
-    Where the ranks do not divide the experts the first blocks have one more.
+    """Divides experts into contiguous, nearly equal blocks, one per rank; the first may have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.
     """
     if num_experts < num_ranks:
         raise ValueError(
-            f"{num_experts} experts are too few for {num_ranks} ranks: every rank holds at least "
-            "one"
+            f"{num_experts} experts are too few for {num_ranks} ranks: every rank needs at least one"
         )
     share, more = divmod(num_experts, num_ranks)
     starts = [rank * share + min(rank, more) for rank in range(num_ranks + 1)]
@@ -265,19 +242,13 @@ def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
 
 
 def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this layer") -> range:
-    """Returns the global ids of the experts that `rank` stores before any are moved.
-
-    This is its block of `expert_blocks`.
-    """
+    """Returns the global ids of the experts that `rank` stores initially: its block of `expert_blocks`."""
     check_experts(layout, {name: num_experts})
     return expert_blocks(num_experts, layout.ep)[coordinates(layout, rank).ep]
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Spells ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5".
-
-    Of many that have no pattern it spells the first, and how many there are.
-    """
+    """Abbreviates ranks: "3", "0-7", "0, 8, … 56", "1-2, 5"; long irregular lists are cut."""
     steps = {after - before for before, after in itertools.pairwise(ranks)}
     if len(ranks) > 2 and len(steps) == 1 and steps != {1}:
         return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
@@ -291,12 +262,12 @@ def spell_ranks(ranks: Sequence[int]) -> str:
 
 
 def spell_span(first: int, last: int) -> str:
-    """Spells neighbouring numbers: "3" or "0-7"."""
+    """Formats consecutive numbers: "3" or "0-7"."""
     return str(first) if first == last else f"{first}-{last}"
 
 
 def spell_product(layout: Layout, view: Sequence[str]) -> str:
-    """Spells the sizes of a view's axes: "dp_replicate 2 × dp_shard 4"."""
+    """Formats the sizes of a view's axes: "dp_replicate 2 × dp_shard 4"."""
     return " × ".join(f"{axis} {layout.size(axis)}" for axis in view)
 
 
@@ -312,7 +283,7 @@ def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
 
 
 def _misfit(mesh: MeshConfig, world_size: int) -> str:
-    """Spells what does not fit, with all values that take part."""
+    """Describes the misfit with all values involved."""
     dp_shard = mesh.dp_shard or mesh.ep
     if dp_shard % mesh.ep:
         return (
@@ -330,7 +301,7 @@ def _misfit(mesh: MeshConfig, world_size: int) -> str:
 
 
 def _advice(mesh: MeshConfig, world_size: int) -> str:
-    """Spells what would fit: other values of what was asked for, or another number of ranks."""
+    """Lists what would fit: other values of the given keys, or another number of ranks."""
     dp_shard = mesh.dp_shard or mesh.ep
     asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
     choices = [

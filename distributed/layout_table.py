@@ -1,4 +1,4 @@
-"""A layout as plain text: the places of all ranks, their experts, and their groups' links."""
+"""Renders a layout as plain text: coordinates of ranks, experts, and the links of groups."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +24,15 @@ _PLACES = (*DENSE_AXES, "efsdp", "ep")
 def render_layout(
     layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None
 ) -> str:
-    """Renders a layout.
-
-    `num_experts` is how many experts a layer has, by the layer's name; None shows none.
+    """Renders a layout; `num_experts` is the number of experts by layer name, None to omit them.
 
     Raises:
         ValueError: the ranks of a node do not divide the world, or a layer has too few experts.
     """
     if ranks_per_node < 1 or layout.world_size % ranks_per_node:
         raise ValueError(
-            f"nodes of {ranks_per_node} ranks cannot make up a world of {layout.world_size}: "
-            "the ranks of a node must divide the world"
+            f"{ranks_per_node} ranks per node do not divide a world of {layout.world_size} ranks: choose a "
+            "divisor"
         )
     check_experts(layout, num_experts or {})
     num_nodes = layout.world_size // ranks_per_node
@@ -52,9 +50,9 @@ def render_layout(
 
 
 def _place_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
-    """Returns a row for every run of neighbours on a node whose places can be written as spans.
+    """Returns one row per run of consecutive ranks on a node whose coordinates form spans.
 
-    Along a run each index stays the same or counts up with the rank.
+    Along a run each coordinate is constant or counts up with the rank.
     """
     rows = [["node", "ranks", *_PLACES]]
     for first, last in _runs(layout, ranks_per_node):
@@ -66,7 +64,7 @@ def _place_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
 
 
 def _runs(layout: Layout, ranks_per_node: int) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last rank of every run of neighbours that a row can show."""
+    """Yields the first and last rank of every run that fits one row."""
     first, run_steps = 0, None
     before = coordinates(layout, 0)
     for rank in range(1, layout.world_size):
@@ -103,7 +101,7 @@ def _group_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
 
 
 def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
-    """Spells which links the groups of an axis use."""
+    """Describes which links the groups of an axis use."""
     nodes = [Counter(rank // ranks_per_node for rank in group) for group in groups]
     crossing = sum(len(touched) > 1 for touched in nodes)
     if len(groups[0]) == 1:
@@ -118,7 +116,7 @@ def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns the cells of each column: words to the left, numbers to the right."""
+    """Aligns columns: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     are_words = [title in ("axis", "links", "the first", "on ranks") for title in rows[0]]
     lines = []

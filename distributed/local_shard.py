@@ -1,11 +1,9 @@
-"""Which part of a global tensor a rank stores: what checkpoints, gradient norms and moves of
-experts must agree on.
+"""Describes which part of a global tensor a rank stores, for checkpoints, gradient norms and moves.
 
-A tensor has a global name and a global shape. A rank stores slices of it, wherever they lie in its
-own memory: a block of experts, the rows that FSDP left it, experts in any order. The ranks c·n …
-c·n + n − 1 store the c-th copy of it, n being `ranks_per_copy`: 1 for what every rank stores whole,
-ep for experts, dp_shard for what FSDP shards. (All of these are runs of neighbours, because ep is
-the innermost axis.)
+A tensor has a global name and a global shape. A rank stores slices of it, anywhere in its local
+tensor: a block of experts, its rows of an FSDP shard, experts in any order. Ranks c·n … c·n + n − 1
+store the c-th copy, where n is `ranks_per_copy`: 1 for whole tensors, ep for experts, dp_shard for
+FSDP shards. (These ranks are consecutive because ep is the innermost axis.)
 """
 
 from collections.abc import Sequence
@@ -17,23 +15,19 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Slice:
-    """A block of a global tensor: where it begins in it, its sizes, and where the rank keeps it."""
+    """A block of a global tensor and its place in the rank's local tensor."""
 
     offsets: tuple[int, ...]  # in the global tensor
     sizes: tuple[int, ...]
-    local_offsets: tuple[int, ...]  # in the rank's own tensor
-    # within its copy: a hot expert may live in several slots, and counts and is saved once
-    is_first: bool = True
+    local_offsets: tuple[int, ...]  # in the rank's local tensor
+    is_first: bool = True  # False for replicas of hot experts, which are not counted or saved
 
     def view(self, local: Tensor) -> Tensor:
-        """Returns the view of this slice in the rank's own tensor."""
+        """Returns this slice as a view of the rank's local tensor."""
         return block_of(local, self.local_offsets, self.sizes)
 
     def copy_from(self, global_tensor: Tensor) -> Tensor:
-        """Returns a copy of this slice of the global tensor.
-
-        It is no view: the whole tensor must not stay in memory behind it.
-        """
+        """Copies this slice from the global tensor; a view would keep the whole tensor in memory."""
         return block_of(global_tensor, self.offsets, self.sizes).clone()
 
 
@@ -42,21 +36,21 @@ class LocalShard:
     """The slices of a global tensor that one rank stores."""
 
     global_shape: tuple[int, ...]
-    slices: tuple[Slice, ...]  # none: FSDP had nothing left for this rank
+    slices: tuple[Slice, ...]  # empty if FSDP leaves nothing for this rank
     ranks_per_copy: int = 1
     has_experts: bool = False  # along dim 0
 
     def copy_index(self, rank: int) -> int:
-        """Returns which copy of the tensor the shard of `rank` belongs to, counted from 0."""
+        """Returns the index of the copy to which the shard of `rank` belongs."""
         return rank // self.ranks_per_copy
 
     def first_views(self, local: Tensor) -> list[Tensor]:
-        """Returns views of `local` that hold every element once, over the ranks of one copy."""
+        """Returns views of `local` that, over the ranks of one copy, hold every element once."""
         return [slice_.view(local) for slice_ in self.slices if slice_.is_first]
 
 
 def block_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Returns the view of a block of a tensor, which begins at `offsets`."""
+    """Returns a view of the block of a tensor at `offsets`."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
@@ -73,12 +67,12 @@ def local_shard_of(parameter: Tensor) -> LocalShard:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that lies in this rank's memory; it shares that memory."""
+    """Returns a tensor's local part on this rank, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_shard(shape: Sequence[int]) -> LocalShard:
-    """Returns the shard of a rank that stores the whole tensor of that shape."""
+    """Returns the shard of a rank that stores the whole tensor."""
     size = tuple(shape)
     start = (0,) * len(size)
     return LocalShard(size, (Slice(start, size, start),))
@@ -93,9 +87,9 @@ def block_shard(
     ranks_per_copy: int,
     has_experts: bool,
 ) -> LocalShard:
-    """Returns the shard that is one range along `dim`, and whole along all other dimensions.
+    """Returns the shard that is one range along `dim` and whole along all other dimensions.
 
-    A range of no length is a shard without slices.
+    An empty range gives a shard without slices.
     """
     size = tuple(shape)
     everything = whole_shard(size).slices[0]
@@ -106,10 +100,9 @@ def block_shard(
 def narrowed_shard(
     shard: LocalShard, dim: int, start: int, length: int, *, ranks_per_copy: int
 ) -> LocalShard:
-    """Returns the shard of a rank that keeps one range of what its group stores alike.
+    """Returns the shard of a rank that keeps one range of its group's shard, as FSDP does.
 
-    This is what FSDP leaves one of its ranks: `start` and `length` are along `dim` of the group's
-    local tensor, not of the global one.
+    `start` and `length` are along `dim` of the group's local tensor, not of the global one.
     """
     slices = []
     for slice_ in shard.slices:
@@ -122,10 +115,7 @@ def narrowed_shard(
 
 
 def _sub_slice(slice_: Slice, dim: int, start: int, length: int, local_start: int) -> Slice:
-    """Returns the part of a slice from `start` (counted within it) on, along one dimension.
-
-    It lies at `local_start` of the rank's memory along that dimension.
-    """
+    """Returns `length` elements of a slice from its `start` along `dim`, stored at `local_start`."""
     return Slice(
         (*slice_.offsets[:dim], slice_.offsets[dim] + start, *slice_.offsets[dim + 1 :]),
         (*slice_.sizes[:dim], length, *slice_.sizes[dim + 1 :]),

@@ -1,9 +1,8 @@
-"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the
-rest, or its shard of both.
+"""Builds a model distributed over a mesh, without any change to the model's own code.
 
-Everything is applied from outside; the model's code holds no rank. The model is built without
-storage, cut, and only then filled, tensor by tensor from streams that do not depend on the number
-of ranks: a rank never holds more than one whole tensor.
+Every rank keeps its block of each bank of experts and the whole rest, or its shard of both. The model
+is built without storage, cut, and then filled tensor by tensor from random streams that do not depend
+on the number of ranks. A rank therefore never holds more than one whole tensor.
 """
 
 from collections.abc import Mapping
@@ -45,19 +44,27 @@ def build_model(
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
-    """Builds the model of `config` as this rank stores it, with its initial values, on `device`.
+    """Builds this rank's part of the model of `config` with its initial values on `device`.
 
-    On the meta device it has no values.
+    On the meta device the model has no values. Collective for "auto" and for dispatchers that need
+    node groups or shared memory, which it creates with `timeout_s`.
 
-    Collective for a dispatcher that needs groups between and inside nodes, or memory that ranks
-    share, and for "auto", which tries some: they are made here, with that timeout.
-    `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
-    sharded weights only: they are cast when they are gathered. `stored`: of all parameters and
-    buffers; bfloat16 is for train.precision="bfloat16_only".
+    Args:
+        config: the model's configuration.
+        mesh: the ranks and their groups.
+        dispatcher: a name of `mesh.dispatcher`.
+        backend: a name of `kernels.backend`.
+        seed: of the initial values.
+        device: of all parameters.
+        sharding: "fsdp" shards weights; see `mesh.sharding`.
+        precision: dtype of products, to which FSDP casts sharded weights before gathering them.
+        stored: dtype of parameters and buffers; bfloat16 for train.precision="bfloat16_only".
+        check_every: checks every n-th pass of the dispatchers.
+        ranks_per_node: None means that all ranks are on one node.
+        timeout_s: of the groups created here.
 
     Raises:
-        ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the
-            mesh.
+        ValueError: a layer has fewer experts than ep, or the dispatcher does not fit the mesh.
     """
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
@@ -75,8 +82,7 @@ def build_model(
     if sharding == "fsdp":
         if stored != torch.float32:
             raise ValueError(
-                f"sharded weights are kept in float32, and {stored} was asked for: use "
-                'mesh.sharding="none"'
+                f'sharded weights are stored in float32, not {stored}: use mesh.sharding="none"'
             )
         shard_model(model, mesh, precision)
     store_in(model, stored)
@@ -95,7 +101,7 @@ def _connect(
     ranks_per_node: int | None,
     timeout_s: float,
 ) -> None:
-    """Gives a model the groups of `mesh`: its dispatchers, and the sums of its balancing losses."""
+    """Sets the model's dispatchers, and sums its balancing losses over the world."""
     choice = choose_dispatcher(
         dispatcher,
         mesh.ep_group,
@@ -125,10 +131,7 @@ def _connect(
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters that are sharded over EP along dim 0.
-
-    All others are the same on every rank.
-    """
+    """Returns the names of the parameters that EP shards along dim 0; others are the same everywhere."""
     return frozenset(
         f"{layer_name}.experts.{name}"
         for layer_name, layer in model.named_modules()
@@ -138,7 +141,7 @@ def expert_names(model: nn.Module) -> frozenset[str]:
 
 
 def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, LocalShard]:
-    """Cuts the banks, which have no values yet, to this rank's experts; returns their shards."""
+    """Cuts the banks, still without values, to this rank's experts; returns their shards."""
     found = {}
     for name in sorted(expert_names(model)):
         shape = model.get_parameter(name).shape
@@ -160,21 +163,21 @@ def _fill(
     mesh: Mesh,
     seed: int,
 ) -> None:
-    """Draws every tensor whole and keeps this rank's shard.
+    """Draws each whole tensor and keeps this rank's shard.
 
-    `specified` are the whole parameters, without values: they say by which rule to draw.
+    `specified` are the whole parameters without values, which name the rule to draw by.
     """
     for name, parameter in model.named_parameters():
         shard = shard_after_fsdp(
             expert_shards.get(name) or whole_shard(specified[name].shape), parameter, mesh
         )
         set_local_shard(parameter, shard)
-        if parameter.is_meta:  # only shapes are asked for
+        if parameter.is_meta:  # shapes only
             continue
         value = draw(name, specified[name], seed)
         for slice_ in shard.slices:
             slice_.view(local_tensor(parameter)).copy_(slice_.copy_from(value))
-    for buffer in model.buffers():  # what a router learns without a gradient: all start at zero
+    for buffer in model.buffers():  # router state without gradients, which starts at zero
         buffer.zero_()
 
 

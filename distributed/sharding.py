@@ -1,21 +1,18 @@
-"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), fitted to a model that
-repeats its layers.
+"""Shards weights, gradients and optimizer state with FSDP2, for models that repeat their layers.
 
-Units, each gathered and freed as one: every layer of the group (its dense weights, over dp_shard),
-every bank of experts in it (over efsdp: their ep group holds the other experts), the head, and the
-embedding with what is left. With dp_replicate > 1 a shard exists once per replica (HSDP) and its
-gradient is summed over them. Weights are kept, updated and reduced in float32; they are cast to the
-products' precision before they are gathered, which halves the bytes. What does not enter a matrix
-product (norms, routers, biases) is small and needed in float32: it stays whole on every rank, and
-gradients.py sums its gradients.
+FSDP units are every layer of the group (dense weights, over dp_shard), every bank of experts in it
+(over efsdp), the head, and the embedding with the rest. With dp_replicate > 1 every replica has a
+copy of each shard (HSDP), and gradients are summed over replicas. Weights are stored, updated and
+reduced in float32 and cast to the products' precision before gathering, which halves the bytes.
+Parameters outside matrix products (norms, routers, biases) are small and needed in float32: they stay
+whole on every rank, and gradients.py sums their gradients.
 
-FSDP would gather a unit at each of its calls: R times per pass for a layer that R depth steps use.
-Here a unit that is used more than once stays gathered from its first call of a forward pass to its
-last call of the backward pass, so each is gathered once per pass and its gradient reduced once. A
-layer that nothing repeats (R = 1) is freed after its forward call and gathered again for the
-backward, as FSDP does. While a unit computes, the next one's weights are on their way.
+FSDP would gather a unit at each call: R times per pass for a layer that R depth steps use. Here a
+repeated unit stays gathered from its first forward call to its last backward call, so it is gathered
+and its gradient reduced once per pass. A layer with R = 1 is freed after its forward and gathered
+again for the backward, as FSDP does. The next unit's weights are prefetched while one computes.
 
-Every reduction is a SUM: the loss is already divided by the number of tokens of the world.
+Every reduction is a sum: the loss is already divided by the world's number of tokens.
 """
 
 import itertools
@@ -39,14 +36,12 @@ from .mesh import Mesh
 
 
 def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shards the weights of a model that has no values yet (it is on the meta device).
-
-    Its parameters are DTensors from here on, except for those that stay whole.
+    """Shards the weights of a model on the meta device; its sharded parameters become DTensors.
 
     Args:
-        model: is changed in place.
-        mesh: gives the groups to shard over.
-        dtype: of the products; weights are cast to it before they are gathered.
+        model: changed in place.
+        mesh: provides the groups to shard over.
+        dtype: dtype of products, to which weights are cast before gathering.
     """
     whole = {parameter for name, parameter in model.named_parameters() if not is_sharded(name)}
     products = MixedPrecisionPolicy(
@@ -54,7 +49,7 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
     )
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     dense, experts = _mesh_over(mesh, "dp_shard"), _mesh_over(mesh, "efsdp")
-    # It is true of the logits, to which nothing is added in place.
+    # The logits are a view, but nothing modifies them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     repeated = model.config.num_repeats > 1
     banks_of = [
@@ -74,32 +69,32 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def shard_after_fsdp(group_shard: LocalShard, parameter: nn.Parameter, mesh: Mesh) -> LocalShard:
-    """Returns this rank's shard of a parameter of which its group stores `group_shard`."""
+    """Returns this rank's shard of a parameter whose group stores `group_shard`."""
     if not isinstance(parameter, DTensor):
         return group_shard
     return fsdp_shard(group_shard, parameter.shape, mesh.layout, mesh.rank)
 
 
 def is_sharded(name: str) -> bool:
-    """Tells whether FSDP shards the parameter of that name; the others stay whole on every rank."""
+    """Returns whether FSDP shards the parameter of that name; others stay whole on every rank."""
     return enters_a_product(name) or name in ("embedding", "position_embedding")
 
 
 def fsdp_shard(
     group_shard: LocalShard, shape: Sequence[int], layout: Layout, rank: int
 ) -> LocalShard:
-    """Returns the shard that FSDP leaves a rank of a parameter.
+    """Returns the shard of a parameter that FSDP leaves on a rank.
 
     Args:
-        group_shard: what the rank's group stores of the parameter.
+        group_shard: the part that the rank's group stores.
         shape: the group's local shape, before FSDP cuts it.
-        layout: tells how many ranks the group has.
-        rank: whose shard is asked for.
+        layout: the mesh's layout.
+        rank: the rank.
     """
     axis = "efsdp" if group_shard.has_experts else "dp_shard"
     ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
     dim = dim_to_cut(shape, ranks)
-    share = -(-shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
+    share = -(-shape[dim] // ranks)  # like torch.chunk: the last ranks may have less, or nothing
     start = min(place * share, shape[dim])
     length = min(share, shape[dim] - start)
     return narrowed_shard(group_shard, dim, start, length, ranks_per_copy=layout.dp_shard)
@@ -119,7 +114,7 @@ def _shard(
     *,
     free: bool,
 ) -> None:
-    """Makes an FSDP unit of what no unit inside of `module` has; `free`: after its forward call."""
+    """Makes an FSDP unit of `module`, without its inner units; `free`s it after its forward call."""
     num_ranks = over.size(over.ndim - 1)
     unit = fully_shard(
         module,
@@ -129,15 +124,15 @@ def _shard(
         ignored_params=whole & set(module.parameters()),
         shard_placement_fn=lambda parameter: Shard(dim_to_cut(parameter.shape, num_ranks)),
     )
-    # In this order: a divide factor alone becomes a scaled sum, which Gloo has not.
+    # In this order: a divide factor alone becomes a scaled sum, which Gloo does not support.
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
 
 
 def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
-    """Returns the dimension that FSDP cuts: 0, unless there are fewer rows than ranks.
+    """Returns the dimension that FSDP cuts: 0, or with fewer rows than ranks the first that divides.
 
-    Then it is the first that can be cut evenly, which FSDP demands of all but the first.
+    FSDP needs an even cut for every dimension but the first.
     """
     if shape[0] < num_ranks:
         for dim, size in enumerate(shape):
@@ -147,16 +142,13 @@ def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Frees the weights that a pass without a backward has left gathered.
+    """Frees weights that a pass without a backward has left gathered; they would become stale.
 
-    They would be stale after an update, and they are no shards.
-
-    Nothing to do for a model that is not sharded. A backward pass that is still to come gathers
-    again.
+    A later backward pass gathers them again. Does nothing for a model that is not sharded.
 
     Raises:
-        RuntimeError: a forward pass ended by an error; FSDP takes it for one that still runs, and
-            frees nothing.
+        RuntimeError: an error has ended a forward pass; FSDP considers it still running and frees
+            nothing.
     """
     units = list(_units(model))
     for unit in units:
@@ -166,9 +158,8 @@ def free_gathered(model: nn.Module) -> None:
     left = [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]
     if left:
         raise RuntimeError(
-            f"{len(left)} sharded weights are still gathered ({left[0]}, …): a forward pass of "
-            "this model was ended by an error before; build the model anew, or continue from a "
-            "checkpoint"
+            f"{len(left)} sharded weights are still gathered ({left[0]}, …), because an earlier forward pass of "
+            "this model was ended by an error: build the model anew, or continue from a checkpoint"
         )
 
 
@@ -181,10 +172,7 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
-    """Sets what is gathered ahead, while a member begins: its banks and the next member.
-
-    In the backward pass it is the member before.
-    """
+    """Makes each member prefetch its banks and the next member; in the backward the previous one."""
     order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [
         [model.head]
     ]
@@ -194,10 +182,10 @@ def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
 
 
 class _Passes:
-    """Frees a unit when its last use in a backward pass is over, and after evaluation.
+    """Frees each unit after its last use in a backward pass, and after evaluation.
 
-    FSDP asks, as the backward of a call begins, whether to free the unit after that; the answer is
-    yes for the last only.
+    When the backward of a call begins, FSDP reads whether to free the unit afterwards; only the last
+    call sets this.
     """
 
     def __init__(self, model: Transformer, units: list[FSDPModule]) -> None:
@@ -220,7 +208,7 @@ class _Passes:
     def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if not isinstance(tensor, Tensor) or not tensor.requires_grad or _in_backward():
-            return  # a recomputation is no call of its own
+            return  # a recomputation does not count as a call
         unit = cast(FSDPModule, module)
         self._open[unit] += 1
         tensor.register_hook(lambda gradient: self._leave(unit))

@@ -1,4 +1,4 @@
-"""The expert layers' operations as functions of tensors, each with several backends."""
+"""Expert-layer operations as functions of tensors, each with several backends."""
 
 if __name__ == "kernels":
     raise ImportError(

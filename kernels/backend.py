@@ -1,4 +1,4 @@
-"""Chooses the backend of an operation: by name, once, and never by what happens to import."""
+"""Selects the backend of an operation by name, once, never by what happens to import."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Name = Literal["auto", "reference", "segments", "brgemm", "triton", "grouped_mm", "megablocks"]
 BACKENDS: tuple[str, ...] = get_args(Name)[1:]
 Resolver = Callable[[str, torch.device, torch.dtype], str]
-# Where a backend's class is; `reference` has none (functional.py).
+# Module and class of each backend; `reference` has none (functional.py).
 _CLASSES = {
     "segments": ("segments", "Segments"),
     "brgemm": ("cpu.brgemm", "Brgemm"),
@@ -34,16 +34,15 @@ class KernelConfig(BaseModel, use_attribute_docstrings=True):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Name = "auto"
-    """The backend of the expert layers; `auto` is the fastest for the device and dtype."""
+    """The backend of the expert layers; `auto` selects the fastest for the device and dtype."""
     onednn: bool = False
-    """On CPUs, send float32 products through oneDNN; an error where that is not exact."""
+    """On CPUs, send float32 products through oneDNN; an error if that is not exact."""
 
 
 def _constant_to_the_compiler(function: Resolver) -> Resolver:
-    """Marks a function whose result torch.compile takes for a constant, without importing it.
+    """Does what `torch.compiler.assume_constant_result` does, without importing torch._dynamo.
 
-    `torch.compiler.assume_constant_result` sets this attribute and nothing else, but imports
-    torch._dynamo first: 1 to 2 s in every process that reads this module.
+    That import takes 1 to 2 s in every process that imports this module.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -51,10 +50,10 @@ def _constant_to_the_compiler(function: Resolver) -> Resolver:
 
 @_constant_to_the_compiler
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns the backend that a name stands for on that device, for weights of that dtype.
+    """Resolves a backend name for a device and the dtype of the weights.
 
     Raises:
-        ValueError: the name is unknown, or that backend cannot run here.
+        ValueError: the name is unknown, or the backend cannot run here.
     """
     if backend == "auto":
         return _fastest(device.type, dtype)
@@ -71,7 +70,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 @functools.cache
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
-    """Returns what `auto` is: the first that can run, by the figures of docs/kernels.md."""
+    """Resolves `auto` to the first backend that can run, in the order measured in docs/kernels.md."""
     wanted = {"cpu": ("brgemm",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
     reasons = {name: reason_against(name, device_type, dtype) for name in wanted}
     found = next((name for name, reason in reasons.items() if reason is None), "segments")
@@ -82,10 +81,10 @@ def _fastest(device_type: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Says why a backend cannot run on such a device in such a dtype; None where it can."""
+    """Returns why a backend cannot run on a device in a dtype, or None if it can."""
     if backend == "brgemm":
         if device_type not in ("cpu", "meta"):
-            return f"it is for CPUs, and the weights are on {device_type}"
+            return f"it runs on CPUs only, and the weights are on {device_type}"
         return brgemm.reason_against(dtype)
     if backend == "triton":
         return triton_library.reason_against(device_type, dtype)
@@ -98,10 +97,9 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
 
 
 def runs_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether what stands beside the experts runs in Triton's kernels too, for rows of a dtype.
+    """Returns whether norms, rotary embeddings and routers run in Triton for rows of a dtype.
 
-    It does where `backend`, that of the expert layers, is or comes to Triton's; another one that is
-    asked for, and every device that is no GPU, keeps plain operations.
+    They do if the expert layers' `backend` is `triton` or resolves to it.
     """
     if backend == "auto":
         return resolve_backend(backend, device, dtype) == "triton"
@@ -113,10 +111,7 @@ def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | No
     if dtype in known:
         return None
     names = " and ".join(str(each).removeprefix("torch.") for each in known)
-    return (
-        f"torch's grouped product is for {names} on {device_type}, and the weights are "
-        f"{dtype}: choose segments"
-    )
+    return f"torch's grouped_mm supports {names} on {device_type}, and the weights are {dtype}: choose segments"
 
 
 @functools.cache
@@ -127,10 +122,10 @@ def implementation(backend: str) -> Backend:
 
 
 def build_backend(backend: str) -> None:
-    """Compiles what a backend's first call would compile.
+    """Compiles a backend ahead of its first call.
 
     Raises:
-        ValueError: it cannot be compiled, or its products are not exact here.
+        ValueError: compilation failed, or the products are not exact on this CPU.
     """
     if backend == "brgemm":
         brgemm.prepare()

@@ -1,12 +1,10 @@
-"""The records that kernels are called with, and the class that every backend of the experts
-implements.
+"""Records of kernel calls, and the base class of every backend.
 
-A call is one flat frozen record, so that an operator's schema is the list of its fields (ops.py) and
-nothing is taken apart by position.
+A call is one flat frozen record, so an operator's schema is the list of its fields (ops.py) and
+nothing is unpacked by position.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
-activation (F, or 2F where it is gated), O output width. Of an exchange: P ranks, T target rows, B
-blocks of routes, b blocks of rows.
+activation (F, or 2F if it is gated), O output width, P ranks, T target rows.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +15,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-ROW_SLACK = 64  # rows that a backend's saved rows have past the end
+ROW_SLACK = 64  # extra rows at the end of a backend's saved rows
 Call = TypeVar("Call")  # MLPCall or LinearCall
 
 
@@ -26,10 +24,9 @@ Call = TypeVar("Call")  # MLPCall or LinearCall
 
 @dataclass(frozen=True)
 class Sorting:
-    """Holds N routes sorted by expert, within an expert in their old order.
+    """N routes sorted stably by expert, computed once per routing (permute.py).
 
-    It is made once (permute.py) and used by all. `order_N` and `place_N` are None where the routes
-    stand in that order already.
+    `order_N` and `place_N` are None if the routes are already sorted.
     """
 
     order_N: Tensor | None  # int32: the route that stands at a sorted place
@@ -39,10 +36,10 @@ class Sorting:
 
 
 class RouteList(Protocol):
-    """Declares what an operation reads of a list of routes (the model's `Routes` is one).
+    """The fields of a route list that operations read; the model's `Routes` implements it.
 
-    Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added into
-    row target_N[n]. Where `per_source`, `per_target` or `per_expert` is k > 0, route n belongs to
+    Route n reads row source_N[n], passes through expert_N[n], is scaled by weight_N[n] and added to
+    row target_N[n]. If `per_source`, `per_target` or `per_expert` is k > 0, route n belongs to
     source row, target row or expert n // k.
     """
 
@@ -67,17 +64,16 @@ class RouteList(Protocol):
 
 
 def check_counts(routes: RouteList, num_experts: int) -> None:
-    """Checks a route list's claim that all experts have equally many routes.
+    """Checks that a positive `per_expert` matches the number of routes.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: it does not.
     """
     num_routes = routes.expert_N.shape[0]
     if routes.per_expert and routes.per_expert * num_experts != num_routes:
         raise ValueError(
-            f"per_expert={routes.per_expert} is not that of {num_routes} routes over {num_experts} "
-            "experts: "
-            "give their quotient, or 0 where the counts differ"
+            f"per_expert={routes.per_expert} does not fit {num_routes} routes over {num_experts} experts: "
+            "give their quotient, or 0 if the counts differ"
         )
 
 
@@ -86,11 +82,10 @@ def check_counts(routes: RouteList, num_experts: int) -> None:
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """Holds what a backend gets of a list of routes.
+    """A route list as backends receive it.
 
-    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule
-    stands for them: route n then belongs to source row n // per_source, or to target row
-    n // per_target.
+    `weight_N`, `source_N` and `target_N` are in route order. An index is None if a rule replaces
+    it: route n then belongs to source row n // per_source, or to target row n // per_target.
     """
 
     weight_N: Tensor
@@ -123,20 +118,20 @@ class SortedRoutes:
         return self._rows(self.target_N, self.per_target)
 
     def gates(self, dtype: torch.dtype) -> Tensor:
-        """Returns the gate weight at each sorted place in that dtype, (N,)."""
+        """Returns the gate weight at each sorted place in a dtype, (N,)."""
         return self._sorted(self.weight_N).to(dtype)
 
     def starts(self) -> list[int]:
-        """Returns `starts_E1` on the host.
+        """Returns `starts_E1` on the host: the only synchronisation of backends that loop.
 
-        It is known, or read from the device: the one synchronisation of backends that loop.
+        With `per_expert` it is known without one.
         """
         if self.per_expert:
             return [expert * self.per_expert for expert in range(self.num_experts + 1)]
         return self.starts_E1.tolist()
 
     def unsorted(self, values_N: Tensor) -> Tensor:
-        """Brings values from sorted order into the order of the routes."""
+        """Reorders values from sorted order to route order."""
         return values_N if self.place_N is None else values_N.index_select(0, self.place_N)
 
     def _sorted(self, values_N: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ class SortedRoutes:
 class MLPCall(SortedRoutes):
     """A call of a bank of two-layer perceptrons, W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e].
 
-    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are
+    Rows, weights and gradients share one dtype; gate weights are float32 or wider. All tensors are
     contiguous.
     """
 
@@ -170,7 +165,7 @@ class MLPCall(SortedRoutes):
     b_down_EO: Tensor | None
     activation: str
     backend: str
-    number: int  # of the weights' `GradientSum`, or 0
+    number: int  # identifies the weights' `GradientSum`; 0: none
 
     @property
     def width_out(self) -> int:
@@ -185,7 +180,7 @@ class MLPCall(SortedRoutes):
 
 @dataclass(frozen=True)
 class LinearCall(SortedRoutes):
-    """A call of a bank of matrices, W[e]ᵀ x; otherwise as `MLPCall`."""
+    """A call of a bank of matrices, W[e]ᵀ x; otherwise like `MLPCall`."""
 
     WEIGHTS: ClassVar = ("w_EDO",)
     BIASES: ClassVar = ()
@@ -203,17 +198,17 @@ class LinearCall(SortedRoutes):
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """Returns the shape of the ungated outputs, which are kept where they are the narrow side."""
+        """Returns the shape of the ungated outputs, saved only if they are the narrow side."""
         _, width_in, width_out = self.w_EDO.shape
         return (self.num_routes + ROW_SLACK, width_out) if width_out <= width_in else (0,)
 
 
 @dataclass(frozen=True)
 class Into:
-    """What a backend adds the gradients of a bank's weights to, in the order of `WEIGHTS`.
+    """Buffers for the weights' gradients, in the order of `WEIGHTS`.
 
-    `are_new`: nobody has written them yet, so they are written and not added to. Only for a backend
-    that `writes`; others get zeros.
+    `are_new` buffers are uninitialised, so they are overwritten instead of added to. Only backends
+    with `writes` receive them; others receive zeros.
     """
 
     weights: Sequence[Tensor]
@@ -222,10 +217,10 @@ class Into:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The other gradients of a call: of the rows, the gate weights (in route order) and the biases.
+    """Gradients of a call's rows, gate weights (in route order) and biases.
 
-    `z_NW`: of a perceptron's rows before the activation, laid out as the saved rows are, where the
-    weights' gradients come later.
+    `z_NW` is the gradient of a perceptron's rows before the activation, laid out like the saved
+    rows. It is set if the weights' gradients are deferred.
     """
 
     x_UD: Tensor
@@ -237,12 +232,12 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class Deferred(Generic[Call]):
-    """A call whose weights' gradients come later, and what they are made of."""
+    """A call whose weight gradients are deferred, with their operands."""
 
     call: Call
     grad_TO: Tensor
     saved: Tensor
-    z_NW: Tensor | None = None  # of perceptrons
+    z_NW: Tensor | None = None  # perceptrons only
 
 
 # Backends -----------------------------------------------------------------------------------------
@@ -251,29 +246,26 @@ class Deferred(Generic[Call]):
 class Backend(ABC):
     """Implements both operations, forward and backward."""
 
-    writes: ClassVar[bool] = False  # gradients of perceptrons' weights into memory without zeros
+    writes: ClassVar[bool] = False  # overwrites uninitialised gradients of perceptrons' weights
 
     @abstractmethod
     def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
-        """Computes all perceptrons' weighted outputs, summed per target.
+        """Computes the weighted outputs of all perceptrons, summed per target.
 
         Returns:
-            y (num_targets, O), and in sorted order what the activation's backward reads: rows of W
-            columns, N + ROW_SLACK of them.
+            y (num_targets, O), and the rows that the activation's backward reads, in sorted order:
+            (N + ROW_SLACK, W).
         """
 
     @abstractmethod
     def mlp_backward(
         self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Computes the gradients of rows, gate weights and biases.
-
-        Those of the weights are added to `into`, or written there where `are_new`.
-        """
+        """Returns the gradients of rows, gate weights and biases; adds the weights' to `into`."""
 
     @abstractmethod
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
-        """Computes all matrices' weighted outputs, summed per target.
+        """Computes the weighted outputs of all matrices, summed per target.
 
         Returns:
             y (num_targets, O), and the ungated outputs (N + ROW_SLACK, O) if O ≤ D, else empty.
@@ -283,42 +275,41 @@ class Backend(ABC):
     def linear_backward(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Computes the gradients of rows and gate weights; the weights' is added to `into`."""
+        """Returns the gradients of rows and gate weights; adds the weights' to `into`."""
 
 
 class DeferringBackend(Backend):
-    """A backend that makes the weights' gradients of several calls in one product."""
+    """A backend that computes the weight gradients of several calls in one product."""
 
     @abstractmethod
     def mlp_backward_rows(self, call: MLPCall, grad_TO: Tensor, saved: Tensor) -> RowGradients:
-        """Computes what `mlp_backward` does, with `z_NW` in place of the weights' gradients."""
+        """Computes `mlp_backward` with `z_NW` instead of the weights' gradients."""
 
     @abstractmethod
     def mlp_weight_gradients(self, calls: Sequence[Deferred[MLPCall]]) -> tuple[Tensor, Tensor]:
-        """Computes the gradients of w_up and w_down, over all calls."""
+        """Computes the gradients of w_up and w_down over all calls."""
 
     @abstractmethod
     def linear_backward_rows(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor
     ) -> RowGradients:
-        """Computes what `linear_backward` does, without the weights' gradient."""
+        """Computes `linear_backward` without the weights' gradient."""
 
     @abstractmethod
     def linear_weight_gradients(self, calls: Sequence[Deferred[LinearCall]]) -> tuple[Tensor]:
-        """Computes the gradient of w, over all calls."""
+        """Computes the gradient of w over all calls."""
 
 
-# What an exchange sends: to which rank every route goes, and what is written down of it -----------
+# Sends of an exchange -----------------------------------------------------------------------------
 
-# What is counted of an exchange, as columns.
-ROWS, ROUTES, TARGETS = 0, 1, 2
+ROWS, ROUTES, TARGETS = 0, 1, 2  # columns of a table of counts
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Holds N routes and the rank of every expert.
+    """N routes and the rank of every expert.
 
-    `into_sources`: the target rows are the source rows, one by one.
+    `into_sources`: the target rows are the source rows.
     """
 
     source_N: Tensor  # int64, as the following two
@@ -348,9 +339,9 @@ class SendCounts:
 
 @dataclass(frozen=True)
 class RowPairs:
-    """Lists distinct (rank, row) pairs by rank, and their places in it by row.
+    """Distinct (rank, row) pairs sorted by rank, and their places sorted by row.
 
-    There are at most N; what stands after the last has no meaning.
+    There are at most N pairs; entries after the last are undefined.
     """
 
     row_N: Tensor  # int32, as the following two
@@ -358,22 +349,22 @@ class RowPairs:
     first_U: Tensor  # where every row's places begin in `by_row_N`
 
     def first(self, num_pairs: int) -> "RowPairs":
-        """Returns the lists without what stands after the last pair."""
+        """Returns the lists cut to `num_pairs` pairs."""
         return RowPairs(self.row_N[:num_pairs], self.by_row_N[:num_pairs], self.first_U)
 
 
 @dataclass(frozen=True)
 class PackedSends:
-    """Holds what travels: the routes by rank, and which rows go with them.
+    """Routes packed by destination rank, and the rows sent with them.
 
-    The integers of the metadata (slot, row, target, as numbers of the rank's own) are the
-    bits of floats, so that the weight's gradient comes back the same way.
+    The metadata stores slot, row and target, in the destination's numbering, as the bits of floats.
+    One exchange then carries them and the weight, whose gradient returns the same way.
     """
 
     metadata_N4: Tensor  # of the weights' dtype: slot, row, target, weight
-    place_N: Tensor  # int32: where each route stands in it
+    place_N: Tensor  # int32: each route's row in the metadata
     sources: RowPairs
     targets: RowPairs | None  # None: as `sources`
 
 
-INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as wide as a weight
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of a weight's width

@@ -1,8 +1,8 @@
 """The public functional interface of the expert layers: `routed_mlp` and `routed_linear`.
 
-The `reference` backend is plain PyTorch under autograd. All others implement one op per function
-(ops.py): gather, matrix products, activation, gate weight and scatter-add together, with one
-backward, so that a backend may fuse them and save as little as it can.
+The `reference` backend is plain PyTorch under autograd. Every other backend implements one op per
+function (ops.py), which covers gather, matrix products, activation, gate weight and scatter-add.
+A backend can therefore fuse them and save as little as possible for the backward pass.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """
@@ -30,32 +30,30 @@ def routed_mlp(
     backend: str = "auto",
     defer: bool = False,
 ) -> Tensor:
-    """Computes the weighted sum of every target's perceptrons.
+    """Computes the weighted sum of each target's perceptrons.
 
     y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert])
                            + b_down[expert]) over all routes.
 
     Args:
-        x_UD: source rows, cast to the weights' dtype, as the biases are.
+        x_UD: source rows, cast to the weights' dtype like the biases.
         w_up_EDF, w_down_EFO: one two-layer perceptron per expert.
-        routes: indices in range (experts 0 … E−1); weights float32, differentiable. Where
-            `per_expert` is positive nothing is sorted and no count is read from the device.
-        activation: a. "relu", "gelu" (with erf), "silu"; or gated, "swiglu" (silu) and "geglu"
-            (gelu): `w_up` and `b_up` then have 2F columns, and the hidden row is a(first half) ·
-            second half.
-        b_up_EF, b_down_EO: biases, each only if wanted.
-        backend: an entry of `BACKENDS`, or "auto": the fastest that there is for this device and
-            dtype.
-        defer: inside `gradients.accumulate_weight_gradients`, a backend that can may make the
-            weights' gradients of all calls in one product at the end of the backward pass; their
-            operands wait that long.
+        routes: indices in range (experts 0 … E−1); weights float32, differentiable. With a positive
+            `per_expert` nothing is sorted and no count is read from the device.
+        activation: a, one of "relu", "gelu" (with erf), "silu", or the gated "swiglu" (silu) and
+            "geglu" (gelu). For gated ones `w_up` and `b_up` have 2F columns, and the hidden row is
+            a(first half) · second half.
+        b_up_EF, b_down_EO: optional biases.
+        backend: an entry of `BACKENDS`, or "auto" for the fastest on this device and dtype.
+        defer: inside `gradients.accumulate_weight_gradients`, let the backend compute the weight
+            gradients of all calls in one product at the end of the backward pass. Their operands
+            stay in memory until then.
 
     Returns:
         (num_targets, O) in the weights' dtype. A target without a route is zero.
 
     Raises:
-        ValueError: an unknown activation or backend; shapes that do not fit; a `per_expert` that
-            does not.
+        ValueError: an unknown activation or backend, or shapes or a `per_expert` that do not fit.
     """
     check_shapes(w_up_EDF, w_down_EFO, activation, b_up_EF=b_up_EF, b_down_EO=b_down_EO)
     check_counts(routes, w_up_EDF.shape[0])
@@ -93,7 +91,7 @@ def routed_mlp(
 def routed_linear(
     x_UD: Tensor, w_EDO: Tensor, routes: RouteList, *, backend: str = "auto", defer: bool = False
 ) -> Tensor:
-    """Computes the weighted sum of every target's matrix products.
+    """Computes the weighted sum of each target's matrix products.
 
     y[target] += weight · W[expert]ᵀ x[source] over all routes. Arguments, result and errors are
     those of `routed_mlp`.
@@ -111,7 +109,7 @@ def routed_linear(
 
 
 def sorted_fields(routes: RouteList) -> dict[str, Any]:
-    """Returns the fields of a `SortedRoutes`, by name, as an op takes them."""
+    """Returns the fields of a `SortedRoutes` by name, as ops take them."""
     sorting = routes.sorting
     return {
         "weight_N": routes.weight_N.contiguous(),
@@ -130,10 +128,10 @@ def sorted_fields(routes: RouteList) -> dict[str, Any]:
 def check_shapes(
     w_up_EDW: Tensor, w_down_EFO: Tensor, activation: str, **biases: Tensor | None
 ) -> None:
-    """Checks that the activation is known and that the weights' shapes fit.
+    """Checks the activation's name and the shapes of weights and biases.
 
     Raises:
-        ValueError: one of both is not so.
+        ValueError: the activation is unknown, or a shape does not fit.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown: choose {', '.join(ACTIVATIONS)}")
@@ -148,5 +146,5 @@ def check_shapes(
         if tensor is not None and tensor.shape != expected[name]:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; activation={activation!r} with w_down of "
-                f"shape {tuple(w_down_EFO.shape)} wants {expected[name]}"
+                f"shape {tuple(w_down_EFO.shape)} needs {expected[name]}"
             )

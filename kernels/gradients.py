@@ -1,12 +1,10 @@
-"""Gradients of weights that several depth steps of one pass share: summed in one buffer, and handed
-out once.
+"""Sums the gradients of weights that several depth steps share in one buffer per pass.
 
-Autograd would make a tensor of zeros for every use of a shared weight, fill it, and add it to the
-sum so far: for a bank of experts that costs as much memory traffic as the products themselves.
-Inside `accumulate_weight_gradients` every call on the same bank adds its gradient to the same
-buffer (or, where the backend defers, saves its operands there, and all calls' gradients are one
-product); the sum enters the graph once, when the last of them has run. Outside of it, and in
-compiled code, each call returns its own gradient, and autograd adds them up.
+For every use of a shared weight, autograd would allocate zeros, fill them and add them to the
+running sum. For a bank of experts this costs as much memory traffic as the products themselves.
+Inside `accumulate_weight_gradients` all calls on a bank add to one buffer; a backend that defers
+saves the operands instead and computes all gradients in one product. The sum enters the graph once,
+after the last call's backward. Elsewhere, and in compiled code, autograd adds the calls' gradients.
 """
 
 import itertools
@@ -32,7 +30,7 @@ class GradientSum:
         self._clear()
 
     def buffers(self) -> Sums:
-        """Returns one buffer per weight to add to: zeros at the first call of a backward pass."""
+        """Returns one buffer per weight to add to, zeroed at the first call of a backward pass."""
         self._discard_older_pass()
         if self._buffers is None:
             self._buffers = tuple(
@@ -42,13 +40,13 @@ class GradientSum:
         return self._buffers
 
     def defer_call(self, operands: Any, weight_gradients: WeightGradients) -> None:
-        """Saves a call's operands; `weight_gradients` will get all that were saved, in order."""
+        """Saves a call's operands; `weight_gradients` later receives all of them in order."""
         self._discard_older_pass()
         self._deferred.append(operands)
         self._weight_gradients = weight_gradients
 
     def pop(self) -> Sums | tuple[None, ...]:
-        """Returns the sums, which are then the caller's alone; None where there was no call."""
+        """Returns the sums and gives up ownership; Nones if there was no call."""
         self._discard_older_pass()
         sums = self._buffers
         if self._deferred and self._weight_gradients is not None:
@@ -60,8 +58,8 @@ class GradientSum:
         return (None,) * len(self._forms) if sums is None else sums
 
     def _discard_older_pass(self) -> None:
-        """Forgets an earlier backward pass, which broke off or did not ask for these weights."""
-        task = torch._C._current_graph_task_id()  # there is no public name for it
+        """Discards an earlier backward pass that failed or did not need these weights."""
+        task = torch._C._current_graph_task_id()  # torch has no public name for it
         if task != self._task:
             self._clear()
             self._task = task
@@ -76,22 +74,22 @@ class GradientSum:
 class _SharedBank(NamedTuple):
     """One bank inside `accumulate_weight_gradients`."""
 
-    weights: Sequence[Tensor]  # kept alive, so that no other tensor gets their ids
-    views: Sums  # what calls use: through them the sum enters the graph
+    weights: Sequence[Tensor]  # kept alive so that no other tensor reuses their ids
+    views: Sums  # used by the calls: the sum enters the graph through them
     number: int
 
 
 _number = itertools.count(1)
-# Ops take numbers, no objects.
+# Ops take numbers, not objects.
 _sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()
 _banks: ContextVar[dict[tuple[int, ...], _SharedBank] | None] = ContextVar("banks", default=None)
 
 
 @contextmanager
 def accumulate_weight_gradients() -> Iterator[None]:
-    """Spans a forward pass, in which no weight changes, whose calls sum their weights' gradients.
+    """Makes the calls of a forward pass sum their weights' gradients; no weight may change meanwhile.
 
-    Spans may be nested: the inner one has sums of its own.
+    Contexts nest: the inner one has its own sums.
     """
     token = _banks.set({})
     try:
@@ -101,9 +99,9 @@ def accumulate_weight_gradients() -> Iterator[None]:
 
 
 def shared_weights(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
-    """Returns the weights as a call is to use them, and the number of their gradient sum.
+    """Returns the weights for a call to use, and the number of their gradient sum.
 
-    The number is 0, and the weights are the given ones, outside of `accumulate_weight_gradients`.
+    Outside `accumulate_weight_gradients` these are the given weights and 0.
     """
     banks = None if torch.compiler.is_compiling() else _banks.get()
     if banks is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
@@ -119,14 +117,14 @@ def shared_weights(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
 
 
 def gradient_sum(number: int) -> GradientSum | None:
-    """Returns the sum of that number; None for 0, a call outside of any span."""
+    """Returns the sum with that number; None for 0, a call outside any context."""
     return _sums[number] if number else None
 
 
 class _SharedWeights(torch.autograd.Function):
-    """Returns the weights as views, and in the backward pass the sum that their calls have made.
+    """Returns the weights as views; its backward returns the sum over all calls.
 
-    Autograd runs this backward after those of all calls, for they use its outputs.
+    All calls use these views, so autograd runs this backward after theirs.
     """
 
     @staticmethod

@@ -1,16 +1,14 @@
-"""The expert operations as torch sees them: custom ops with schemas, fake and autograd
-registrations, and FLOP formulas.
+"""The expert operations as torch custom ops: schemas, fake and autograd registrations, FLOP formulas.
 
-So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. The
-arguments of an op are the fields of its call's record, in their order, and are put together again at
-once. Of each of the two operations there are
+Meta-device dry runs, torch.compile and torch's FlopCounterMode therefore work. An op's arguments are
+the fields of its call's record, in order. Each of the two operations has three ops:
 
-    NAME                 the result, and what the backward reads: hidden or ungated rows in
-                         sorted order
-    NAME_backward        the gradients; those of the weights are added to buffers, new ones or those
-                         of a pass (gradients.py)
-    NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends
-                         that defer)
+    NAME                 returns the result and the rows that the backward reads (hidden or ungated,
+                         in sorted order)
+    NAME_backward        returns the gradients, and adds the weights' to new buffers or to those of
+                         the pass (gradients.py)
+    NAME_backward_rows   omits the weights' gradients, which a deferring backend computes later for
+                         all calls of the pass
 
 Legend: U source rows, N routes, E experts, D input width, W columns before the activation, O output
 width.
@@ -35,7 +33,7 @@ Record = type[MLPCall] | type[LinearCall]
 
 
 class _Operation:
-    """An operation's ops: `kind` is the beginning of its methods' names in a backend."""
+    """The ops of one operation; `kind` is the prefix of its methods' names in a backend."""
 
     def __init__(self, kind: str, record: Record) -> None:
         self._kind, self._record = kind, record
@@ -68,7 +66,7 @@ class _Operation:
     def _method(self, backend: Backend, end: str) -> Callable[..., Any]:
         return getattr(backend, f"{self._kind}_{end}")
 
-    # What they do
+    # Execution
 
     def _run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         call = self._call(arguments)
@@ -86,7 +84,7 @@ class _Operation:
         found = self._method(implementation(call.backend), "backward_rows")(call, grad_TO, saved)
         return *_results(call, found), *([] if found.z_NW is None else [found.z_NW])
 
-    # Their shapes
+    # Shapes
 
     def _fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         call = self._call(arguments)
@@ -104,8 +102,8 @@ class _Operation:
         rows = self._fake_backward(grad_TO, saved, [], False, *arguments)
         return *rows, *([torch.empty_like(saved)] if self._record.HAS_HIDDEN_ROWS else [])
 
-    # FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. What is
-    # deferred is counted with its call. In the records stand shapes in place of tensors here.
+    # FLOPs of the products alone, two per multiply-accumulate, as torch counts its own ops. Deferred
+    # products count with their call. Here the records hold shapes instead of tensors.
 
     def _forward_flops(self, *arguments: Any, **_: Any) -> int:
         call = self._call(arguments)
@@ -123,12 +121,12 @@ class _Operation:
     # Autograd
 
     def _keep(self, ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        """Keeps a call and its saved rows for the backward pass."""
+        """Saves a call and its saved rows for the backward pass."""
         values, saved = vars(self._call(inputs)), output[1]
         ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
         ctx.others = {name: value for name, value in values.items() if name not in ctx.names}
         ctx.mark_non_differentiable(saved)
-        ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
+        ctx.set_materialize_grads(False)  # no zeros for non-differentiable outputs
         ctx.save_for_backward(*(values[name] for name in ctx.names), saved)
 
     def _gradients(self, ctx: Any, grad_TO: Tensor | None, *_saved: Tensor) -> tuple:
@@ -163,7 +161,7 @@ def _results(call: MLPCall | LinearCall, found: RowGradients) -> tuple[Tensor, .
 
 
 def _or_empty(call: MLPCall | LinearCall, value: Tensor | None) -> Tensor:
-    """Replaces None, a bias that there is not, by an empty tensor: an op returns tensors."""
+    """Replaces a missing bias by an empty tensor, because ops return tensors only."""
     return call.x_UD.new_empty(0) if value is None else value
 
 

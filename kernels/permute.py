@@ -1,10 +1,10 @@
-"""Rows in and out of expert order: sort, gather, and the sum back in a fixed order.
+"""Sorts routes by expert, gathers their rows, and sums rows back in a fixed order.
 
-`gather_rows` and `sum_rows` are each other's transpose, and both add in route order. So the local
-kernels and an all-to-all dispatcher, which do the same sums in different places, agree bit for bit.
+`gather_rows` and `sum_rows` are transposes of each other, and both add in route order. The local
+kernels and an all-to-all dispatcher compute the same sums in different places, so they agree bit for
+bit.
 
-An order of None is the identity: the routes stand in expert order already (`per_expert` of a list
-of routes says so).
+An order of None is the identity: with `per_expert` the routes are already in expert order.
 
 Legend: N routes, U source or target rows, D width.
 """
@@ -23,9 +23,9 @@ from .triton.available import reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
-    """Sorts N routes by expert, 0 … num_experts − 1, stably.
+    """Sorts N routes stably by expert, 0 … num_experts − 1.
 
-    With `per_expert` > 0 the routes stand so already, that many for each expert: nothing is sorted.
+    With `per_expert` > 0 the routes are already sorted, so nothing is computed.
     """
     if per_expert:
         starts_E1 = (
@@ -45,7 +45,7 @@ def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     place_N = inverse_order(order_N.to(torch.int32))
     if expert_N.device.type == "cpu":
         ends_E = torch.bincount(expert_N, minlength=num_experts).cumsum(0)
-    else:  # `bincount` would ask a GPU for its greatest value
+    else:  # `bincount` synchronises with a GPU
         numbers_E = torch.arange(num_experts, device=expert_N.device)
         ends_E = torch.searchsorted(expert_N.index_select(0, order_N), numbers_E, right=True)
     starts_E1 = torch.zeros(num_experts + 1, device=expert_N.device, dtype=torch.int32)
@@ -60,16 +60,16 @@ def _(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
-    """Returns the routes' order by expert (int64), within an expert their old order.
+    """Returns the stable order of routes by expert (int64).
 
-    16-bit keys where they suffice: radix-sorted in a third of the time of 64-bit ones.
+    Uses 16-bit keys if they suffice: they radix-sort in a third of the time of 64-bit ones.
     """
     keys_N = expert_N.to(torch.int16) if num_experts <= 2**15 else expert_N
     return torch.argsort(keys_N, stable=True)
 
 
 def inverse_order(order_N: Tensor) -> Tensor:
-    """Returns where each route went, in the order's integers: place[order[i]] = i."""
+    """Returns the inverse permutation in the order's dtype: place[order[i]] = i."""
     places_N = torch.arange(order_N.numel(), device=order_N.device, dtype=order_N.dtype)
     return torch.empty_like(order_N).scatter_(0, order_N.to(torch.int64), places_N)
 
@@ -86,11 +86,10 @@ def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
 def add_rows(
     rows: Tensor, place_N: Tensor | None, index_N: Tensor | None, num_rows: int, per_row: int
 ) -> Tensor:
-    """Adds rows up by index: out[index_N[n]] += rows[place_N[n]] in the order of n.
+    """Sums rows by index, (≥ N, D) to (num_rows, D): out[index_N[n]] += rows[place_N[n]] in order of n.
 
-    (≥ N, D) to (num_rows, D). With `per_row` > 0 route n belongs to row n // per_row, and the index
-    is not needed; without that rule (`per_row` = 0) rows are accumulated by index in their own
-    dtype. May be a view of `rows`.
+    With `per_row` > 0 route n belongs to row n // per_row and the index is not used. Otherwise rows
+    accumulate by index in their own dtype. The result may be a view of `rows`.
     """
     if per_row > 1:
         if place_N is None:
@@ -106,13 +105,13 @@ def add_rows(
 
 
 def sum_to_targets(rows: Tensor, routes: SortedRoutes) -> Tensor:
-    """Adds up every target's rows, which are sorted, in route order. May be a view of `rows`."""
+    """Sums each target's sorted rows in route order. The result may be a view of `rows`."""
     num_targets, per_target = routes.num_targets, routes.per_target
     return add_rows(rows, routes.place_N, routes.target_N, num_targets, per_target)
 
 
 def sum_to_sources(rows: Tensor, routes: SortedRoutes, num_sources: int) -> Tensor:
-    """Adds up every source's rows, which are sorted, in route order. May be a view of `rows`."""
+    """Sums each source's sorted rows in route order. The result may be a view of `rows`."""
     return add_rows(rows, routes.place_N, routes.source_N, num_sources, routes.per_source)
 
 
@@ -159,7 +158,7 @@ class _Sum(torch.autograd.Function):
 
 
 def gather_rows(x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, *, per_row: int) -> Tensor:
-    """Returns x[index[order]], (N, D): every route's row, in sorted order."""
+    """Returns x[index[order]], (N, D): each route's row in sorted order."""
     if order_N is None and per_row == 1:
         return x_UD
     gathered: Any = _Gather.apply(x_UD, order_N, index_N, per_row)
@@ -169,7 +168,7 @@ def gather_rows(x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, *, per_ro
 def sum_rows(
     rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, *, num_rows: int, per_row: int
 ) -> Tensor:
-    """Adds sorted rows up where `index_N` says, in route order: (N, D) to (num_rows, D)."""
+    """Sums sorted rows by `index_N` in route order: (N, D) to (num_rows, D)."""
     if order_N is None and per_row == 1:
         return rows_ND
     summed: Any = _Sum.apply(rows_ND, order_N, index_N, num_rows, per_row)

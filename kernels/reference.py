@@ -1,16 +1,15 @@
-"""The meaning of the expert operations: loops that anyone believes; and of their activations.
+"""Reference loops that define the expert operations, and activations with hand-written gradients.
 
-Every other backend is tested against the loops, in value and in every gradient. They take any dtype
-(float64 included) and are differentiated by autograd. Cost: one gather, two products and one
-scatter per expert; nothing is fused, and autograd saves everything.
+Every other backend is tested against the loops, in value and in every gradient. They take any dtype,
+float64 included, and autograd differentiates them. Cost: one gather, two products and one scatter
+per expert; nothing is fused, and autograd saves everything.
 
-Other backends take an activation's value and slope from here, made by hand, because a row must not
-depend on where in a tensor it lies (segments.py says why). On CPUs torch's own silu, gelu and
-sigmoid do: a loop's vectorised body and its scalar tail round differently, and the tail falls
-anywhere. exp and erfc have no such tail, and single additions, products and quotients are exact in
-IEEE's sense; so here are only those. (Not erf: on ARM the four elements of a vector are rounded
-otherwise where one of them is large.) The price: five to ten passes over a segment's hidden rows in
-place of one, beside two products that cost more.
+Other backends take an activation's value and slope from here, because a row's result must not depend
+on its position in a tensor (segments.py says why). On CPUs, torch's silu, gelu and sigmoid break
+this: a loop's vectorised body and its scalar tail round differently. exp and erfc have no such tail,
+and IEEE additions, products and quotients are correctly rounded, so only these are used here. (On
+ARM, erf rounds the four elements of a vector differently if one of them is large.) Cost: five to ten
+passes over a segment's hidden rows instead of one, beside two products that cost more.
 
 Legend: U source rows, N routes, E experts, D input width, R rows of one expert, F hidden width, W
 columns before the activation (F, or 2F where it is gated), O output width.
@@ -27,8 +26,8 @@ from torch import Tensor
 from ..own_parts import Wanted
 from .calls import RouteList
 
-# Gated ones take the first F columns through the gate's activation, and multiply the last F by it
-# (arXiv 2002.05202).
+# A gated activation applies the gate's activation to the first F columns and multiplies the last F
+# by the result (arXiv 2002.05202).
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 ACTIVATIONS = (*_PLAIN, *GATES)
@@ -41,23 +40,20 @@ ACTIVATION = Wanted(
 
 
 def columns_of(width: int, activation: str) -> int:
-    """Returns W, the columns before the activation that make `width` hidden ones."""
+    """Returns W, the number of columns before the activation for `width` hidden ones."""
     return 2 * width if activation in GATES else width
 
 
 def activate(z_RW: Tensor, activation: str) -> Tensor:
-    """Applies an activation, (R, W) to (R, F), differentiated by autograd: this defines the names.
-
-    gelu is the exact one, with erf.
-    """
+    """Applies an activation, (R, W) to (R, F), under autograd; gelu is exact, with erf."""
     return activation_function(activation)(z_RW)
 
 
 def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
-    """Returns what `activate` applies; for a name of the user's own (`module:function`), that.
+    """Looks up an activation by name, or imports the user's own (`module:function`).
 
     Raises:
-        OwnPartError: there is none.
+        OwnPartError: it does not exist.
     """
     if activation in GATES:
         return partial(_gated, _PLAIN[GATES[activation]])
@@ -79,7 +75,7 @@ def routed_mlp(
     b_up_EW: Tensor | None = None,
     b_down_EO: Tensor | None = None,
 ) -> Tensor:
-    """Computes the weighted sum of every target's perceptrons, one expert after another.
+    """Computes the weighted sum of each target's perceptrons, expert by expert.
 
     y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert])
                            + b_down[expert]).
@@ -101,7 +97,7 @@ def routed_mlp(
 
 
 def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
-    """Computes the weighted sum of every target's matrix products, one expert after another.
+    """Computes the weighted sum of each target's matrix products, expert by expert.
 
     y[target] += weight · W[expert]ᵀ x[source] (SwitchHead's V and O, arXiv 2312.07987, eq. 7 to 9).
     """
@@ -118,9 +114,9 @@ def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
 
 
 def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
-    """Applies an activation, (R, W) to (R, F), and overwrites `z_RW` with what the backward reads.
+    """Applies an activation, (R, W) to (R, F), and leaves in `z_RW` what `hidden_and_pullback` reads.
 
-    That is what `hidden_and_pullback` takes: relu's hidden rows, of others the rows as they came.
+    For relu these are the hidden rows; for others `z_RW` stays unchanged.
     """
     if activation == "relu":
         return z_RW.relu_()
@@ -130,10 +126,9 @@ def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
 def hidden_and_pullback(
     saved_RW: Tensor, activation: str
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the hidden rows (R, F), and the map from their gradient to that of the rows before.
+    """Returns the hidden rows (R, F) and their pullback, (R, F) to (R, W).
 
-    The pullback takes (R, F) to (R, W), and may overwrite the gradient that it is given. Half
-    precision is widened to float32 in between.
+    The pullback may overwrite its argument. Half precision is computed in float32.
     """
     if activation == "relu":
         return saved_RW, lambda grad: grad.masked_fill_(saved_RW <= 0, 0)
@@ -150,14 +145,14 @@ def hidden_and_pullback(
 
 
 def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Returns z·σ(z), and a function for its slope σ + z·σ·(1 − σ)."""
+    """Returns z·σ(z), and a function that returns its slope σ + z·σ·(1 − σ)."""
     sigmoid = torch.exp(-z).add_(1).reciprocal_()
     value = z * sigmoid
     return value, lambda: (1 - sigmoid).mul_(value).add_(sigmoid)
 
 
 def _gelu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Returns z·Φ(z), and a function for its slope Φ + z·φ (the normal distribution's Φ and φ)."""
+    """Returns z·Φ(z), and a function that returns its slope Φ + z·φ (the normal distribution's Φ, φ)."""
     cumulative = torch.erfc(z * -math.sqrt(0.5)).mul_(0.5)
 
     def slope() -> Tensor:

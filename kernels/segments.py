@@ -1,33 +1,31 @@
-"""The expert operations over rows sorted by expert: matrix products over one expert's rows at a
-time, backward by hand.
+"""The `segments` backend: matrix products one expert at a time, with a hand-written backward.
 
-Plain torch operations, for every device and dtype. Flow of a call:
-  1. the routes come sorted by expert (once per routing; the backward uses the same order). Their
+Plain torch operations for every device and dtype. Flow of a call:
+  1. the routes arrive sorted by expert (sorted once per routing, also for the backward). Their
      counts are read on the host, unless the routes have `per_expert`;
-  2. per expert, in chunks of at most 512 rows: gather its rows, the products, the activation, the
-     gate weight on the narrow side;
-  3. the outputs of a target row are added in route order, so the result does not depend on how rows
+  2. per expert, in chunks of at most 512 rows: gather, products, activation, and the gate weight on
+     the narrow side;
+  3. sum the outputs of each target row in route order, so the result does not depend on how rows
      were grouped.
 
-Saved for the backward: x, the index and the hidden rows (N × F); of an activation other than relu
-the rows before it, (N × F) or gated (N × 2F), from which the backward makes the hidden rows anew.
-No N × D tensor outlives the call: on CPUs such rows lie in a workspace that all calls share
-(cpu/library.py), for the first touch of fresh memory costs ten times the copy. The weights' gradients
-are added where the caller says, so a weight that serves many depth steps has one buffer.
+Saved for the backward: x, the index and the hidden rows (N × F). For activations other than relu it
+is the rows before the activation, (N × F) or gated (N × 2F); the backward recomputes the hidden
+rows. No N × D tensor outlives the call: on CPUs such rows use a shared workspace (cpu/library.py),
+because the first touch of fresh memory costs ten times the copy. The weights' gradients are added to
+the caller's buffers, so a weight that serves many depth steps has one buffer.
 
-Row counts are quantised: a chunk's tail runs on into the next expert's rows, which that expert then
-overwrites; in sums over a chunk's rows both sides are zero there. Two reasons. oneDNN compiles a
-kernel for every new row count (about 0.6 ms), and dropless routing makes new counts at every step,
-so bfloat16 is padded to multiples of 64, and so is float32 where it goes through oneDNN
-(cpu/onednn.py). MKL's float32 product gives another rounding to a thread's last 1 to 3 rows, so float32
-is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
-parallelism on CPUs bitwise equal to one rank.
+Row counts are padded: a chunk's tail extends into the next expert's rows, which that expert then
+overwrites; sums over a chunk's rows zero both operands there. oneDNN compiles a kernel for every new
+row count (about 0.6 ms), and dropless routing produces new counts at every step. bfloat16, and
+float32 through oneDNN (cpu/onednn.py), are therefore padded to multiples of 64. MKL's float32
+product rounds a thread's last 1 to 3 rows differently, so float32 is padded to multiples of 4. A
+row's result then never depends on its neighbours, which makes expert parallelism on CPUs bitwise
+equal to one rank.
 
-For the same end rows begin at multiples of 16 bytes: MKL takes other paths, which round otherwise,
-for what does not, and where a row of an odd width begins depends on its place. Rows of such widths
-(in float32 those that are no multiple of 4) are filled up in memory, at the price of some copies;
-other widths pay nothing. Half precision goes through oneDNN, which does not mind.
-(A GPU's libraries choose their kernels by shape and promise nothing of the kind.)
+For the same reason rows are aligned to 16 bytes: MKL takes other code paths, with other rounding,
+for unaligned rows. Rows of odd widths (in float32, no multiple of 4) are padded in memory at the
+cost of some copies; other widths cost nothing. Half precision goes through oneDNN, which is not
+affected. (GPU libraries choose kernels by shape and give no such guarantee.)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -54,11 +52,11 @@ from .permute import sum_to_sources, sum_to_targets
 from .reference import hidden_and_pullback, hidden_in_place
 
 _ALIGNMENT_BYTES = 16
-_CHUNK = 512  # rows: what is gathered stays in the second-level cache
+_CHUNK = 512  # rows: gathered rows stay in the L2 cache
 
 
 class Segments(Backend):
-    """Implements the operations with torch's own, on every device and in every dtype."""
+    """Implements the operations in plain torch, for every device and dtype."""
 
     def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
         x_UD, width_out = call.x_UD, call.w_down_EFO.shape[2]
@@ -90,8 +88,8 @@ class Segments(Backend):
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
-        The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no
-        output row is saved for it.
+        Computes the gate's gradient from hidden rows, d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
+        row is saved.
         """
         x_UD = call.x_UD
         source_rows = _padded_rows(call.source_rows())
@@ -146,10 +144,7 @@ class Segments(Backend):
     def linear_backward(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Implements `Backend.linear_backward`.
-
-        The gate's gradient is taken on whichever side is narrow.
-        """
+        """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
         source_rows = _padded_rows(call.source_rows())
         target_rows = _padded_rows(call.target_rows())
@@ -178,10 +173,7 @@ class Segments(Backend):
 
 
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:
-    """Yields every expert's chunks of rows: (expert, rows with padding, how many are its own).
-
-    Experts without rows have none.
-    """
+    """Yields each expert's chunks: (expert, rows with padding, number of its own rows)."""
     quantum = _quantum(like)
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         for first in range(start, end, _CHUNK):
@@ -190,7 +182,7 @@ def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, in
 
 
 def _quantum(like: Tensor) -> int:
-    """Returns the number that row counts are padded to a multiple of."""
+    """Returns the multiple to which row counts are padded."""
     narrow = like.dtype in (torch.bfloat16, torch.float16) or (
         like.dtype == torch.float32 and float32_is_onednn()
     )
@@ -198,22 +190,19 @@ def _quantum(like: Tensor) -> int:
 
 
 def _clear_surplus(count: int, *rows: Tensor) -> None:
-    """Writes zeros into both sides of a sum over a chunk's rows, past its expert's own.
-
-    What stands there is the next expert's: one side of zeros would not do, for NaN · 0 is NaN.
-    """
+    """Zeros the next expert's rows in both operands of a sum over a chunk; NaN · 0 would be NaN."""
     for values in rows:
         if len(values) > count:
             values[count:] = 0
 
 
 def _padded_rows(values_N: Tensor) -> Tensor:
-    """Returns the values, then zeros for the slack rows (row 0 exists if there is a route)."""
+    """Appends zeros for the slack rows (row 0 exists if there is a route)."""
     return torch.cat((values_N, values_N.new_zeros(ROW_SLACK)))
 
 
 def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index], aligned as they are, in a workspace of that name."""
+    """Gathers rows[index], aligned like `rows_UD`, into the workspace `name`."""
     full, width = _full_rows(rows_UD), rows_UD.shape[1]
     out = workspace(name, (index.shape[0], full.shape[1]), full)
     torch.index_select(full, 0, index, out=out)
@@ -223,9 +212,9 @@ def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
 def _output_rows(
     like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int
 ) -> Tensor:
-    """Returns room for rows that are summed up at the end of the call.
+    """Allocates rows to be summed at the end of the call.
 
-    They are a workspace, except where `add_rows` may return a view of them.
+    Uses a workspace unless `add_rows` may return a view of the rows.
     """
     if place_N is None and per_row <= 1:
         return _new_aligned_rows(like, num_rows, width)
@@ -233,7 +222,7 @@ def _output_rows(
 
 
 def _sum_to_targets(rows_NO: Tensor, routes: SortedRoutes) -> Tensor:
-    """Adds rows up with what fills them up, for `add_rows` would copy a view."""
+    """Sums rows with their padding columns, because `add_rows` would copy a view."""
     return sum_to_targets(_full_rows(rows_NO), routes)[:, : rows_NO.shape[1]].contiguous()
 
 
@@ -246,7 +235,7 @@ def _sum_to_sources(rows_ND: Tensor, routes: SortedRoutes, num_sources: int) -> 
 
 
 def _stride(width: int, like: Tensor) -> int:
-    """Returns how many columns an aligned row of `width` takes in memory."""
+    """Returns the stride, in elements, of an aligned row of `width` columns."""
     if like.device.type != "cpu" or like.element_size() < 4:
         return width
     step = _ALIGNMENT_BYTES // like.element_size()
@@ -254,7 +243,7 @@ def _stride(width: int, like: Tensor) -> int:
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    """Tells whether each row begins at a multiple of _ALIGNMENT_BYTES, as the first one does."""
+    """Returns whether every row is aligned to _ALIGNMENT_BYTES if the first one is."""
     return _stride(rows.stride(0), rows) == rows.stride(0)
 
 
@@ -263,21 +252,21 @@ def _new_aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 
 
 def _aligned_rows(name: str, like: Tensor, num_rows: int, width: int) -> Tensor:
-    """Returns room for aligned rows, in a workspace of that name."""
+    """Returns uninitialised aligned rows in the workspace `name`."""
     return workspace(name, (num_rows, _stride(width, like)), like)[:, :width]
 
 
 def _aligned_product(
     name: str, multiply: Callable[..., Tensor], left: Tensor, right: Tensor, *, width: int
 ) -> Tensor:
-    """Returns aligned rows of a product of that width, in a workspace of that name if need be."""
+    """Computes a product with aligned rows, in the workspace `name` if its width needs padding."""
     if _stride(width, left) == width:
         return multiply(left, right)
     return multiply(left, right, out=_aligned_rows(name, left, len(left), width))
 
 
 def _with_aligned_rows(rows: Tensor) -> Tensor:
-    """Returns contiguous rows, or an aligned copy of them if their width is an odd one."""
+    """Returns contiguous rows, or an aligned copy if their width needs padding."""
     num_rows, width = rows.shape
     if _stride(width, rows) == width:
         return rows
@@ -285,7 +274,7 @@ def _with_aligned_rows(rows: Tensor) -> Tensor:
 
 
 def _full_rows(rows: Tensor) -> Tensor:
-    """Returns aligned rows with what fills them up, which has any value; others as they are."""
+    """Returns aligned rows with their undefined padding columns; other rows unchanged."""
     num_rows, width = rows.shape
     stride = _stride(width, rows)
     if width == stride or rows.stride(0) != stride:
@@ -294,7 +283,7 @@ def _full_rows(rows: Tensor) -> Tensor:
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product to one of a bank's matrices, which may begin anywhere where they are odd."""
+    """Adds a product to a matrix of a bank, which may be unaligned if the sizes are odd."""
     if _stride(into.numel(), into) == into.numel():
         into.addmm_(left, right)
     else:
@@ -302,5 +291,5 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """Returns the gate weights' gradient in route order and in their dtype."""
+    """Returns the gate weights' gradient in route order and in the weights' dtype."""
     return routes.unsorted(grad_gate[: routes.num_routes].to(routes.weight_N.dtype))

@@ -1,1 +1,1 @@
-"""Saves and loads checkpoints under global names: any layout loads any other's."""
+"""Saves and loads checkpoints under global names: any layout loads any other layout's."""

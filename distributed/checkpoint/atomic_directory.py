@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, and a checkpoint that no run has written in one."""
+"""Creates directories atomically, and writes checkpoints outside of a run."""
 
 import errno
 import fcntl
@@ -34,17 +34,17 @@ def write_checkpoint(
     num_experts: Mapping[str, int],
     meta: dict[str, Any],
 ) -> CheckpointMeta:
-    """Writes the checkpoint of a step as one rank would, reads it back, and calls it `out`.
+    """Writes a checkpoint as a single rank would, and verifies it.
 
     Args:
-        out: appears whole or not at all.
-        tensors: by their names in a checkpoint; each is made when it is written.
+        out: the checkpoint's directory, created atomically.
+        tensors: functions that create the tensors, by name; each is called when it is written.
         step: optimizer steps done.
-        num_experts: of the tensors that have experts.
-        meta: the caller's; JSON.
+        num_experts: number of experts by name, for tensors with experts.
+        meta: the caller's JSON values.
 
     Raises:
-        CheckpointError: `out` exists or is called as another step's, or the disk is full or unsound.
+        CheckpointError: `out` exists or names another step, or the disk is full or faulty.
     """
     refuse_name_of_another_step(out, step)
     made = ((name, make().contiguous()) for name, make in tensors.items())
@@ -65,21 +65,18 @@ def write_checkpoint(
         if problems := damaged_files(found, sorted(found.manifest.files)):
             listed = "\n  ".join(problems)
             raise CheckpointError(
-                f"{out} does not read as it was written; is the disk sound? Nothing was left of "
-                f"it:\n  {listed}"
+                f"{out} reads back differently from what was written; is the disk faulty? It was removed:"
+                f"\n  {listed}"
             )
     return written
 
 
 def refuse_name_of_another_step(path: Path, step: int | None) -> None:
-    """Refuses a directory whose name would let runs take it for a checkpoint that it is not.
-
-    Runs find their checkpoints by name: one of another step is resumed from in place of the newest,
-    or never.
+    """Refuses a directory whose name a run would take for another step's checkpoint.
 
     Args:
         path: the directory.
-        step: of the checkpoint in it; None: it is no checkpoint at all.
+        step: the step of its checkpoint; None if it is not a checkpoint.
 
     Raises:
         CheckpointError: the name is that of another step.
@@ -93,23 +90,22 @@ def refuse_name_of_another_step(path: Path, step: int | None) -> None:
             f"{path}: only a checkpoint may be called step_<number>; choose another name"
         )
     raise CheckpointError(
-        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it "
-        f"{step_name(step)}, or something that does "
-        "not look like another step"
+        f"{path}: the checkpoint is of step {step}, and runs find checkpoints by name: call it "
+        f"{step_name(step)}, or a name that does not look like another step"
     )
 
 
 @contextmanager
 def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
+    """Yields a new directory to fill, renames it to `out` on success, and removes it on failure.
 
-    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock in
-    there. What a process left there that was killed is removed, and a warning says so.
+    The temporary directory is `out`.part.tmp, which holds a lock for its single writer. Leftovers of a
+    killed process are removed with a warning.
 
     Raises:
         CheckpointError: `out` exists, another process writes it, its disk has less than
-            `needed_bytes` left, or a file in it cannot be written; or it is there, whole, but its
-            name could not be synced. An OSError about a file elsewhere is raised as it is.
+            `needed_bytes` free, or a file in it cannot be written; or `out` is complete, but its name
+            could not be synced. An OSError about a file elsewhere propagates unchanged.
     """
     refuse_existing(out)
     part = out.with_name(f"{out.name}.part.tmp")
@@ -129,10 +125,10 @@ def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuses a name that exists, even a link to nothing.
+    """Refuses a path that exists, even a dangling link.
 
     Raises:
-        CheckpointError: there is something of that name.
+        CheckpointError: the path exists.
     """
     if os.path.lexists(out):
         raise CheckpointError(
@@ -142,10 +138,7 @@ def refuse_existing(out: Path) -> None:
 
 @contextmanager
 def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError about `out`.
-
-    With `within`, only if it is about a file in there, or about none.
-    """
+    """Turns an OSError into a CheckpointError about `out`, unless its file is outside `within`."""
     try:
         yield
     except OSError as error:
@@ -154,15 +147,12 @@ def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
-            "nothing was left there"
+            "it was removed"
         ) from error
 
 
 def _sync_name(out: Path) -> None:
-    """Writes the name of a complete `out` to the disk.
-
-    `out` is not taken back if that fails: whoever wants it has it.
-    """
+    """Syncs the name of a complete `out`; a failure does not remove it."""
     try:
         sync_directory(out.parent)
     except OSError as error:
@@ -176,14 +166,14 @@ def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
     if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
         raise CheckpointError(
             f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
-            f"{free_bytes / 2**20:,.0f} MiB left; nothing was written"
+            f"{free_bytes / 2**20:,.0f} MiB free; nothing was written"
         )
 
 
 def _locked(part: Path, out: Path) -> io.FileIO:
-    """Makes the directory `part` and returns its lock file, locked until it is closed.
+    """Creates the directory `part` and returns its lock file, locked until it is closed.
 
-    A directory without a lock file is somebody's own, and stays as it is.
+    A directory without a lock file belongs to someone else and stays unchanged.
     """
     is_new = not part.exists()
     part.mkdir(exist_ok=True)
@@ -191,24 +181,23 @@ def _locked(part: Path, out: Path) -> io.FileIO:
         lock = _opened_lock(part / _LOCK_NAME, is_new=is_new)
     except OSError as error:
         raise CheckpointError(
-            f"{part} is being written by another process, or was left by one that was killed and "
-            f"cannot be told from one that lives ({error.strerror}): remove it if nothing writes "
-            f"{out}, or choose another name"
+            f"{part} is being written by another process, or was left by a killed one "
+            f"({error.strerror}): remove it if nothing writes {out}, or choose another name"
         ) from error
     if is_new:
         return lock
     with lock:
-        logger.warning("%s was left by a process that was killed; it is removed", part)
+        logger.warning("%s was left by a killed process; removing it", part)
         discard(part)
     part.mkdir()
     return _opened_lock(part / _LOCK_NAME, is_new=True)
 
 
 def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
-    """Opens a lock file and locks it. A new one will do where the file system has no locks.
+    """Opens and locks a lock file; a new one suffices if the file system has no locks.
 
     Raises:
-        OSError: another process holds it, it is gone, or that cannot be told.
+        OSError: another process holds it, it is gone, or its state is unknown.
     """
     file = io.FileIO(path, "x" if is_new else "r+")
     try:
@@ -223,10 +212,10 @@ def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
 
 
 def _rename_to_new(path: Path, out: Path) -> None:
-    """Renames a directory to a name that must not exist."""
+    """Renames a directory to a path that must not exist."""
     refuse_existing(out)
     try:
         path.rename(out)
     except OSError:
-        refuse_existing(out)  # it came between that look and the rename
+        refuse_existing(out)  # it appeared between the check and the rename
         raise

@@ -1,15 +1,15 @@
-"""The folder with a run's checkpoints: who may change it, what is kept, cleaned up and set aside.
+"""Manages the folder with a run's checkpoints: access, retention, cleanup.
 
     step_00000050/                             a committed checkpoint
     step_00000060.g3.tmp/                      being written by generation 3, or left by it
-    step_00000050.old.tmp/                     stepped aside while its replacement is renamed
-    step_00000010.deleted.tmp/                 on its way out
-    step_00000050.fetched.tmp/                 from the second place (second_copy.py), not yet taken over
-    step_00000040.damaged-20261122-170411/     found damaged by a run that went on from the one before
-    step_00000040.abandoned-20261122-170411/   saved before the run went back further, past spikes of its loss
+    step_00000050.old.tmp/                     renamed while its replacement is published
+    step_00000010.deleted.tmp/                 being deleted
+    step_00000050.fetched.tmp/                 fetched from the second place (second_copy.py), not yet adopted
+    step_00000040.damaged-20261122-170411/     found damaged by a run that resumed from an earlier one
+    step_00000040.abandoned-20261122-170411/   later than the step to which the run went back after loss spikes
 
-All acts here are rank 0's. Nothing is read but names and the supervisor's fence; every change is a
-rename, so half a directory never looks like a checkpoint.
+Only rank 0 acts here. It reads only names and the supervisor's fence. Every change is a rename, so a
+partial directory never looks like a checkpoint.
 """
 
 import logging
@@ -35,12 +35,12 @@ OnFailure = Literal["go_on", "stop"]
 
 
 class CheckpointConfig(BaseModel):
-    """Configures when the state is saved and how much of it is kept."""
+    """Configures when checkpoints are saved and how many are kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     every: NonNegativeInt = 100
-    """The number of steps between two checkpoints; 0 saves at the end only."""
+    """The number of steps between two checkpoints; 0 saves only at the end."""
 
     keep_last: PositiveInt = 3
     """How many checkpoints are kept."""
@@ -49,30 +49,30 @@ class CheckpointConfig(BaseModel):
     """Reads a checkpoint back from the disk before an older one is deleted."""
 
     on_failure: OnFailure = "go_on"
-    """What a failed save does, of a full disk for example: "go_on" trains on and saves again at the
-    next time, "stop" ends the run at the next step. A save that fails at the run's end is an error
-    either way."""
+    """What happens if a save fails, for example on a full disk: "go_on" continues training until the
+    next save, "stop" ends the run at the next step. A failed save at the run's end is always an
+    error."""
 
     copy_to: str | None = Field(default=None, examples=["s3://bucket/checkpoints"])
-    """A folder or URL (s3://bucket/checkpoints) for copies of the last checkpoints, made in the
-    background into a folder of the run's name."""
+    """A folder or URL (s3://bucket/checkpoints) for background copies of the last checkpoints, in a
+    subfolder with the run's name."""
 
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint that was found damaged, and passed over for an earlier one."""
+    """A checkpoint that was found damaged and skipped for an earlier one."""
 
     step: int
-    path: Path  # where it is now
+    path: Path  # its current path
     why: str
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of one run, as a process of one generation may change them.
+    """The checkpoints of one run, as seen by one generation.
 
-    `generation_file` is the supervisor's fence: where it exists, only the generation whose number
-    it holds may change anything.
+    `generation_file` is the supervisor's fence: if it exists, only the generation that it names may
+    change anything.
     """
 
     path: Path
@@ -81,14 +81,14 @@ class CheckpointFolder:
     generation_file: Path | None
 
     def prepare(self) -> None:
-        """Makes the folder, and removes what this and earlier generations left unfinished.
+        """Creates the folder and removes unfinished leftovers of this and earlier generations.
 
         Raises:
-            CheckpointError: it cannot be written, or this generation is a stale one.
+            CheckpointError: the folder cannot be written, or this generation is stale.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.refuse_if_stale()  # what would be cleaned may be the current generation's
+            self.refuse_if_stale()  # the leftovers may be the current generation's
             self._clean_leftovers()
         except OSError as error:
             raise CheckpointError(
@@ -97,10 +97,9 @@ class CheckpointFolder:
             ) from error
 
     def refuse_if_stale(self) -> None:
-        """Raises an error if the supervisor's fence names another generation.
+        """Raises StaleGenerationError if the supervisor's fence names another generation.
 
-        (A rename right after it could still be late; by then the state is the same run's all the
-        same.)
+        A rename after this check may still be late, but the state is the same run's.
         """
         if self.generation_file is None or not self.generation_file.exists():
             return
@@ -108,35 +107,32 @@ class CheckpointFolder:
         if current != str(self.generation):
             raise StaleGenerationError(
                 f"generation {self.generation} may not commit: {self.generation_file} says "
-                f"{current or 'nothing'}; the job was started anew and this process is a leftover "
-                "that must end"
+                f"{current or 'nothing'}; the job has restarted and this leftover process must end"
             )
 
     def make_temporary(self, temporary: Path) -> None:
-        """Makes the directory that a save is written into, empty."""
+        """Creates the empty directory for a save."""
         self.refuse_if_stale()
         discard(temporary)
         temporary.mkdir(parents=True)
 
     def set_aside(self, damaged: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
-        """Renames damaged checkpoints, so that no run takes them for whole again.
-
-        Nothing is deleted: somebody may want to look at them, or mend them from a copy.
+        """Renames damaged checkpoints, so that no run uses them; they can still be inspected or repaired.
 
         Returns:
-            The same with their new paths; one that cannot be renamed keeps its name.
+            The checkpoints with their new paths; one that cannot be renamed keeps its path.
         """
         self.refuse_if_stale()
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return [self._set_one_aside(each, stamp) for each in damaged]
 
     def abandon_after(self, step: int) -> list[str]:
-        """Renames the checkpoints of later steps, newest first: the run has gone back to this one.
+        """Renames the checkpoints of later steps, because the run has gone back to this one.
 
-        So whenever it ends in between, the newest that is left is one that it may go on from.
+        The newest is renamed first, so that an interrupted run resumes from a valid one.
 
         Returns:
-            Their new names.
+            The new names.
 
         Raises:
             OSError: one cannot be renamed.
@@ -159,13 +155,11 @@ class CheckpointFolder:
         return replace(damaged, path=aside)
 
     def delete_old(self, step: int, *, spare: Path | None = None) -> None:
-        """Deletes all but the last n checkpoints up to the one just written.
-
-        A later one, behind which the run fell back, is not judged here.
+        """Deletes all but the last n checkpoints up to the one just written; later ones stay.
 
         Args:
-            step: of the one just written.
-            spare: is read by somebody, and stays until the next time.
+            step: the step just written.
+            spare: a checkpoint in use, kept until the next call.
         """
         past = [found for found in list_checkpoints(self.path) if found.step <= step]
         for checkpoint in past[: -self.keep_last]:
@@ -173,7 +167,9 @@ class CheckpointFolder:
                 continue
             doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
             try:
-                checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
+                checkpoint.path.rename(
+                    doomed
+                )  # a partial directory must not look like a checkpoint
             except OSError as error:
                 logger.warning(
                     "the old checkpoint %s could not be deleted: %s", checkpoint.path, error
@@ -182,10 +178,7 @@ class CheckpointFolder:
                 discard(doomed)
 
     def what_remains(self) -> str:
-        """Spells what the user still has after a save that failed.
-
-        A failure of its own must not hide the first.
-        """
+        """Describes what is left after a failed save; never raises, to keep the first error visible."""
         try:
             found = latest(self.path)
             free_mib = shutil.disk_usage(self.path).free / 2**20
@@ -200,16 +193,18 @@ class CheckpointFolder:
         for path in self.path.iterdir():
             match = _TEMPORARY_NAME.fullmatch(path.name)
             if match is None or int(match["generation"] or 0) > self.generation:
-                continue  # what a later generation writes is not ours to touch
+                continue  # not ours, or a later generation's
             committed = self.path / match[1]
             if path.name.endswith(".old.tmp") and not committed.exists():
-                path.rename(committed)  # we died between two renames: this is the last good one
+                path.rename(
+                    committed
+                )  # a process died between two renames: this is the last good one
             else:
                 discard(path)
 
 
 def list_set_aside(directory: Path) -> list[tuple[Path, str]]:
-    """Lists the checkpoints that runs have set aside, by name, with why: damaged or abandoned."""
+    """Lists the checkpoints that runs have set aside, each with the reason: damaged or abandoned."""
     if not directory.is_dir():
         return []
     return [
@@ -220,7 +215,7 @@ def list_set_aside(directory: Path) -> list[tuple[Path, str]]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Makes a checkpoint visible by a rename; an older one of the same step steps aside for it."""
+    """Publishes a checkpoint by a rename, which replaces an older one of the same step."""
     aside = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(aside)
@@ -235,17 +230,14 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a directory, or what is left of it; warns if it cannot.
-
-    Its own writer may be deleting it too.
-    """
+    """Deletes a directory, which its writer may be deleting too; warns on failure."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
+        logger.warning("%s could not be deleted; it is no longer needed", path)
 
 
 def sync_directory(path: Path) -> None:
-    """Writes a directory's names to the disk (fsync): after that they survive a power cut."""
+    """Syncs a directory's names to the disk (fsync), so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,22 +1,21 @@
-"""Checkpoints: written in the background, committed by one rename, readable by any layout, never
-executed.
+"""Saves checkpoints in the background and commits each with one rename; any layout can read them.
 
-A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes,
-experts as [E, ...]; format.py says what stands in it. What a rank holds of a tensor, its
-`LocalShard` says (local_shard.py).
+A checkpoint is a torch.distributed.checkpoint directory with global names and whole shapes, experts
+as [E, ...]; format.py describes its files. A `LocalShard` (local_shard.py) describes which part of a
+tensor a rank stores.
 
 Saving:
-  1. ranks compare what they hold;
-  2. each copies its part into buffers that it keeps: all that training waits for;
-  3. in a thread, over a process group of their own, the ranks write `step_00000050.g3.tmp`, summing
-     while they write;
-  4. rank 0 checks that its generation is still the current one, and renames;
-  5. old checkpoints go.
-If anything fails on any rank, the temporary directory goes, what was there before stays, and all
+  1. the ranks compare their tensors' names, shapes and dtypes;
+  2. each rank copies its part into persistent buffers: training waits only for this;
+  3. in a thread, over their own process group, the ranks write `step_00000050.g3.tmp` and compute
+     checksums;
+  4. rank 0 checks that its generation is still current, and renames the directory;
+  5. rank 0 deletes old checkpoints.
+If anything fails on any rank, the temporary directory is deleted, earlier checkpoints stay, and all
 ranks raise the same error at the next `save` or `wait`.
 
-Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense
-state and 1/replicas of its experts: that much memory, and one copy of it per save.
+Cost: one copy of each tensor is staged and written. A rank stages about 1/world of the dense state and
+1/replicas of its experts, once in memory and once per save.
 """
 
 import heapq
@@ -62,7 +61,7 @@ from .writing import drop_cached, encoded, merged, seal, software_versions, writ
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# One rank may wait this long for another's disk; a rank that died is noticed at once.
+# How long a rank may wait for another's disk; a dead rank is noticed at once.
 _WRITE_TIMEOUT_S = 3600.0
 
 
@@ -73,8 +72,8 @@ class SaveRecord:
     step: int
     path: Path
     seconds: float  # from the call of `save` to the commit
-    blocked_s: float  # how long the call of `save` took: all that training waited
-    verify_s: float  # of `seconds`, how long reading back took
+    blocked_s: float  # the duration of `save`, for which training waited
+    verify_s: float  # the part of `seconds` spent reading back
     num_bytes: int  # of all ranks
     error: str | None
 
@@ -87,7 +86,7 @@ class _Job:
     """One save, ready to be written."""
 
     step: int
-    # this rank's part, in the staging buffers
+    # this rank's part in the staging buffers
     tensors: list[tuple[str, Tensor, LocalShard]]
     num_experts: dict[str, int]
     meta: dict[str, Any]
@@ -100,15 +99,20 @@ Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]
 
 
 class Checkpointer:
-    """Saves checkpoints of one run, one at a time, in the background.
+    """Saves checkpoints of one run in the background, one at a time. Its creation is collective.
 
     Call `wait` before the process ends.
 
-    `generation_file` is the supervisor's fence: where it exists, only the generation whose number
-    it holds commits. Making one is a collective call; it removes what dead generations left
-    unfinished. With `verify` a checkpoint is read back before it is committed; `on_failure` says
-    whether a failed save is an error at the next one, or only if none works after it. `second` gets
-    a copy of each.
+    Args:
+        directory: the folder of checkpoints; unfinished ones of dead generations are removed.
+        mesh: the ranks.
+        process: this rank.
+        keep_last: the number of checkpoints to keep.
+        generation: this process's generation.
+        generation_file: the supervisor's fence; if it exists, only the generation in it commits.
+        verify: read a checkpoint back before committing it.
+        on_failure: "stop" raises a failed save at the next one, "go_on" only if none succeeds later.
+        second: receives a copy of each checkpoint.
     """
 
     def __init__(
@@ -153,11 +157,15 @@ class Checkpointer:
         shards: Mapping[str, LocalShard],
         meta: dict[str, Any],
     ) -> None:
-        """Copies `tensors` and returns; the copy is written in the background. A collective call.
+        """Copies `tensors` and writes the copy in the background. Collective.
 
-        All ranks give the same names. `shards` has this rank's shard of each; tensors without one
-        are whole, and the same on every rank. `meta` must be JSON; rank 0's is kept. Waits for the
-        save before, and raises its error.
+        Waits for the previous save and raises its error. All ranks must give the same names.
+
+        Args:
+            step: optimizer steps done.
+            tensors: this rank's tensors by name.
+            shards: this rank's shards; tensors without one are whole and the same on every rank.
+            meta: JSON values; rank 0's are saved.
         """
         started_s = time.monotonic()
         self._join()
@@ -188,10 +196,10 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until no save is pending.
+        """Waits for the pending save.
 
         Raises:
-            CheckpointError: the last save failed; raised on every rank, once.
+            CheckpointError: the last save failed; raised once, on every rank.
         """
         self._join()
         failure, self._failure = self._failure, None
@@ -200,33 +208,27 @@ class Checkpointer:
 
     @property
     def must_stop(self) -> bool:
-        """Tells whether a save has failed that the next call of `save` will raise an error for.
-
-        Other ranks may not know yet.
-        """
+        """Returns whether the next `save` will raise a failed save's error; ranks may differ for a while."""
         return self._failure is not None and self._on_failure == "stop"
 
     def newest_whole(
         self, *, at_most: int | None = None, why_not: WhyNot = lambda meta: ""
     ) -> WholeCheckpoint | None:
-        """Returns what the run goes on from (recovery.py); a collective call.
-
-        A save that is pending is waited for.
-        """
+        """Returns the checkpoint to resume from (recovery.py), after the pending save. Collective."""
         self._join()
         return newest_whole(
             self._folder.path, self._group, self._second, at_most=at_most, why_not=why_not
         )
 
     def abandon_after(self, step: int) -> list[str]:
-        """Sets aside what was saved after a step; returns the new names. A collective call."""
+        """Sets aside the checkpoints after a step; returns their new names. Collective."""
         return self.on_rank_0(lambda: self._folder.abandon_after(step)) or []
 
     def adopt(self, found: WholeCheckpoint) -> list[DamagedCheckpoint]:
-        """Sets damaged checkpoints aside, and takes over what was fetched; a collective call.
+        """Sets damaged checkpoints aside and publishes a fetched one. Collective.
 
         Returns:
-            On rank 0 the damaged ones with their new paths; on the others as they were.
+            The damaged checkpoints, on rank 0 with their new paths.
         """
         renamed = list(found.damaged)
 
@@ -239,7 +241,7 @@ class Checkpointer:
         return renamed
 
     def wait_for_copies(self, timeout_s: float) -> None:
-        """Waits until the second place has its copies, on rank 0; never raises."""
+        """Waits on rank 0 for the copies to the second place; never raises."""
         if self._second:
             self._second.wait(timeout_s)
 
@@ -258,16 +260,13 @@ class Checkpointer:
             self._thread = None
 
     def poll(self) -> list[SaveRecord]:
-        """Returns the saves that ended since the last call, failed ones included.
-
-        It never waits and never raises.
-        """
+        """Returns the saves that ended since the last call, failed ones included; never waits."""
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def _stage(
         self, signature: Signature, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
     ) -> list[tuple[str, Tensor, LocalShard]]:
-        """Copies what this rank will write into its buffers, and returns it from there."""
+        """Copies the tensors that this rank writes into its buffers and returns these."""
         owners = owners_of(signature, self._layout.world_size)
         mine = [
             name
@@ -289,7 +288,7 @@ class Checkpointer:
         self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
     ) -> Signature:
         if unknown := sorted(set(shards) - set(tensors)):
-            raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
+            raise CheckpointError(f"there are shards of {unknown}, but no such tensors")
         parts = {
             name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()
         }
@@ -308,10 +307,7 @@ class Checkpointer:
         }
 
     def _compare(self, signature: Signature) -> None:
-        """Checks that all ranks hold the same names, shapes and dtypes; a collective call.
-
-        Ranks compare a checksum, and all of it only where that differs.
-        """
+        """Checks that all ranks hold the same names, shapes and dtypes, first by checksum. Collective."""
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(gathered(self._group, lambda: digest))) == 1:
             return
@@ -329,19 +325,17 @@ class Checkpointer:
     # In the background ---------------------------------------------------------------------------
 
     def _run(self, job: _Job) -> None:
-        """Writes and commits one save, in a thread; notes how it ended."""
+        """Writes and commits one save, in a thread, and records the outcome."""
         final = self._folder.path / step_name(job.step)
         temporary = final.with_name(f"{final.name}.g{self._folder.generation}.tmp")
         num_bytes, verify_s, error, failure = 0, 0.0, None, None
         if self._device.type == "cuda":
-            # A new thread begins on the first GPU, which is another rank's.
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
         try:
             num_bytes = self._write(job, temporary)
             verify_s = self._read_back(temporary)
             self.on_rank_0(lambda: self._commit(job.step, temporary, final))
-        # A thread has nobody to raise to: `wait` does.
-        except Exception as cause:  # noqa: BLE001
+        except Exception as cause:  # noqa: BLE001 - `wait` raises it
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
             error = (
                 f"the checkpoint of step {job.step} was not saved: {causes(cause)}; "
@@ -358,7 +352,7 @@ class Checkpointer:
         )
 
     def _write(self, job: _Job, temporary: Path) -> int:
-        """Writes this rank's part, and rank 0 what describes all; returns the bytes of all."""
+        """Writes this rank's part, and on rank 0 the small files; returns the checkpoint's bytes."""
         self.on_rank_0(lambda: self._folder.make_temporary(temporary))
         file = temporary / f"__{self._rank}_0.distcp"
 
@@ -373,7 +367,7 @@ class Checkpointer:
         by_rank = gather_json(written, self._group)
 
         def describe() -> int:
-            assert by_rank is not None, "what ranks wrote comes to rank 0"
+            assert by_rank is not None, "gathered on rank 0"
             sums = {each["file"]: FileSum(**each["sum"]) for each in by_rank}
             index = merged(Index.model_validate(each["index"]) for each in by_rank)
             return self._seal(job, temporary, index, sums)
@@ -381,11 +375,7 @@ class Checkpointer:
         return self.on_rank_0(describe) or 0
 
     def _seal(self, job: _Job, temporary: Path, index: Index, sums: dict[str, FileSum]) -> int:
-        """Describes what all ranks wrote, on rank 0.
-
-        Returns:
-            The size of the checkpoint in bytes.
-        """
+        """Writes the small files on rank 0; returns the checkpoint's bytes."""
         files = {name: temporary / name for name in sums}
         if unseen := [
             name
@@ -393,8 +383,8 @@ class Checkpointer:
             if not (file.is_file() and file.stat().st_size == sums[name].num_bytes)
         ]:
             raise CheckpointError(
-                f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
-                "the run folder must be the same shared folder on all nodes"
+                f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: the run folder "
+                "must be the same shared folder on all nodes"
             )
         meta = CheckpointMeta(
             step=job.step,
@@ -407,10 +397,10 @@ class Checkpointer:
         return seal(temporary, index, meta, sums)
 
     def _read_back(self, temporary: Path) -> float:
-        """Reads from the disk what the next rank has written; returns the seconds that took.
+        """Verifies on the disk what the next rank has written; returns the seconds taken.
 
         Raises:
-            CheckpointError: on all ranks, if any byte is not what was written.
+            CheckpointError: on all ranks: a byte differs from what was written.
         """
         if not self._verify:
             return 0.0
@@ -422,7 +412,7 @@ class Checkpointer:
                 open_share(temporary, self._rank + 1, self._layout.world_size)
             except CorruptCheckpointError as error:
                 raise CheckpointError(
-                    "it does not read as it was written; is the disk sound? "
+                    "it reads back differently from what was written; is the disk faulty? "
                     + without_advice(str(error))
                 ) from error
 
@@ -430,7 +420,7 @@ class Checkpointer:
         return time.monotonic() - started_s
 
     def _commit(self, step: int, temporary: Path, final: Path) -> None:
-        """Makes a checkpoint visible in one step, on rank 0, and lets old ones go."""
+        """Publishes a checkpoint on rank 0 and deletes old ones."""
         self._folder.refuse_if_stale()
         publish(temporary, final)
         if self._second:
@@ -438,16 +428,16 @@ class Checkpointer:
         self._folder.delete_old(step, spare=self._second.reading if self._second else None)
 
     def on_rank_0(self, act: Callable[[], T]) -> T | None:
-        """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
+        """Calls `act` on rank 0; all ranks get its result or error. Collective."""
         return gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
 
 def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
-    """Returns for every tensor which copy of it is written; equal on every rank.
+    """Returns which copy of every tensor is written, the same on every rank.
 
-    The largest go first, to the ranks with the least bytes so far. Tensors that many ranks share go
-    before all others, so the ranks of a later, smaller copy have the same load; 10,240 ranks and
-    1,000 tensors take 30 ms, in every save.
+    Assigns the largest tensors first, to the ranks with the least bytes so far. Tensors with more
+    ranks per copy come before all others, so that the ranks of a smaller copy have equal loads. For
+    10,240 ranks and 1,000 tensors it takes 30 ms per save.
     """
     owners: dict[str, int] = {}
     sizes = {name: _num_bytes(shape, dtype) for name, (shape, dtype, *_) in signature.items()}
@@ -470,7 +460,7 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
 
 
 def _signature_of(plain: Mapping[str, Any]) -> Signature:
-    """Returns a signature that came as JSON, where tuples are lists."""
+    """Restores a signature from JSON, where tuples are lists."""
     return {
         name: (tuple(shape), dtype, ranks_per_copy, has_experts)
         for name, (shape, dtype, ranks_per_copy, has_experts) in plain.items()

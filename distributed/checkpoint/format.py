@@ -1,13 +1,13 @@
-"""What stands in a checkpoint's directory: its small files, finding it, checking it. No processes,
-nothing executed.
+"""The format of a checkpoint's directory: its small files, lookup and verification.
 
     step_00000050/  __<rank>_0.distcp   the tensors that this rank wrote (torch.save, read with weights_only)
-                    .metadata           DCP's own index, a pickle: for other readers; never opened here
+                    .metadata           DCP's own index, a pickle for other readers; never opened here
                     index.json          the same index: name -> dtype, shape, chunks -> file, offset, length
                     meta.json           step, layout, experts per sharded tensor, versions, and the caller's meta
                     manifest.json       size and BLAKE2b of every file above
 
-Checking reads every byte, at about 0.8 GB/s and core.
+Verification reads every byte, at about 0.8 GB/s per core. Nothing here runs processes or executes
+what it reads.
 """
 
 import hashlib
@@ -30,38 +30,38 @@ _READ_BYTES = 2**22
 _ADVICE = "restore it from a copy, or delete the directory and resume from the checkpoint before it"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
-# of a chunk, in all dims but the first: offsets and sizes
+# offsets and sizes of a chunk in all dims but the first
 _Column = tuple[tuple[int, ...], tuple[int, ...]]
 _Columns = tuple[_Column, ...]
 OnBytes = Callable[[int], None]
-"""Hears how many bytes were read or written since its last call."""
+"""Receives the number of bytes read or written since its last call."""
 StartProgress = Callable[[str, int], OnBytes]
-"""Starts a progress bar of a name and a number of bytes."""
+"""Starts a progress bar with a name and a number of bytes."""
 
 
 class CheckpointError(ValueError):
-    """Raised where a checkpoint cannot be written or read; says what to do."""
+    """Raised if a checkpoint cannot be written or read; says what to do."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Raised where files are not what was written, or do not hold what they should."""
+    """Raised if files differ from what was written, or lack required content."""
 
 
 class StaleGenerationError(CheckpointError):
-    """Raised in a process of an earlier generation of its job, which may not commit any more."""
+    """Raised in a process of an earlier generation of its job, which may no longer commit."""
 
 
 class SaveFailedError(CheckpointError):
-    """Raised where a save has failed and the run was told to end then: starting anew would not help."""
+    """Raised after a failed save if the run must then end; a restart would not help."""
 
 
 class _Record(BaseModel):
-    # Without "constants" a NaN in the caller's meta would come back as None.
+    # Without "constants" a NaN in the caller's meta would be read back as None.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Chunk(_Record):
-    """A slice of a tensor and where its bytes are."""
+    """A slice of a tensor and the location of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -71,7 +71,7 @@ class Chunk(_Record):
 
 
 class StoredTensor(_Record):
-    """The type and shape of a tensor, and the chunks that together hold it."""
+    """A tensor's dtype, shape and chunks."""
 
     dtype: str  # "float32"
     shape: tuple[int, ...]
@@ -79,18 +79,18 @@ class StoredTensor(_Record):
 
 
 class Index(_Record):
-    """All tensors of a checkpoint, by name: index.json."""
+    """index.json: all tensors of a checkpoint by name."""
 
     tensors: dict[str, StoredTensor]
 
 
 class CheckpointMeta(_Record):
-    """Everything in a checkpoint that is not a tensor: meta.json."""
+    """meta.json: everything in a checkpoint that is not a tensor."""
 
     step: int
     generation: int
-    layout: Layout  # of the ranks that wrote it; any other may read it
-    num_experts: dict[str, int]  # sharded tensor -> how many experts it has
+    layout: Layout  # of the ranks that wrote it; any other layout can read it
+    num_experts: dict[str, int]  # number of experts of sharded tensors
     versions: dict[str, str]
     meta: dict[str, Any]  # the caller's
 
@@ -103,11 +103,11 @@ class FileSum(_Record):
 
 
 class CheckpointManifest(_Record):
-    """All files of a checkpoint: manifest.json."""
+    """manifest.json: all files of a checkpoint."""
 
     format: Literal[1]
     files: dict[str, FileSum]
-    digest: str  # of `files`: a flipped byte in the manifest itself is not blamed on another file
+    digest: str  # of `files`, so that damage of the manifest is not blamed on other files
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Identifies a committed checkpoint by its step and its directory."""
+    """A committed checkpoint's step and directory."""
 
     step: int
     path: Path
 
 
 def step_name(step: int) -> str:
-    """Returns the name of the directory of a step's checkpoint: "step_00000050"."""
+    """Returns the directory name of a step's checkpoint: "step_00000050"."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int:
-    """Returns the step in the name of a checkpoint's directory."""
+    """Returns the step in a checkpoint's directory name."""
     return int(name.removeprefix("step_"))
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Lists the committed checkpoints, oldest first; none if the directory does not exist."""
+    """Lists the committed checkpoints, oldest first; empty if the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = ((_STEP_NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -150,45 +150,37 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def latest(directory: Path) -> Path | None:
-    """Returns the committed checkpoint of the highest step, unchecked: `load` checks."""
+    """Returns the committed checkpoint of the highest step, without verifying it."""
     return found[-1].path if (found := list_checkpoints(directory)) else None
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Reads what a checkpoint says about itself, without its tensors."""
+    """Reads a checkpoint's meta.json."""
     return _read(path, "meta.json", CheckpointMeta)
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Returns the checkpoint at `path`, or the newest, or that of `step`, of the run at `path`.
-
-    It is not checked.
+    """Returns the checkpoint at `path`, or the newest or that of `step` of the run at `path`, unverified.
 
     Raises:
-        CheckpointError: there is none; the message names what is there.
+        CheckpointError: there is none; the message lists the existing ones.
     """
     if any((path / name).exists() for name in ("manifest.json", "index.json", "meta.json")):
         if step is not None:
-            raise CheckpointError(
-                f"{path} is one checkpoint: a step can be chosen of a run folder only"
-            )
+            raise CheckpointError(f"{path} is a checkpoint: give a run folder to select a step")
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise CheckpointError(
-            f"{path}: has no checkpoint (of a run they would be in {path / 'checkpoints'})"
-        )
+        raise CheckpointError(f"{path}: has no checkpoint (a run's are in {path / 'checkpoints'})")
     chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
-        raise CheckpointError(
-            f"{path}: has no checkpoint of step {step}; there are those of {steps}"
-        )
+        raise CheckpointError(f"{path}: has no checkpoint of step {step}; it has those of {steps}")
     return chosen[-1]
 
 
 def missing_files(path: Path) -> list[str]:
-    """Lists what a checkpoint lacks, by names and sizes alone: the bytes are not read."""
+    """Lists missing files and wrong sizes of a checkpoint, without reading bytes."""
     problems = []
     for name, expected in _manifest_of(path).files.items():
         if (problem := _misfit(path / name, expected)) is not None:
@@ -197,10 +189,10 @@ def missing_files(path: Path) -> list[str]:
 
 
 def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
-    """Opens a checkpoint and reads every byte: checks the sums, and that every expert is there once.
+    """Opens a checkpoint, verifies every checksum, and checks that it holds every expert once.
 
     Raises:
-        CorruptCheckpointError: tells all that is wrong.
+        CorruptCheckpointError: lists all problems.
     """
     manifest = _manifest_of(path)
     try:
@@ -217,7 +209,7 @@ def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoi
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """Reads and checks the small files of a checkpoint; the tensors' bytes are not looked at."""
+    """Reads and verifies the small files of a checkpoint, not the tensors' bytes."""
     manifest = _manifest_of(path)
     small = {
         name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files
@@ -231,10 +223,10 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
 
 
 def _manifest_of(path: Path) -> CheckpointManifest:
-    """Reads and checks manifest.json."""
+    """Reads and verifies manifest.json."""
     manifest = _read(path, "manifest.json", CheckpointManifest)
     if manifest.digest != digest_of_sums(manifest.files):
-        refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
+        refuse(path, ["manifest.json is damaged: it does not match its own checksum"])
     if outside := [name for name in manifest.files if Path(name).name != name]:
         refuse(path, [f"manifest.json names files outside of it: {outside}"])
     return manifest
@@ -248,14 +240,14 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
 
 
 def without_advice(message: str) -> str:
-    """Returns the message of a CorruptCheckpointError without what it says to do."""
+    """Returns the message of a CorruptCheckpointError without its advice."""
     return message.removesuffix(_ADVICE).rstrip()
 
 
 def damaged_files(
     stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None
 ) -> list[str]:
-    """Lists what is wrong with the bytes of the files `names`, and what these held."""
+    """Lists the damage of the files `names`, and the tensors in them."""
     sums = {name: stored.manifest.files[name] for name in names}
     return [
         f"{name} {problem}{_contents(stored, name)}"
@@ -264,9 +256,9 @@ def damaged_files(
 
 
 def audit(index: Index, num_experts: Mapping[str, int]) -> list[str]:
-    """Lists which parts of tensors the index has not, or more than once.
+    """Lists the parts of tensors that the index lacks or has more than once.
 
-    Of tensors with experts, whose numbers are given by name, it names the experts.
+    For tensors with experts (`num_experts`, by name) it names the experts.
     """
     tensors = index.tensors
     problems = [
@@ -277,8 +269,7 @@ def audit(index: Index, num_experts: Mapping[str, int]) -> list[str]:
     for name, tensor in tensors.items():
         if not all(_is_block(chunk, len(tensor.shape)) for chunk in tensor.chunks):
             problems.append(
-                f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a "
-                "tensor"
+                f"{name} has shape {list(tensor.shape)}, and parts that are not blocks of such a tensor"
             )
         elif name in num_experts and tensor.shape[:1] != (num_experts[name],):
             problems.append(
@@ -293,18 +284,17 @@ def audit(index: Index, num_experts: Mapping[str, int]) -> list[str]:
 
 
 def _is_block(chunk: Chunk, num_dims: int) -> bool:
-    """Tells whether a chunk has as many offsets and sizes as dimensions, and none is negative."""
+    """Returns whether a chunk has one non-negative offset and size per dimension."""
     return len(chunk.offsets) == len(chunk.sizes) == num_dims and all(
         number >= 0 for number in (*chunk.offsets, *chunk.sizes)
     )
 
 
 def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
-    """Lists the rows with elements that no chunk holds, or more than one.
+    """Lists the rows with elements that no chunk or several chunks hold.
 
-    Between two rows where chunks begin or end the same chunks hold every row, so one row is judged
-    for all of them. FSDP may cut one bank in two ways: a rank's experts are dealt whole where they
-    suffice for its group, and cut through where they do not.
+    Between two chunk bounds the same chunks hold every row, so one row is checked for all. FSDP may cut
+    one bank in two ways: between experts if a rank's experts suffice for its group, else within them.
     """
     if not tensor.shape:
         return [] if len(tensor.chunks) == 1 else [f"stored {len(tensor.chunks)} times"]
@@ -323,7 +313,7 @@ def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
 
 
 def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
-    """Yields ranges of rows, first to last, and with each what its chunks hold of a row."""
+    """Yields ranges of rows in order, each with the parts of a row that its chunks hold."""
     spans = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in tensor.chunks]
     edges = sorted({0, tensor.shape[0], *itertools.chain.from_iterable(spans)})
     number = {row: place for place, row in enumerate(edges)}
@@ -336,7 +326,7 @@ def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
 
 
 def _row_gap(columns: _Columns, inner: int) -> str | None:
-    """Spells what is wrong with a row of `inner` elements that has these parts."""
+    """Describes the problem of a row of `inner` elements with these parts, or returns None."""
     if not columns:
         return "are missing"
     if len(set(columns)) < len(columns):
@@ -350,7 +340,7 @@ def _row_gap(columns: _Columns, inner: int) -> str | None:
 
 
 def _meet(one: _Column, other: _Column) -> bool:
-    """Tells whether two blocks, given as offsets and sizes, have elements in common."""
+    """Returns whether two blocks, given as offsets and sizes, overlap."""
     return all(
         a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
     )
@@ -359,7 +349,7 @@ def _meet(one: _Column, other: _Column) -> bool:
 def _damages(
     path: Path, sums: Mapping[str, FileSum], on_bytes: OnBytes | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields the name of every damaged file, and what is wrong with it."""
+    """Yields every damaged file's name and problem."""
     for name, expected in sums.items():
         if (problem := _misfit(path / name, expected)) is not None:
             yield name, problem
@@ -370,11 +360,11 @@ def _damages(
             yield name, f"cannot be read: {error.strerror}"
         else:
             if found != expected.blake2b:
-                yield name, "does not fit its checksum: bytes have changed"
+                yield name, "does not match its checksum: bytes have changed"
 
 
 def _misfit(file: Path, expected: FileSum) -> str | None:
-    """Spells what is wrong with a file by its size, if anything is."""
+    """Describes what is wrong with a file's existence or size, or returns None."""
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -382,7 +372,7 @@ def _misfit(file: Path, expected: FileSum) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
-        return "is no file"
+        return "is not a file"
     size = status.st_size
     return (
         None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
@@ -390,7 +380,7 @@ def _misfit(file: Path, expected: FileSum) -> str | None:
 
 
 def _contents(stored: StoredCheckpoint, file: str) -> str:
-    """Spells which tensors and experts a file holds."""
+    """Describes which tensors and experts a file holds."""
     held = []
     for name, tensor in stored.index.tensors.items():
         for chunk in tensor.chunks:
@@ -415,7 +405,7 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
         return kind.model_validate_json((path / name).read_bytes())
     except OSError as error:
         raise CorruptCheckpointError(
-            f"{path} is no whole checkpoint: cannot read {name}: {error.strerror}"
+            f"{path} is not a complete checkpoint: cannot read {name}: {error.strerror}"
         ) from error
     except ValueError as error:
         raise CorruptCheckpointError(
@@ -427,7 +417,7 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
 
 
 def blake2b(data: bytes) -> str:
-    """Returns the checksum of bytes, as manifest.json spells it."""
+    """Returns the checksum of bytes in manifest.json's spelling."""
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Loads checkpoints of any layout into the tensors of this one, all or nothing, on all ranks.
+"""Loads checkpoints of any layout into this layout's tensors, all or nothing, on all ranks.
 
-Every rank checks a share of the files and reads what it needs; nothing is overwritten before all of
-it fits, and nothing that a file says is executed.
+Every rank verifies a share of the files and reads what it needs. Nothing is overwritten before
+everything fits, and nothing in a file is executed.
 """
 
 import io
@@ -31,8 +31,7 @@ from .format import (
 )
 from .together import causes, together
 
-# What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what
-# calls those with nonsense.
+# What torch.load's zip reader and unpickler raise on bytes that are not a tensor.
 _DECODING_ERRORS = (
     RuntimeError,
     pickle.UnpicklingError,
@@ -48,23 +47,21 @@ _DECODING_ERRORS = (
 
 
 def check_for_all(path: Path, group: dist.ProcessGroup, *, reading: int = 0) -> CheckpointMeta:
-    """Checks every byte of a checkpoint, each rank a share of the files; returns its meta.
-
-    A collective call; an error is raised on all ranks.
+    """Verifies every byte of a checkpoint, each rank a share of the files; returns its meta. Collective.
 
     Args:
         path: the checkpoint.
         group: all ranks.
-        reading: another number divides the files among the ranks in another way.
+        reading: another number distributes the files over the ranks in another way.
 
     Raises:
-        CorruptCheckpointError: it is damaged; tells all that is wrong with it.
+        CorruptCheckpointError: on all ranks: it is damaged; lists all problems.
     """
     return together(group, lambda: open_share(path, group.rank() + reading, group.size()).meta)
 
 
 def open_share(path: Path, part: int, parts: int, *, check_bytes: bool = True) -> StoredCheckpoint:
-    """Opens a checkpoint and checks that it holds everything, and the bytes of a part of its files.
+    """Opens a checkpoint, checks that it is complete, and verifies one of `parts` shares of its files.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -84,15 +81,21 @@ def load(
     check_bytes: bool = True,
     allow_unexpected: bool = False,
 ) -> dict[str, Any]:
-    """Fills `tensors` in place from a checkpoint of any layout; returns the meta saved with it.
+    """Fills `tensors` in place from a checkpoint of any layout; returns the caller's meta.
 
-    `shards` has this rank's shard of each; tensors without one are whole. Without a mesh nothing
-    is communicated; with one it is a collective call, and an error is raised on all ranks. Nothing
-    is overwritten unless everything fits: names, shapes, dtypes, every element once, and (with
-    `check_bytes`) the checksum of every file. `allow_unexpected` lets the checkpoint hold more than
-    is asked for (weights without the optimizer's state).
+    Nothing is overwritten unless everything fits: names, shapes, dtypes and every element once. Safe on
+    files of unknown origin, which only JSON and torch's weights_only loader read.
 
-    Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
+    Args:
+        path: the checkpoint.
+        tensors: this rank's tensors by name.
+        shards: this rank's shards; tensors without one are whole.
+        mesh: all ranks, which makes the call collective; None communicates nothing.
+        check_bytes: verify the checksum of every file.
+        allow_unexpected: the checkpoint may hold more tensors (weights without optimizer state).
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit; on all ranks.
     """
     group = None if mesh is None else mesh.world_group
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
@@ -101,7 +104,7 @@ def load(
         stored = open_share(path, rank, world_size, check_bytes=check_bytes)
         if unlike := _differences(stored, tensors, shards, allow_unexpected):
             listed = "\n  ".join(unlike)
-            raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
+            raise CheckpointError(f"{path} does not fit the requested tensors:\n  {listed}")
         return stored
 
     stored = together(group, check)
@@ -122,12 +125,12 @@ def _differences(
     shards: Mapping[str, LocalShard],
     allow_unexpected: bool,
 ) -> list[str]:
-    """Spells where the checkpoint and what is asked for do not fit, one text for each misfit."""
+    """Lists the differences between the checkpoint and the requested tensors."""
     found = stored.index.tensors
     problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
     if not allow_unexpected:
         problems += [
-            f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors
+            f"in the checkpoint but not requested: {name}" for name in found if name not in tensors
         ]
     problems += [
         text for name, shard in shards.items() for text in misfits(name, tensors[name], shard)
@@ -150,10 +153,7 @@ def _differences(
 def _read_into(
     tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard], stored: StoredCheckpoint
 ) -> None:
-    """Fills this rank's tensors, in the order of the files, each chunk read once.
-
-    Experts that have moved are many slices of one chunk.
-    """
+    """Fills this rank's tensors in file order, reading each chunk once."""
     wanted = [
         (chunk, name, blocks)
         for name, tensor in tensors.items()
@@ -167,9 +167,7 @@ def _read_into(
 
 
 def _blocks(chunk: Chunk, shard: LocalShard) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Yields what a chunk and a rank's slices have in common: where it begins in the chunk and in
-    the rank's tensor, and its sizes.
-    """
+    """Yields the overlaps of a chunk and a rank's slices: offsets in both, and sizes."""
     for slice_ in shard.slices:
         ends = zip(chunk.offsets, chunk.sizes, slice_.offsets, slice_.sizes, strict=True)
         spans = [(max(a, b), min(a + size_a, b + size_b)) for a, size_a, b, size_b in ends]
@@ -184,7 +182,7 @@ def _blocks(chunk: Chunk, shard: LocalShard) -> Iterator[tuple[list[int], list[i
 
 
 def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
-    """Reads one whole tensor, to the CPU, chunk by chunk."""
+    """Reads one whole tensor to the CPU, chunk by chunk."""
     tensor = stored.index.tensors[name]
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
@@ -204,13 +202,12 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
         raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) != chunk.length:
         raise CorruptCheckpointError(
-            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that "
-            "index.json promises"
+            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that index.json lists"
         )
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except _DECODING_ERRORS as error:
-        # torch has no error of its own for that; the file may well be whole
+        # torch has no own error for lack of memory; the file may be intact
         if "can't allocate memory" in str(error):
             raise
         raise CorruptCheckpointError(
@@ -219,26 +216,26 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
     expected = (chunk.sizes, dtype)
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptCheckpointError(
-            f"{path} at byte {chunk.start}: not the tensor that index.json promises"
+            f"{path} at byte {chunk.start}: not the tensor that index.json lists"
         )
     return tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a type as index.json spells it: "float32"."""
+    """Returns a dtype's name in index.json: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the type that index.json spells "float32"."""
+    """Returns the dtype with that name in index.json."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpointError(f"index.json: {name!r} is no dtype")
+        raise CorruptCheckpointError(f"index.json: {name!r} is not a dtype")
     return dtype
 
 
 def misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
-    """Yields a text if a slice of the shard does not lie in the tensor that should store it."""
+    """Yields a message if a slice of the shard does not fit into its local tensor."""
     shape = tuple(tensor.shape)
     for slice_ in shard.slices:
         if len(slice_.local_offsets) != len(shape) or any(
@@ -246,7 +243,7 @@ def misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
             for start, size, end in zip(slice_.local_offsets, slice_.sizes, shape, strict=True)
         ):
             yield (
-                f"{name} has shape {list(shape)} here, in which there is no block of "
-                f"{slice_.sizes} at {slice_.local_offsets}"
+                f"{name} has shape {list(shape)} here, which has no block of {slice_.sizes} at "
+                f"{slice_.local_offsets}"
             )
             return

@@ -1,17 +1,15 @@
-"""The checkpoint that a run goes on from: the newest whole one, chosen by all ranks alike.
+"""Finds the checkpoint to resume from: the newest intact one, the same on all ranks.
 
-    newest first: every rank reads a share of the files → damaged? a second time, other shares → next
+    newest first: every rank reads a share of the files → damaged? again with other shares → next
 
-A checkpoint is damaged if it is found so twice, by two divisions of its files among the ranks: a
-file that one rank read wrongly is read by another the second time. Where the newest is damaged, or
-gone, the copies in a second place are tried too, newest first, this folder's before a copy of the
-same step. Nothing is renamed before a whole one is found: with none left, all stay where they are,
-and the run fails with one error that lists what was tried. A run that has had checkpoints never
-starts from its beginning in silence. A caller may pass over whole ones (`WhyNot`): those that a run
-saved on a way from which it went back since.
+A checkpoint counts as damaged only if two readings agree, because the second assigns every file to
+another rank. If the newest one is damaged or missing, copies in the second place are tried too:
+newest first, and the folder's own before a copy of the same step. Nothing is renamed before an intact
+one is found. If there is none, all stay in place and one error lists what was tried; a run that has had
+checkpoints never silently restarts from the beginning. The caller may skip intact ones (`WhyNot`),
+such as those of a path that the run has abandoned.
 
-Cost: what loading costs anyway, the bytes read once by all ranks together (0.8 GB/s and core);
-twice that for each damaged one.
+Cost: the bytes are read once by all ranks together (0.8 GB/s per core), twice for damaged checkpoints.
 """
 
 import logging
@@ -38,19 +36,17 @@ from .together import gathered
 logger = logging.getLogger(__name__)
 _READINGS = 2
 WhyNot = Callable[[CheckpointMeta], str]
-"""Says why a run must not go on from a whole checkpoint; "": it may."""
+"""Returns why a run must not resume from an intact checkpoint, or ""."""
 
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     path: Path
     meta: CheckpointMeta
     damaged: tuple[DamagedCheckpoint, ...]  # of the same step or newer, newest first
-    fetched_for: Path | None = (
-        None  # the name that `path`, fetched from the second place, shall get
-    )
+    fetched_for: Path | None = None  # final path of a `path` fetched from the second place
 
 
 def newest_whole(
@@ -61,23 +57,23 @@ def newest_whole(
     at_most: int | None = None,
     why_not: WhyNot = lambda meta: "",
 ) -> WholeCheckpoint | None:
-    """Returns the newest whole checkpoint, and which newer ones are damaged.
+    """Returns the newest intact checkpoint and the damaged newer ones. Collective.
 
-    A collective call; every rank gets the same, of what rank 0 sees. Nothing is renamed.
+    All ranks get the same result, based on rank 0's view of the folder. Nothing is renamed.
 
     Args:
         directory: the run's checkpoints.
-        group: all ranks; they may wait long for one that reads or fetches.
-        second: where copies of them are.
-        at_most: leaves out those of later steps.
-        why_not: which whole ones are passed over; they stay where they are.
+        group: all ranks, with a timeout that allows for slow disks.
+        second: the place of their copies.
+        at_most: ignores later steps.
+        why_not: skips intact checkpoints, which stay in place.
 
     Returns:
-        None: the run has never had a checkpoint; or it has no whole one up to `at_most`.
+        None if the run has never had a checkpoint, or has no intact one up to `at_most`.
 
     Raises:
-        CheckpointError: there were checkpoints, and none is whole; or one cannot be read for
-            another reason than damage.
+        CheckpointError: there were checkpoints, but none is intact; or one cannot be read for another
+            reason than damage.
     """
     own, aside = _seen_by_rank_0(directory, group)
     own = [path for path in own if at_most is None or step_of(path.name) <= at_most]
@@ -91,7 +87,7 @@ def newest_whole(
     ]
     candidates = [(path, search.try_own) for path in own[1:]]
     candidates += [(directory / step_name(step), search.try_copy) for step in copies]
-    # newest first, and of the same step this folder's before its copy
+    # newest first; for the same step, the folder's own before its copy
     for path, attempt in sorted(candidates, key=lambda each: -step_of(each[0].name)):
         if found := attempt(path):
             return found
@@ -101,9 +97,9 @@ def newest_whole(
 
 
 def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Path], list[str]]:
-    """Returns the committed checkpoints, newest first, and in words what was set aside.
+    """Returns the committed checkpoints, newest first, and descriptions of those set aside.
 
-    A rank that looked for itself could see an old listing of a network file system.
+    Only rank 0 lists them, because network file systems may show ranks different listings.
     """
 
     def look() -> tuple[list[str], list[str]]:
@@ -118,7 +114,7 @@ def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Pat
 
 
 def _copies(second: SecondCopy | None, group: dist.ProcessGroup, *, must_answer: bool) -> list[int]:
-    """Returns the steps of the copies in the second place, as rank 0 sees it."""
+    """Returns the steps of the copies in the second place, as seen by rank 0."""
     if second is None:
         return []
 
@@ -130,14 +126,14 @@ def _copies(second: SecondCopy | None, group: dist.ProcessGroup, *, must_answer:
         except CheckpointError as error:
             if must_answer:
                 raise
-            logger.warning("%s; only the run folder's checkpoints are tried", error)
+            logger.warning("%s; trying only the run folder's checkpoints", error)
             return []
 
     return gathered(group, look)[0]
 
 
 class _Search:
-    """What was found damaged, and in words all that was tried, until one is whole."""
+    """The damaged checkpoints found so far, and descriptions of everything tried."""
 
     def __init__(
         self, group: dist.ProcessGroup, second: SecondCopy | None, why_not: WhyNot
@@ -147,7 +143,7 @@ class _Search:
         self.tried: list[str] = []
 
     def try_own(self, path: Path) -> WholeCheckpoint | None:
-        """Returns a checkpoint of the run folder if it is whole; else notes what is wrong with it."""
+        """Returns a checkpoint of the run folder if it is intact, else records what is wrong."""
         meta, why = _checked(path, self._group)
         if meta is None:
             self._damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
@@ -159,7 +155,7 @@ class _Search:
         return None
 
     def try_copy(self, path: Path) -> WholeCheckpoint | None:
-        """Fetches the copy of a checkpoint and returns it if it is whole; else notes what is wrong."""
+        """Fetches a checkpoint's copy and returns it if it is intact, else records what is wrong."""
         second, fetched = self._second, path.with_name(f"{path.name}.fetched.tmp")
         assert second is not None, "copies are in a second place"
 
@@ -183,7 +179,7 @@ class _Search:
 
 
 def _checked(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointMeta | None, str]:
-    """Returns the meta of a whole checkpoint, or None and what is wrong with it."""
+    """Returns the meta of an intact checkpoint, or None and what is wrong with it."""
     why = ""
     for reading in range(_READINGS):
         try:
@@ -194,12 +190,11 @@ def _checked(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointMeta | Non
 
 
 def _nothing_left(directory: Path, tried: Sequence[str], aside: Sequence[str]) -> str:
-    """Spells what was tried where no checkpoint is whole, in one line: summaries show the first."""
+    """Lists everything tried on one line, because summaries show only the first line."""
     words = [" ".join(each.split()) for each in tried]
     words += [f"{each} by an earlier start" for each in aside]
     return (
-        f"{directory} has no whole checkpoint left, and the run is not started from its beginning "
-        f"as if there had been none; tried, newest first: {'; '.join(words)}; `moebius ckpt verify "
-        f"{directory.parent}` names the tensors that are lost; restore one from a copy, or move them "
-        "all away to start from step 0"
+        f"{directory} has no intact checkpoint left, and the run does not silently restart from step 0; tried, "
+        f"newest first: {'; '.join(words)}; `moebius ckpt verify {directory.parent}` names the lost tensors; "
+        "restore one from a copy, or move them all away to start from step 0"
     )

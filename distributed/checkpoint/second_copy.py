@@ -1,17 +1,17 @@
-"""A copy of a run's last checkpoints in a second place, made in the background.
+"""Copies a run's last checkpoints to a second place in the background.
 
-    <copy_to>/<name of the run folder>/run.json                whose copies these are
+    <copy_to>/<name of the run folder>/run.json                the run that owns these copies
                                        step_00000050/…         a checkpoint's files, manifest.json last
 
-A copy without a manifest.json is not one yet, so it needs no rename, which object stores have not.
-One checkpoint at a time is copied, by a thread of rank 0, and of those that wait only the newest. A
-copy that fails is told of and ends nothing. A copy is fetched where a run is continued whose own
-newest checkpoint is damaged or gone (recovery.py), and checked like any other.
+A copy is complete once it has a manifest.json, so no rename is needed, which object stores lack. A
+thread of rank 0 copies one checkpoint at a time, and skips to the newest if several wait. A failed copy
+is reported and does not end the run. A run whose newest checkpoint is damaged or missing fetches a copy
+(recovery.py) and verifies it like any other.
 
-So that a new run never goes on from another one's copies, the run folder and the second place hold
-the same random number; where they differ, the run does not start.
+The run folder and the second place hold the same random number. If they differ, the run does not
+start, so it never resumes from another run's copies.
 
-Cost: the bytes of a checkpoint, read once more and sent, beside training.
+Cost: the bytes of a checkpoint are read once more and sent while training continues.
 """
 
 import json
@@ -58,14 +58,13 @@ class SecondCopy:
         self._pending: Path | None = None
         self._thread: threading.Thread | None = None
         self._records: deque[CopyRecord] = deque()
-        self.reading: Path | None = None  # the checkpoint that is being copied: it must stay
+        self.reading: Path | None = None  # the checkpoint being copied, which must stay
 
     def claim(self) -> None:
-        """Makes sure that what is in the second place is this run's.
+        """Claims the second place for this run, or checks that it is this run's.
 
         Raises:
-            CheckpointError: it is another run's; or it cannot be reached, and this run has not
-                been there before.
+            CheckpointError: it is another run's, or it is unreachable and this run has not used it.
         """
         mark = self._run_dir / MARK
         known = _run_id(mark.read_bytes()) if mark.exists() else None
@@ -83,17 +82,16 @@ class SecondCopy:
             message = f"checkpoint.copy_to: {self.url} cannot be used ({_words(error)})"
             if known is None:
                 raise CheckpointError(f"{message}: check the address and your access") from error
-            logger.warning("%s; going on without it", message)
+            logger.warning("%s; continuing without it", message)
             return
         if found is not None and found != known:
             raise CheckpointError(
-                f"checkpoint.copy_to: {self.url} holds the checkpoints of another run than "
-                f"{self._run_dir}: choose another place or another run folder; or, to go on from "
-                f"them, copy {self.url}/{OWNER} to {mark}"
+                f"checkpoint.copy_to: {self.url} holds the checkpoints of another run, not of {self._run_dir}: "
+                f"choose another place or run folder; or, to resume from them, copy {self.url}/{OWNER} to {mark}"
             )
 
     def copy_later(self, checkpoint: Path) -> None:
-        """Copies a committed checkpoint, after the one that is being copied."""
+        """Schedules the copy of a committed checkpoint after the current one."""
         with self._lock:
             self._pending = checkpoint
             if self._thread is None:
@@ -105,7 +103,7 @@ class SecondCopy:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all is copied; a warning says so if it is not by then."""
+        """Waits for the copies; warns if they are not complete within `timeout_s`."""
         thread = self._thread
         if thread is None:
             return
@@ -114,10 +112,10 @@ class SecondCopy:
             logger.warning("%s: the copy was not complete after %.0f s", self.url, timeout_s)
 
     def steps(self) -> list[int]:
-        """Lists the steps of complete copies, newest first; none where the place is empty.
+        """Lists the steps of complete copies, newest first.
 
         Raises:
-            CheckpointError: it cannot be reached.
+            CheckpointError: the place is unreachable.
         """
         try:
             fs, root = self._place()
@@ -131,10 +129,10 @@ class SecondCopy:
         return sorted(complete, reverse=True)
 
     def fetch(self, name: str, out: Path) -> None:
-        """Copies the checkpoint `name` into the folder `out`, which it makes anew.
+        """Copies the checkpoint `name` into the new folder `out`.
 
         Raises:
-            CheckpointError: it cannot be read, or `out` cannot be written.
+            CheckpointError: the copy cannot be read, or `out` cannot be written.
         """
         discard(out)
         try:
@@ -157,7 +155,7 @@ class SecondCopy:
             try:
                 num_bytes = self._copy(checkpoint)
                 self._delete_old(checkpoint.name)
-            except Exception as cause:  # noqa: BLE001 - told, and training goes on
+            except Exception as cause:  # noqa: BLE001 - reported; training continues
                 error = f"{checkpoint.name} was not copied to {self.url}: {_words(cause)}"
                 logger.warning("%s", error)
             seconds = time.monotonic() - started_s
@@ -174,7 +172,7 @@ class SecondCopy:
         """Copies the files, manifest.json last; returns their bytes."""
         fs, root = self._place()
         target = f"{root}/{checkpoint.name}"
-        if fs.exists(f"{target}/manifest.json"):  # of the same step, before the run fell back
+        if fs.exists(f"{target}/manifest.json"):  # of the same step, before the run went back
             fs.rm_file(f"{target}/manifest.json")
         fs.makedirs(target, exist_ok=True)
         names = sorted(file.name for file in checkpoint.iterdir())
@@ -184,12 +182,12 @@ class SecondCopy:
             size = (checkpoint / name).stat().st_size
             fs.put_file(str(checkpoint / name), f"{target}/{name}")
             if (arrived := fs.info(f"{target}/{name}")["size"]) not in (size, None):
-                raise CheckpointError(f"{name} has {arrived} of its {size} bytes there")
+                raise CheckpointError(f"{name} arrived with {arrived} of its {size} bytes")
             num_bytes += size
         return num_bytes
 
     def _delete_old(self, newest: str) -> None:
-        """Deletes all copies but the last n up to the one that was just made."""
+        """Deletes all but the last n copies up to the newest one."""
         fs, root = self._place()
         past = [name for name in _folders(fs, root) if step_of(name) <= step_of(newest)]
         for name in sorted(past, key=step_of)[: -self._keep_last]:
@@ -197,7 +195,7 @@ class SecondCopy:
 
 
 def _folders(fs: Any, root: str) -> list[str]:
-    """Lists the names in a place that are those of checkpoints."""
+    """Lists the names of checkpoints in a place."""
     if not fs.exists(root):
         return []
     names = (str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
@@ -205,7 +203,7 @@ def _folders(fs: Any, root: str) -> list[str]:
 
 
 def _run_id(content: bytes) -> str:
-    """Returns the number in a run.json; what cannot be read is nobody's number."""
+    """Returns the number in a run.json, or "unreadable", which matches no run."""
     try:
         return str(json.loads(content)["run"])
     except (ValueError, TypeError, KeyError):

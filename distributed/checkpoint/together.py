@@ -1,4 +1,4 @@
-"""Acts of all ranks on a checkpoint: each acts, and an error of one is raised on all."""
+"""Runs a function on all ranks and raises an error of one rank on all of them."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -10,23 +10,23 @@ from .format import CheckpointError, CorruptCheckpointError, StaleGenerationErro
 
 T = TypeVar("T")
 
-# Errors as ranks tell each other of them, by name.
+# Errors that ranks send each other by name.
 _ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, StaleGenerationError)
 }
 
 
 def gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
-    """Returns what `act` returned on every rank; if it raised on one, all ranks raise.
+    """Returns the results of `act` on every rank; if it raises on one rank, all raise.
 
-    A collective call unless `group` is None. What `act` returns travels as JSON.
+    Collective unless `group` is None. Results are sent as JSON.
     """
     if group is None:
         return [act()]
     value, error = None, None
     try:
         value = act()
-    except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+    except Exception as caught:  # noqa: BLE001 - the other ranks wait for it
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(causes(caught))
     told = None if error is None else (type(error).__name__, str(error))
     outcomes = all_gather_json((value, told), group)
@@ -41,17 +41,17 @@ def gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
 
 
 def together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """Returns what `act` returned here; if it raised on one rank, all ranks raise.
+    """Returns the result of `act` on this rank; if it raises on one rank, all raise.
 
-    A collective call unless `group` is None.
+    Collective unless `group` is None.
     """
     own: list[T] = []
-    gathered(group, lambda: own.append(act()))  # append returns None: no value travels
+    gathered(group, lambda: own.append(act()))  # append returns None, so no result is sent
     return own[0]
 
 
 def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
-    """Joins the errors of several ranks to one; a text that they have in common stands once."""
+    """Joins the errors of several ranks into one; ranks with the same text share a line."""
     ranks: dict[str, list[int]] = {}
     for rank, error in failures.items():
         ranks.setdefault(str(error), []).append(rank)
@@ -66,6 +66,6 @@ def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
 
 
 def causes(error: BaseException) -> str:
-    """Returns an error's text, with its type where the text alone may say little."""
+    """Returns an error's text, prefixed with its type unless the type is a known one."""
     known = isinstance(error, CheckpointError | OSError)
     return str(error) if known else f"{type(error).__name__}: {error}"

@@ -1,13 +1,11 @@
-"""Writes a checkpoint's files: summed on the way and synced.
+"""Writes a checkpoint's files with checksums and fsync; format.py describes them.
 
-Every rank writes its slices of tensors into a file of its own and tells rank 0 in JSON what it wrote
-and where; rank 0 merges these lists into the index. All ranks know alike who writes what
-(`owners_of`), so nothing has to be planned together before. torch.distributed.checkpoint (DCP) reads
-the result through `.metadata`; its own writer is not used, because its collectives unpickle what
-other ranks send.
+Every rank writes its slices into its own file and sends rank 0 a JSON list of them, which rank 0 merges
+into the index. All ranks compute who writes what (`owners_of`), so no planning step is needed.
+torch.distributed.checkpoint (DCP) can read the result through `.metadata`. Its own writer is not used,
+because its collectives unpickle what other ranks send.
 
-Cost: one pass over the bytes; one message per rank, some 200 bytes per chunk. What stands in the
-files says format.py.
+Cost: one pass over the bytes, and one message per rank with some 200 bytes per chunk.
 """
 
 import hashlib
@@ -53,7 +51,7 @@ from .loading import dtype_name, dtype_named
 
 
 class _SummedFile(io.FileIO):
-    """A file whose checksum is taken while it is written, and that remembers why it failed."""
+    """A file that computes its checksum while it is written, and remembers its OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -73,21 +71,21 @@ class _SummedFile(io.FileIO):
         return written
 
     def sum(self) -> FileSum:
-        """Returns the size and the checksum of what was written."""
+        """Returns the size and checksum of the bytes written."""
         return FileSum(num_bytes=self._num_bytes, blake2b=self._digest.hexdigest())
 
 
 def write_tensors(
     file: Path, tensors: Iterable[tuple[str, Tensor, LocalShard]]
 ) -> tuple[Index, FileSum]:
-    """Writes into a new file, and to the disk, the slices of tensors that are the first of their copy.
+    """Writes the first slices of tensors (not those of replicas) to a new, synced file.
 
     Args:
-        file: its name goes into the index.
-        tensors: names, what this rank stores of each, and which shard that is; on the CPU.
+        file: the file; its name goes into the index.
+        tensors: each tensor's name, this rank's part on the CPU, and its shard.
 
     Returns:
-        Where everything is, and the file's size and checksum.
+        The index of the file, and its size and checksum.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -117,7 +115,7 @@ def write_tensors(
 def _write_chunk(stream: Any, file: str, slice_: Slice, tensor: Tensor) -> Chunk:
     part, start = slice_.view(tensor), stream.tell()
     if part.untyped_storage().size() != part.nbytes:
-        part = part.clone()  # a view would bring its whole storage along
+        part = part.clone()  # saving a view would save its whole storage
     torch.save(part, stream)
     return Chunk(
         offsets=slice_.offsets,
@@ -129,7 +127,7 @@ def _write_chunk(stream: Any, file: str, slice_: Slice, tensor: Tensor) -> Chunk
 
 
 def merged(indices: Iterable[Index]) -> Index:
-    """Returns the index of all tensors from those of what each rank wrote."""
+    """Merges the indices of all ranks."""
     tensors: dict[str, StoredTensor] = {}
     for index in indices:
         for name, found in index.tensors.items():
@@ -140,7 +138,7 @@ def merged(indices: Iterable[Index]) -> Index:
 
 
 def _dcp_metadata(index: Index) -> Metadata:
-    """Returns the index as torch.distributed.checkpoint describes it."""
+    """Converts the index to torch.distributed.checkpoint's metadata."""
     tensors, places = {}, {}
     for name, stored in index.tensors.items():
         chunks = []
@@ -158,19 +156,17 @@ def _dcp_metadata(index: Index) -> Metadata:
 
 
 def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
-    """Writes the small files beside the tensors' files, whose checksums are `sums`.
+    """Writes the small files of a checkpoint; `sums` are the checksums of the tensors' files.
 
     Returns:
         The bytes of all files but the manifest.
 
     Raises:
-        CheckpointError: the index does not have every part of every tensor once.
+        CheckpointError: the index does not hold every part of every tensor once.
     """
     if problems := audit(index, meta.num_experts):
         listed = "\n  ".join(problems)
-        raise CheckpointError(
-            f"what was written is not every part of every tensor once:\n  {listed}"
-        )
+        raise CheckpointError(f"the files do not hold every part of every tensor once:\n  {listed}")
     all_sums, small = dict(sums), {"index.json": index, "meta.json": meta}
     for name, record in small.items():
         all_sums[name] = write_synced(path / name, record.model_dump_json())
@@ -182,10 +178,9 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
 
 
 def drop_cached(path: Path) -> None:
-    """Asks the system to forget the files of a directory, so that reading them asks the disk.
+    """Drops a directory's synced files from the page cache, so that reading them reads the disk.
 
-    They must be synced. Where the system knows no such request it does nothing, and reading back
-    may read memory.
+    Without posix_fadvise it does nothing.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -198,7 +193,7 @@ def drop_cached(path: Path) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> FileSum:
-    """Writes a text or bytes to a file and to the disk (fsync); returns its size and checksum."""
+    """Writes and syncs a file; returns its size and checksum."""
     data = content.encode() if isinstance(content, str) else content
     with open(path, "wb") as file:
         file.write(data)
@@ -211,7 +206,7 @@ def encoded(meta: dict[str, Any]) -> str:
     """Returns the caller's values as JSON.
 
     Raises:
-        CheckpointError: they are no JSON.
+        CheckpointError: they are not JSON values.
     """
     try:
         return json.dumps(meta)
@@ -222,7 +217,7 @@ def encoded(meta: dict[str, Any]) -> str:
 
 
 def software_versions() -> dict[str, str]:
-    """Returns by what software a checkpoint is written."""
+    """Returns the versions of moebius, torch and Python."""
     try:
         own = version("moebius")
     except PackageNotFoundError:

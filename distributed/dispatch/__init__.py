@@ -1,1 +1,1 @@
-"""Dispatchers move rows to the ranks that hold their experts and bring the outputs back."""
+"""Dispatchers send rows to the ranks that hold their experts and return the outputs."""

@@ -1,22 +1,20 @@
-"""Every row to every rank: each computes what its experts make of it, and the outputs are summed
-on the way back.
+"""Gathers every row on every rank, and reduce-scatters the experts' outputs.
 
-The simplest of the dispatchers, and so the oracle of the others; also the best where nearly every
-rank serves every row (K ≥ P).
+The simplest dispatcher, and therefore the oracle for the others. It is also the fastest if nearly
+every rank serves every row (K ≥ P).
 
 Flow of one sparse layer and pass:
-  1. gather from all ranks how many rows, targets and routes (per destination) they have, and read
-     it on the host;
-  2. gather all rows and all routes, padded to the largest number;
-  3. the experts of this rank compute their routes: of all, those that are theirs, in order of
-     source rank;
+  1. all-gather each rank's numbers of rows, targets and routes (per destination), and read them on
+     the host;
+  2. all-gather all rows and routes, padded to the largest number;
+  3. this rank's experts compute their routes, in order of source rank;
   4. reduce-scatter the sums of outputs over the ranks.
 
 Cost per rank and direction: (P − 1) · U rows of the fullest rank, whatever the routing. The
-backward does 4 and 2 in reverse.
+backward runs steps 4 and 2 in reverse.
 
-Routes with `per_expert` go one row per route (alltoall.py): counts known to all, and no
-copies for those who want none.
+Routes with `per_expert` are sent one row per route (alltoall.py): all counts are known, and no rank
+receives rows that it does not need.
 
 Legend: U source rows, T target rows, N routes (of the fullest rank), P ranks, D width.
 """
@@ -37,14 +35,14 @@ from .expert_map import ExpertMap
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """All ranks' rows and routes under way."""
+    """The rows and routes of all ranks in flight."""
 
     communicator: Communicator
     expert_map: ExpertMap
     rows: AsyncCollective
     weights: AsyncCollective
     addresses: AsyncCollective  # (P, N, 3): source row, slot, target row; slot −1: no route
-    num_routes: int  # of those, how many are for this rank
+    num_routes: int  # for this rank's experts
     num_rows: int  # of the fullest rank
     most_targets: int  # of the fullest rank
     num_targets: int  # of this rank
@@ -56,9 +54,9 @@ class _Dispatched:
 
     @property
     def routes(self) -> Routes:
-        """Waits for the routes, and takes those of this rank's experts.
+        """Waits for the routes and selects those of this rank's experts.
 
-        Row u of rank p is row p · U + u, and so are targets.
+        Row u of rank p becomes row p · U + u; targets are numbered likewise.
         """
         addresses_PN3 = self.addresses.wait()
         source_N, slot_N, target_N = addresses_PN3.flatten(0, 1).unbind(1)
@@ -78,7 +76,7 @@ class _Dispatched:
         )
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Adds up the outputs of all ranks, each rank's at itself, (num_targets, D). Collective."""
+        """Sums the outputs over all ranks and returns this rank's, (num_targets, D). Collective."""
         sums_TD = self.communicator.reduce_scatter(y_TD).wait()
         return save_combine(sums_TD[: self.num_targets])
 
@@ -87,7 +85,7 @@ class AllGatherDispatcher(RowSharingDispatcher):
     """Sends every row to every rank; equal to `LocalDispatcher` up to the order of sums."""
 
     def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
-        """Starts to send every row and every route to all ranks. Collective."""
+        """Starts sending every row and route to all ranks. Collective."""
         tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
         sizes = save_decision(lambda: self._sizes(x_UD, routes, tables.rank_S[slot_N]))
         num_rows, most_targets, num_routes = (max(row[i] for row in sizes) for i in range(3))
@@ -111,7 +109,7 @@ class AllGatherDispatcher(RowSharingDispatcher):
         )
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
-        """Reads of every rank: rows, targets, routes, and the routes of every destination."""
+        """Reads each rank's numbers of rows, targets, routes, and routes per destination."""
         here = rank_N.new_tensor([len(x_UD), routes.num_targets, len(rank_N)])
         served_P = torch.zeros(self.communicator.num_ranks, dtype=torch.int64, device=rank_N.device)
         served_P.scatter_add_(0, rank_N, torch.ones_like(rank_N))

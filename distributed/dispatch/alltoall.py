@@ -1,25 +1,25 @@
-"""One row per route, straight to the rank of its expert: bitwise equal to one rank.
+"""Sends one row per route to the rank of its expert; bitwise equal to one rank.
 
 Flow of one sparse layer and pass:
-  1. count the routes of every slot and launch the exchange of counts (P ranks × their slots);
-  2. meanwhile sort the routes by slot (stable: the canonical order expert, source rank, source
-     position) and gather their rows;
-  3. read the counts on the host: the one synchronisation;
-  4. launch rows and gate weights; the receiver knows every row's expert from the counts;
-  5. the experts run on what came, as on one rank;
-  6. start the outputs back, and add them up in route order.
+  1. count the routes of every slot and start the exchange of counts (P ranks × their slots);
+  2. meanwhile sort the routes stably by slot, which gives the canonical order (expert, source rank,
+     source position), and gather their rows;
+  3. read the counts on the host: the only synchronisation;
+  4. start sending rows and gate weights; the counts tell the receiver every row's expert;
+  5. run the experts on the received rows, as on one rank;
+  6. start sending the outputs back, and sum them in route order.
 
-Where the routes have `per_expert` (a mixture's slots, expert choice) every rank has the same
-counts, and 1 to 3 fall away: nothing is sorted, no counts travel, the host never waits for the
-device, and all splits are equal. Rows come as (source rank, expert, position) in either case; here
-they are brought into canonical order by one transposed copy each way.
+With `per_expert` (a mixture's slots, expert choice) every rank has the same counts, and steps 1 to 3
+disappear: nothing is sorted, no counts are exchanged, and the host never waits for the device. Rows
+always arrive as (source rank, expert, position); here one transposed copy each way restores the
+canonical order.
 
-In canonical order an expert sees the same rows in the same order on 1 or on P ranks, so outputs,
-input gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
+In canonical order an expert sees the same rows in the same order on 1 or P ranks, so outputs, input
+gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
 
-Cost per rank and direction: N·D elements and N gate weights, N the number of routes, minus what
-stays on its rank. The backward sends the same amount the other way. A rank without rows takes part
-in every exchange: its empty tensors come out of the exchange itself, so its backward does too.
+Cost per rank and direction: N·D elements and N gate weights for N routes, minus those that stay on
+the rank. The backward sends as much in reverse. A rank without rows still takes part in every
+exchange: its empty tensors are outputs of the exchange, so its backward runs too.
 
 Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank.
 """
@@ -42,7 +42,7 @@ from .expert_map import ExpertMap
 
 @dataclass(frozen=True)
 class _Sent:
-    """Rows and gate weights under way, one per route, and how many pass between the ranks."""
+    """Rows and gate weights in flight, one per route, and their numbers per rank."""
 
     communicator: Communicator
     sent: list[int]
@@ -50,10 +50,10 @@ class _Sent:
     rows: AsyncCollective
     weights: AsyncCollective
     routes: Routes  # this rank's own
-    order_N: Tensor | None  # in which they were sent; None: as they stood
+    order_N: Tensor | None  # the order of sending; None: route order
 
     def combine(self, y_ND: Tensor) -> Tensor:
-        """Sends one row of outputs back for every row that came, and adds them up in route order."""
+        """Returns one output row for each received row; the source sums them in route order."""
         back = self.communicator.all_to_all(y_ND, self.received, self.sent, is_combine=True)
         routes = self.routes
         sums = sum_rows(
@@ -68,9 +68,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _CountedRows:
-    """Rows in the order (source rank, slot, position), with the counts that say where each slot's
-    begin.
-    """
+    """Rows in the order (source rank, slot, position), and their counts per rank and slot."""
 
     sending: _Sent
     counts_Pe: Tensor
@@ -90,20 +88,20 @@ class _CountedRows:
         return _one_per_row(slot_U, weights, num_slots)
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Sends the outputs back and adds them up. Collective."""
+        """Sends the outputs back and sums them. Collective."""
         return self.sending.combine(y_TD)
 
 
 @dataclass(frozen=True)
 class _KnownRows:
-    """Rows of which every rank sends equally many to every slot."""
+    """Rows in flight if every rank sends equally many to every slot."""
 
     sending: _Sent
     num_slots: int  # of this rank
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows, and brings them into canonical order."""
+        """Waits for the rows and reorders them canonically."""
         return self._by_slot(self.sending.rows.wait())
 
     @property
@@ -116,7 +114,7 @@ class _KnownRows:
         return sorted_routes.with_weights(weights)
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Sends the outputs back, in the order of ranks, and adds them up. Collective."""
+        """Sends the outputs back in rank order and sums them. Collective."""
         num_ranks = self.sending.communicator.num_ranks
         return self.sending.combine(_transpose(y_TD, self.num_slots, num_ranks))
 
@@ -128,11 +126,10 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
     """Sends one row per route to the rank of its expert; bitwise equal to `LocalDispatcher`."""
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send one row for every route. Collective.
+        """Starts sending one row per route. Collective.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
-                experts.
+            ValueError: `per_expert` does not fit the routes, or there are fewer experts than ranks.
         """
         check_counts(routes, routes.num_experts)
         expert_map = self.begin(x_UD, routes)
@@ -141,7 +138,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
         return self._dispatch_counted(x_UD, routes, expert_map)
 
     def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _KnownRows:
-        """Every rank sends `per_expert` rows to every slot: all is known beforehand."""
+        """Starts sending `per_expert` rows to every slot; all counts are known."""
         own = expert_map.slots_P[self.communicator.rank]
         order_N = _known_order(expert_map, routes.per_expert, x_UD.device)
         rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
@@ -180,7 +177,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
         sent: list[int],
         received: list[int],
     ) -> _Sent:
-        """Starts rows and gate weights, and counts them."""
+        """Starts sending rows and gate weights, and counts them."""
         communicator, weight_N = self.communicator, in_order(routes.weight_N, order_N)
         self.setup.counters.add(rows_sent=len(weight_N), routes_served=sum(received))
         rows = communicator.all_to_all(rows_ND, sent, received)
@@ -189,9 +186,9 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
 
 
 class RowSharingDispatcher(ExpertParallelDispatcher):
-    """Sends a row once for several routes.
+    """Base of dispatchers that send a row once for several routes.
 
-    Routes with `per_expert` share no row, or few, and have known counts: they go one by one.
+    Routes with `per_expert` share few rows and have known counts, so they are sent one by one.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -199,11 +196,10 @@ class RowSharingDispatcher(ExpertParallelDispatcher):
         self._one_per_route = AllToAllDispatcher(setup)
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send the rows, and the routes that read them. Collective.
+        """Starts sending the rows and the routes that read them. Collective.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
-                experts.
+            ValueError: `per_expert` does not fit the routes, or there are fewer experts than ranks.
         """
         if routes.per_expert:
             return self._one_per_route.dispatch(x_UD, routes)
@@ -211,11 +207,11 @@ class RowSharingDispatcher(ExpertParallelDispatcher):
 
     @abstractmethod
     def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
-        """Starts to send the rows of a pass that was begun."""
+        """Starts sending the rows of a pass that `begin` has started."""
 
 
 def _one_per_row(slot_U: Tensor, weights: Tensor, num_slots: int) -> Routes:
-    """Returns one route for every row that came, into a target row of its own."""
+    """Returns one route per received row, each with its own target row."""
     row_U = torch.arange(len(weights), device=weights.device)
     return Routes(
         row_U, slot_U, weights, row_U, num_slots, len(weights), per_source=1, per_target=1
@@ -223,9 +219,9 @@ def _one_per_row(slot_U: Tensor, weights: Tensor, num_slots: int) -> Routes:
 
 
 def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
-    """Brings rows in order (outer, inner, position) to (inner, outer, position).
+    """Reorders rows from (outer, inner, position) to (inner, outer, position).
 
-    It is a view where there is one of either.
+    Returns a view if there is only one outer or inner index.
     """
     if not len(rows):
         return rows
@@ -233,14 +229,14 @@ def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
 
 
 def _count_of(values_N: Tensor, num_values: int) -> Tensor:
-    """Counts how often each value occurs; unlike `bincount` it asks a GPU for nothing."""
+    """Counts how often each value occurs; unlike `bincount`, does not synchronise with a GPU."""
     return torch.zeros(num_values, dtype=torch.int64, device=values_N.device).scatter_add_(
         0, values_N, torch.ones_like(values_N)
     )
 
 
 def _known_order(expert_map: ExpertMap, per_expert: int, device: torch.device) -> Tensor | None:
-    """Returns the routes, which stand by expert, in the order of slots; None: it is the same."""
+    """Returns the order by slot of routes sorted by expert; None: no reordering."""
     slot_E = expert_map.tables(device).slot_E
     if slot_E is None:
         return None

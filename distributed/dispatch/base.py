@@ -1,6 +1,4 @@
-"""What every dispatcher is built from: its group, where the experts live, how it checks, and what it
-counts.
-"""
+"""The base class of dispatchers and their setup: group, expert map, checks and counters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -26,9 +24,9 @@ _equal_rows: ContextVar[bool] = ContextVar("equal_rows", default=False)
 
 @contextmanager
 def equal_rows() -> Iterator[None]:
-    """Promises that all ranks of an EP group give every sparse layer equally many rows, none of them padding.
+    """Promises that all ranks of an EP group give every sparse layer equally many rows, none padding.
 
-    A dispatcher then knows sizes that it would otherwise exchange.
+    Dispatchers can then skip the exchange of sizes.
     """
     token = _equal_rows.set(True)
     try:
@@ -38,27 +36,27 @@ def equal_rows() -> Iterator[None]:
 
 
 def rows_are_equal() -> bool:
-    """Returns whether `equal_rows` is promised here."""
+    """Returns whether `equal_rows` is active."""
     return _equal_rows.get()
 
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """Holds a rank's groups for an exchange between nodes and one inside them.
+    """A rank's groups for exchanges between and inside nodes.
 
-    Rank i of every node's intra group is in the i-th inter group.
+    The i-th inter group consists of the i-th rank of every node's intra group.
     """
 
-    inter: dist.ProcessGroup  # one rank of every node, in order of nodes
+    inter: dist.ProcessGroup  # one rank of every node, in node order
     intra: dist.ProcessGroup  # the EP group's ranks of this node
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds one dispatcher's settings and counters; every rank of the group must choose the same.
+    """A dispatcher's settings and counters; all ranks of the group must use the same settings.
 
-    `check_every` n: every n-th pass compares the counts of all ranks and verifies every row that
-    travels (1: each; 0: never). `expert_map` None: equal contiguous blocks of every bank.
+    Every `check_every`-th pass compares the counts of all ranks and verifies every row (0: never).
+    `expert_map` None means equal contiguous blocks of every bank.
     """
 
     group: dist.ProcessGroup
@@ -66,43 +64,42 @@ class Setup:
     ranks_per_node: int | None = None
     expert_map: ExpertMap | None = None
     nodes: NodeGroups | None = None
-    outbox: Outbox | None = None  # of this rank, for dispatchers that exchange through memory
+    outbox: Outbox | None = None  # of this rank, for dispatchers that use shared memory
     counters: Counters = field(default_factory=Counters)
     name: str = ""  # of the dispatcher
-    why: str = ""  # it was chosen
+    why: str = ""  # the reason for choosing it
 
     def __post_init__(self) -> None:
         if self.check_every < 0:
             raise ValueError(f"check_every={self.check_every} must be at least 0")
         if self.expert_map is not None and len(self.expert_map.slots_P) != self.group.size():
             raise ValueError(
-                f"an expert map for {len(self.expert_map.slots_P)} ranks, but the group has "
-                f"{self.group.size()}"
+                f"the expert map is for {len(self.expert_map.slots_P)} ranks, but the group has {self.group.size()}"
             )
 
     def communicator(self, group: dist.ProcessGroup) -> Communicator:
-        """Exchanges over that group, counted here."""
+        """Returns a communicator over `group` that counts in this setup's counters."""
         nodes = nodes_of(dist.get_process_group_ranks(group), self.ranks_per_node)
         return Communicator(group, self.group, self.counters, nodes)
 
 
 class ExpertParallelDispatcher(ABC):
-    """Moves rows over the ranks of an EP group: what all such dispatchers have in common."""
+    """Base class of dispatchers over the ranks of an EP group."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.communicator = setup.communicator(setup.group)
-        self.communicators = [self.communicator]  # all over which it exchanges
+        self.communicators = [self.communicator]  # all that it uses
 
     @abstractmethod
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Starts to send every row to the ranks of its experts, as `Dispatcher` says."""
+        """Starts sending every row to the ranks of its experts; implements `Dispatcher`."""
 
     def begin(self, x_UD: Tensor, routes: Routes) -> ExpertMap:
-        """Begins a pass: counts it, and checks it if its turn has come.
+        """Begins a pass: counts it, and checks the routes every `check_every` passes.
 
         Returns:
-            The slot of every expert, as this rank sees them.
+            The slot of every expert as seen from this rank.
         """
         setup, recomputed = self.setup, recomputing()
         setup.counters.begin_pass(len(routes.expert_N), recomputed=recomputed)
@@ -118,11 +115,11 @@ class ExpertParallelDispatcher(ABC):
         return expert_map.seen_from(setup.group.rank())
 
     def stats(self) -> Counters:
-        """Returns what this dispatcher has sent and served so far."""
+        """Returns this dispatcher's counters."""
         return self.setup.counters
 
     def with_expert_map(self, expert_map: ExpertMap) -> Self:
-        """Returns the same dispatcher for experts that have moved; its counters go on."""
+        """Returns this dispatcher with a new expert map and the same counters."""
         return type(self)(replace(self.setup, expert_map=expert_map))
 
 
@@ -130,7 +127,7 @@ def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None
     """Checks that no rank has a route out of range. Collective.
 
     Raises:
-        ValueError: on all ranks, with what each of them has.
+        ValueError: on all ranks; lists the faults of each.
     """
     bounds = {
         "expert": (routes.expert_N, routes.num_experts),
@@ -152,10 +149,10 @@ def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None
 def build_node_groups(
     group: dist.ProcessGroup, ranks_per_node: int | None, *, timeout_s: float
 ) -> NodeGroups:
-    """Makes this rank's groups between and inside the nodes of an EP group. Collective.
+    """Creates this rank's groups between and inside the nodes of an EP group. Collective.
 
     Raises:
-        ValueError: the group has not equally many ranks on each of its nodes.
+        ValueError: the group's nodes have different numbers of its ranks.
     """
     by_node: dict[int, list[int]] = {}
     ranks = dist.get_process_group_ranks(group)
@@ -164,9 +161,8 @@ def build_node_groups(
     blocks = list(by_node.values())
     if len({len(block) for block in blocks}) > 1:
         raise ValueError(
-            "the hierarchical dispatcher wants equally many ranks of an EP group on each node; of "
-            f"{ranks} "
-            f"with {ranks_per_node} ranks per node there are {[len(block) for block in blocks]}"
+            "the hierarchical dispatcher needs equally many ranks of an EP group on each node; the ranks "
+            f"{ranks} with {ranks_per_node} ranks per node give {[len(block) for block in blocks]}"
         )
     columns = [list(column) for column in zip(*blocks, strict=True)]
     return NodeGroups(
@@ -176,11 +172,11 @@ def build_node_groups(
 
 
 def nodes_of(ranks: Sequence[int], ranks_per_node: int | None) -> tuple[int, ...]:
-    """Returns the node of every rank; all are on one where `ranks_per_node` is None."""
+    """Returns the node of every rank; `ranks_per_node` None means a single node."""
     return tuple(0 if ranks_per_node is None else rank // ranks_per_node for rank in ranks)
 
 
 def _own_group(name: str, tables: Sequence[list[int]], timeout_s: float) -> dist.ProcessGroup:
-    """Makes the one group that this rank is in; the tables divide the ranks."""
+    """Creates this rank's group among `tables`, which partition the ranks."""
     [own] = [table for table in tables if dist.get_rank() in table]
     return new_group(f"{name}, ranks {own}", own, timeout_s)

@@ -1,24 +1,22 @@
-"""Makes dispatchers across ranks: rows to their experts, outputs back. All take any list of routes.
+"""Creates dispatchers, and decides what `mesh.dispatcher=auto` means.
 
-| name | what travels | equals one rank | best where |
+| name | sends | equals one rank | best for |
 |---|---|---|---|
-| `local` | nothing | — | every expert is here |
+| `local` | nothing | — | every expert on this rank |
 | `allgather` | every row to every rank | up to rounding | K ≥ P, few ranks; the oracle |
 | `alltoall` | one row per route | bit for bit | exact comparisons; one expert per token |
-| `dedup` | one row per (row, rank) | up to rounding | everywhere else |
+| `dedup` | one row per (row, rank) | up to rounding | everything else |
 | `symmetric` | one row per (row, rank), through memory | as `dedup` | EP groups on one node |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
-A pass is: dispatch (plan, read the counts, start), the experts, combine (send back, wait and add
-up); see exchange.py for how collectives overlap with what stands between start and wait. Each
-dispatcher's own module says its flow and its cost; table.py has them all. Measured:
-benchmarks/dispatch.py.
+All accept any list of routes. A pass consists of dispatch (plan, read the counts, start), the
+experts, and combine (send back, wait, sum). exchange.py explains how collectives overlap with the
+work between start and wait. Each dispatcher's module gives its flow and cost; benchmarks/dispatch.py
+measures them.
 
-`mesh.dispatcher=auto` is decided by trying. Where all ranks of an EP group are on one node, their
-rows can go through its memory (`symmetric`) instead of through collectives (`dedup`). Both give the
-same bits, so a run may change from one to the other wherever it starts. Which is faster depends on
-the machine, and takes some milliseconds to find out: a few passes of each by turns, and the slowest
-rank counts.
+If all ranks of an EP group are on one node, `auto` measures: rows can go through the node's memory
+(`symmetric`) or through collectives (`dedup`). Both give the same bits, so a run may switch between
+them at any start. A few alternating passes of each take some milliseconds; the slowest rank counts.
 """
 
 import time
@@ -48,7 +46,7 @@ from .table import (
 )
 
 _TOKENS, _TOP_K, _WIDTH = 256, 4, 128  # 128 KiB of float32 rows
-_PASSES = 4  # of each, the first of which is not counted
+_PASSES = 4  # of each; the first is not counted
 
 
 def make_dispatcher(
@@ -62,13 +60,12 @@ def make_dispatcher(
     outbox: Outbox | None = None,
     why: str = "",
 ) -> Dispatcher:
-    """Makes the dispatcher of that name over one EP group; one for every layer, for it counts.
+    """Creates a dispatcher over one EP group; every layer needs its own, because it counts.
 
-    Settings as in `Setup`.
+    The settings are those of `Setup`.
 
     Raises:
-        ValueError: an unknown name; `local` although the experts are spread over several ranks;
-            settings that do not fit.
+        ValueError: an unknown name, `local` with ep > 1, or settings that do not fit.
     """
     chosen = resolved_dispatcher(name, dist.get_world_size(group))
     if chosen == LOCAL:
@@ -89,14 +86,12 @@ def _class_of(entry: DispatcherEntry) -> type[ExpertParallelDispatcher]:
 
 
 def dispatcher_of(model: nn.Module) -> Setup | None:
-    """Returns the setup of the model's dispatchers, with their name; None where nothing travels."""
+    """Returns the setup of the model's dispatchers; None if all experts are local."""
     return next((setup for _, setup in _setups(model)), None)
 
 
 def counters_of(model: nn.Module) -> dict[str, Counters]:
-    """Returns what every sparse layer has sent and served so far, by the layer's name; nothing
-    where every expert is here.
-    """
+    """Returns the counters of every sparse layer by its name; empty if all experts are local."""
     return {name: setup.counters.copy() for name, setup in _setups(model)}
 
 
@@ -108,12 +103,12 @@ def _setups(model: nn.Module) -> Iterator[tuple[str, Setup]]:
             yield name, layer.dispatcher.setup
 
 
-# What "auto" means -------------------------------------------------------------------------------
+# The choice of "auto" ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DispatcherChoice:
-    """Holds a dispatcher's name, the memory that it wants, and why it was chosen."""
+    """A dispatcher's name, its shared memory, and the reason for the choice."""
 
     name: str
     outbox: Outbox | None = None
@@ -128,11 +123,11 @@ def choose_dispatcher(
     ranks_per_node: int | None,
     timeout_s: float,
 ) -> DispatcherChoice:
-    """Returns what `name` means for this group, also where it is "auto". Collective.
+    """Resolves a dispatcher's name, or "auto", for a group. Collective.
 
     Raises:
-        ValueError: on all ranks: there is no such dispatcher, or these ranks cannot share memory and
-            the dispatcher wants that.
+        ValueError: on all ranks: an unknown name, or a dispatcher that needs shared memory on ranks
+            that cannot share any.
     """
     wanted = resolved_dispatcher(name, group.size())
     is_open = name == AUTO and wanted == DEFAULT
@@ -142,18 +137,16 @@ def choose_dispatcher(
     if isinstance(outbox, Outbox):
         return _faster(group, outbox) if is_open else DispatcherChoice(wanted, outbox)
     if is_open:
-        return DispatcherChoice(DEFAULT, why=f"no memory is shared: {outbox}")
+        return DispatcherChoice(DEFAULT, why=f"no shared memory: {outbox}")
     raise ValueError(
-        f'mesh.dispatcher="{wanted}" cannot be had: {outbox}; use "{DEFAULT}", or "{AUTO}"'
+        f'mesh.dispatcher="{wanted}" cannot run here: {outbox}; use "{DEFAULT}" or "{AUTO}"'
     )
 
 
 def memory_inside(
     nodes: NodeGroups, *, device: torch.device, timeout_s: float
 ) -> tuple[Outbox | None, str]:
-    """Opens memory for the ranks of this node, where a dispatcher has a way of its own inside nodes;
-    and says why there is none. Collective.
-    """
+    """Opens shared memory for this node's ranks; returns it or None, and the reason. Collective."""
     if nodes.intra.size() == 1:
         return None, ""
     found = _outbox_of(nodes.intra, device, None, timeout_s)
@@ -165,18 +158,18 @@ def memory_inside(
 def _outbox_of(
     group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None, timeout_s: float
 ) -> Outbox | str:
-    """Opens this rank's outbox, or says why it has none: the same on every rank. Collective."""
+    """Opens this rank's outbox, or returns why not; all ranks return alike. Collective."""
     if device.type != "cpu":
-        return f"rows are on {device.type}, and the memory is the CPU's"
+        return f"rows are on {device.type}, and shared memory needs them on the CPU"
     if dist.get_backend(group) != "gloo":
-        return f"the group is of {dist.get_backend(group)}, not of processes over gloo"
+        return f"the group's backend is {dist.get_backend(group)}, and shared memory needs gloo"
     if len(set(nodes_of(dist.get_process_group_ranks(group), ranks_per_node))) > 1:
         return "the ranks are on several nodes"
     return open_outbox(group, timeout_s=timeout_s)
 
 
 def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
-    """Times the dispatchers by turns. Collective."""
+    """Times both dispatchers in alternating passes. Collective."""
     x, routes = _work(group)
     candidates = {
         DEFAULT: make_dispatcher(DEFAULT, group),
@@ -191,9 +184,8 @@ def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
     own = torch.tensor([spent_s[name] for name in candidates], dtype=torch.float64)
     by_collectives, by_memory = gathered(own, group).amax(0).div(_PASSES - 1).tolist()
     why = (
-        f"a pass of {_TOKENS} rows of {4 * _WIDTH} bytes and back takes "
-        f"{by_memory * 1e3:.1f} ms through the node's memory, {by_collectives * 1e3:.1f} ms through "
-        "collectives"
+        f"a round trip of {_TOKENS} rows of {4 * _WIDTH} bytes takes {by_memory * 1e3:.1f} ms through the "
+        f"node's memory, {by_collectives * 1e3:.1f} ms through collectives"
     )
     if by_memory < by_collectives:
         return DispatcherChoice(SHARED_MEMORY, outbox, why)
@@ -202,7 +194,7 @@ def _faster(group: dist.ProcessGroup, outbox: Outbox) -> DispatcherChoice:
 
 
 def _work(group: dist.ProcessGroup) -> tuple[Tensor, Routes]:
-    """Returns rows, and routes to experts of which every rank has equally many."""
+    """Returns rows, and their routes to equally many experts per rank."""
     num_experts = _TOP_K * group.size()
     generator = torch.Generator().manual_seed(group.rank())
     scores = torch.rand(_TOKENS, num_experts, generator=generator)
@@ -213,7 +205,7 @@ def _work(group: dist.ProcessGroup) -> tuple[Tensor, Routes]:
 
 
 def _pass(dispatcher: Dispatcher, x: Tensor, routes: Routes) -> None:
-    """Runs rows to experts that do little, and back; then their gradients."""
+    """Runs a forward and backward pass with trivial experts."""
     with torch.enable_grad():
         dispatched = dispatcher.dispatch(x, routes)
         rows, own = dispatched.x_UD, dispatched.routes

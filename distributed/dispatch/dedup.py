@@ -1,23 +1,21 @@
-"""One row per destination rank, however many of its experts a token chose; and one row of outputs
-back.
+"""Sends a row once per destination rank, however many of its experts the token chose.
 
 Flow of one sparse layer and pass:
-  1. mark which rank wants which row, and which target row gets something from which rank; start the
-     exchange of the counts;
-  2. meanwhile write down every route for its rank; then read the counts on the host: the one
-     synchronisation. There is none, and no exchange of counts, where every rank serves as many of
-     the heads, each with experts of its own, and all ranks promise as many rows (`equal_rows`);
-  3. start the distinct rows, and the routes (slot, row, target, gate weight: 16 bytes each);
-  4. the destination's experts compute, weigh, and sum for every (source rank, target row);
-  5. start the sums back; at their source those of different ranks are added in the order of ranks.
+  1. find the distinct (rank, row) and (rank, target row) pairs, and start the exchange of counts;
+  2. meanwhile pack the routes; then read the counts on the host: the only synchronisation. Counts
+     are known without it if every rank serves equally many heads, each with its own experts, and
+     all ranks promise equally many rows (`equal_rows`);
+  3. start sending the distinct rows and the routes (slot, row, target, gate weight: 16 bytes each);
+  4. the destination's experts compute, weight and sum for every (source rank, target row);
+  5. start sending the sums back; the source adds those of different ranks in rank order.
 
-Exactly Σ over rows of the distinct ranks that serve them are sent, and Σ over target rows of the
-distinct ranks that have something for them come back: never more than one per route, and with K
-experts per token on P ranks P·(1 − (1 − 1/P)^K) of K on average where the choice is even (8 experts
-of 8 ranks: 5.25 of 8). Sums are grouped by rank, so results equal one rank's up to rounding.
+A row is sent once to each distinct rank that serves it, and one row per target returns from each.
+That is never more than one per route. With K experts per token on P ranks and uniform routing it is
+P·(1 − (1 − 1/P)^K) of K on average (8 experts on 8 ranks: 5.25 of 8). Sums are grouped by rank, so
+results equal one rank's up to rounding.
 
-Routes with `per_expert` go one row per route (alltoall.py): a mixture's slots share no row, and
-what expert choice could save is little against knowing all counts beforehand.
+Routes with `per_expert` are sent one row per route (alltoall.py): a mixture's slots share no rows,
+and for expert choice the saving is small compared with knowing all counts in advance.
 
 Legend: U source rows, N routes, P ranks.
 """
@@ -41,7 +39,7 @@ class DedupDispatcher(RowSharingDispatcher):
     """Sends one row per (source row, rank); equal to `LocalDispatcher` up to the order of sums."""
 
     def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
-        """Starts to send the distinct rows, and the routes that read them. Collective."""
+        """Starts sending the distinct rows and the routes that read them. Collective."""
         exchange = DedupExchange(
             self.communicator,
             routes,
@@ -60,28 +58,27 @@ class DedupDispatcher(RowSharingDispatcher):
         return came
 
     def _known_sizes(self, exchange: DedupExchange, expert_map: ExpertMap) -> ExchangeSizes | None:
-        """Returns the sizes where every token sends the same to every rank; None where that is not
-        so, or is to be checked.
+        """Returns the sizes if every token sends the same to every rank, else None.
 
-        Every rank then serves equally many heads, each with experts of its own, and all ranks have
-        equally many rows.
+        This holds if all ranks have equally many rows and serve equally many heads, each with its
+        own experts. A checked pass exchanges sizes anyway.
         """
         routes, num_ranks = exchange.routes, self.communicator.num_ranks
         heads, num_sources = routes.equal_blocks, exchange.addresses.num_sources
         is_known = heads > 0 and heads % num_ranks == 0 and expert_map.is_even
         if not (is_known and rows_are_equal()) or self.communicator.checking:
             return None
-        # A token is a block of source rows and the block of target rows that belongs to it.
+        # A token is a block of source rows with its block of target rows.
         num_tokens = max(1, math.gcd(num_sources, routes.num_targets))
         counts = [0, 0, 0]
-        counts[ROWS] = -(-num_sources // num_tokens // num_ranks)  # one row, or those of its heads
+        counts[ROWS] = -(-num_sources // num_tokens // num_ranks)  # one row, or its heads' rows
         counts[ROUTES] = len(routes.expert_N) // num_tokens // num_ranks
         counts[TARGETS] = -(-(routes.num_targets // num_tokens) // num_ranks)
         sizes_P = [[num_tokens * count for count in counts]] * num_ranks
         return ExchangeSizes(sizes_P, sizes_P, exchange.counts_P3)
 
     def _exchange_sizes(self, exchange: DedupExchange) -> ExchangeSizes:
-        """Exchanges counts and reads them on the host; the routes are written down meanwhile."""
+        """Exchanges counts, packs the routes meanwhile, and reads the counts on the host."""
         one_each, counters = [1] * self.communicator.num_ranks, self.setup.counters
         counts = AllToAll(self.communicator.group, one_each, one_each)
         pending = counts.start(exchange.counts_P3)

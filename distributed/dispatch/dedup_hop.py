@@ -1,17 +1,14 @@
-"""One deduplicated all-to-all: a row goes once to every destination that wants it, and one row of
-outputs comes back for every target.
+"""One deduplicated all-to-all: a row is sent once per destination, and one output row returns per target.
 
-A route says which source row it reads, to which destination it goes, the slot of its expert there,
-and to which target row its output belongs. On the way out travel
-  1. the rows: one for every distinct (destination, source row), in that order;
-  2. the routes' metadata: slot, position of the row, position of the target row among those of the
-     destination, and the gate weight, as four columns of one exchange; integers travel as the bits
-     of floats, so that the weight's gradient comes back the same way;
-and on the way back one row for every distinct (destination, target row), which the destination has
-summed over its own experts. The source rank adds them up in the order of destinations: a fixed
-order. What goes where is written down by kernels/sends.py.
+A route names its source row, its destination, its expert's slot there, and its target row. The
+exchange sends
+  1. the rows, one for every distinct (destination, source row), in that order;
+  2. the routes' metadata: slot, index of the row, index of the target row, and gate weight, as four
+     columns. Integers are stored as the bits of floats, so the weight's gradient returns the same way.
+One row returns for every distinct (destination, target row), summed over the destination's experts.
+The source adds them in destination order, which is fixed. kernels/sends.py packs the routes.
 
-No step reads a number from the device; the sizes come from outside (`ExchangeSizes`), read once.
+No step reads a value from the device; the caller provides the sizes (`ExchangeSizes`).
 
 Legend: U source rows, T target rows, N routes, P ranks of the communicator, M distinct pairs, D
 width.
@@ -33,19 +30,19 @@ from .expert_map import ExpertPlaces
 
 @dataclass(frozen=True)
 class ExchangeSizes:
-    """Counts rows, routes and targets for every rank, and from it; (P, 3) each."""
+    """Numbers of rows, routes and targets sent to and received from each rank; (P, 3) each."""
 
     sent: list[list[int]]
     received: list[list[int]]
     received_P3: Tensor  # the same on the device
 
     def of(self, column: int) -> tuple[list[int], list[int]]:
-        """Returns what goes to every rank and what comes from it."""
+        """Returns one column's numbers sent to and received from each rank."""
         return [row[column] for row in self.sent], [row[column] for row in self.received]
 
 
 def read_sizes(counters: Counters, *tables_P3: Tensor) -> list[ExchangeSizes]:
-    """Reads tables (sent, received, sent, received, …) on the host, all at once."""
+    """Reads tables (sent, received, sent, received, …) on the host in one synchronisation."""
     rows = iter(counters.read(torch.cat(tables_P3)))
     lists = [[next(rows) for _ in table_P3] for table_P3 in tables_P3]
     pairs = range(0, len(tables_P3), 2)
@@ -53,12 +50,11 @@ def read_sizes(counters: Counters, *tables_P3: Tensor) -> list[ExchangeSizes]:
 
 
 class DedupExchange:
-    """One deduplicated exchange of one pass, seen by one rank: sender, and receiver of what the
-    others send.
+    """One rank's side of one deduplicated exchange in one pass.
 
     Args:
-        places: the destination's rank and the slot there, of every expert that a route may name.
-        num_slots: how many slots the routes that come here may name.
+        places: destination rank and slot of every expert.
+        num_slots: number of slots on this rank that received routes may name.
     """
 
     def __init__(
@@ -86,20 +82,16 @@ class DedupExchange:
 
     @property
     def counts_P3(self) -> Tensor:
-        """Returns how many rows, routes and targets go to every rank."""
+        """Returns the numbers of rows, routes and targets sent to each rank."""
         return self._counts.counts_P3
 
     def prepare(self) -> None:
-        """Does what can be done before the sizes are known, in the time in which counts travel.
-
-        `start` does it where this was not called.
-        """
+        """Packs the routes while the counts are in flight; otherwise `start` packs them."""
         _ = self._packed
 
     def start(self, x_UD: Tensor, sizes: ExchangeSizes, *, is_inner: bool = False) -> "DedupRows":
-        """Starts to send rows and routes; `is_inner`: within another exchange. Collective."""
-        # First, whether `prepare` was called or not: a recomputed pass must make tensors in the
-        # order of the first.
+        """Starts sending rows and routes; `is_inner`: within another exchange. Collective."""
+        # Packing comes first in any case: a recomputed pass must create tensors in the same order.
         packed, communicator = self._packed, self.communicator
         pairs = packed.sources.first(sum(row[ROWS] for row in sizes.sent))
         rows_MD = gather_pairs(x_UD, pairs)
@@ -117,9 +109,9 @@ class DedupExchange:
 
 @dataclass(frozen=True)
 class DedupRows:
-    """Distinct rows under way, and the routes that read them: what this rank's experts must serve.
+    """Distinct rows in flight, and the routes with which this rank's experts read them.
 
-    Rows and targets are numbered as they come; an expert is its slot here.
+    Rows and targets are numbered in order of arrival; experts are this rank's slots.
     """
 
     communicator: Communicator
@@ -127,8 +119,8 @@ class DedupRows:
     sizes: ExchangeSizes
     rows: AsyncCollective
     metadata: AsyncCollective
-    returning: RowPairs  # of the target rows whose sums come back
-    is_inner: bool  # an outer exchange keeps its sums for a recomputation
+    returning: RowPairs  # of the target rows whose sums return
+    is_inner: bool  # the outer exchange saves the sums for a recomputation
 
     @property
     def x_UD(self) -> Tensor:
@@ -141,10 +133,10 @@ class DedupRows:
         return self._received[1]
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Sends one row of outputs back for every target that came, and adds up what comes home.
+        """Sends one output row back per received target, and sums those that return.
 
         Returns:
-            (num_targets, D); the sums of different ranks are added in the order of ranks.
+            (num_targets, D), summed over ranks in rank order.
         """
         sent, received = self.sizes.of(TARGETS)
         back = self.communicator.all_to_all(y_TD, received, sent, is_combine=True)

@@ -1,21 +1,19 @@
-"""Exchanges between the ranks of one group: started now, waited for where they are first read,
-differentiable both ways.
+"""Asynchronous, differentiable collectives between the ranks of one group.
 
-A `Communicator` starts a collective (an all-to-all, an all-gather, a reduce-scatter) and returns an
-`AsyncCollective`; its `wait` returns the rows. Two autograd nodes stand for one collective,
-and in the backward they change roles: what was waited for last is started back first, and is
-waited for where the collective was started. So whatever was computed between start and wait is
-computed between them in the backward too, and overlaps there without further words.
+A `Communicator` starts a collective (all-to-all, all-gather, reduce-scatter) and returns an
+`AsyncCollective`, whose `wait` returns the rows. Each collective has two autograd nodes, which swap
+roles in the backward: the wait's node starts the reverse collective, and the start's node waits for
+it. Work between start and wait therefore overlaps with communication in both directions.
 
-What is sent is held until it has been waited for, and what torch's collectives get has no history.
-Otherwise a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and
-the graph behind them, at any time: also while Python ends, which aborts the process. (It can still
-be the last, for a moment after waiting: `stop_process` gives it time.)
+Sent tensors are kept until they have been waited for, and torch's collectives receive detached
+tensors. Otherwise a Gloo thread would often drop the last reference and free Python objects, and the
+graph behind them, at any time; during interpreter shutdown this aborts the process. (A Gloo thread
+can still hold the last reference shortly after waiting: `stop_process` gives it time.)
 
-With `Communicator.checking` every all-to-all is checked: the splits of all ranks are compared
-before, and every row carries (source rank, position, checksum of its bits) and is compared after.
-Gloo does not notice when sender and receiver disagree: it hands out uninitialised rows. Costs one
-small all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
+With `Communicator.checking` every all-to-all compares the splits of all ranks first, and every row
+carries (source rank, position, checksum of its bits), which is verified on arrival. Gloo does not
+detect disagreeing splits and returns uninitialised rows. Cost: one small all-gather before, one
+exchange of 24 bytes per row, and one all-gather of verdicts after.
 
 Legend: P ranks of the group, R rows.
 """
@@ -31,25 +29,25 @@ from torch.autograd.function import once_differentiable
 
 from ...model.execution.recompute import save_dispatch, skip_combine
 
-# As torch calls them since 2.13, and before.
+# Names since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ExchangeMismatch(RuntimeError):
-    """Two ranks disagree about an exchange; raised on all ranks of the group."""
+    """Raised on all ranks of a group if two of them disagree about an exchange."""
 
 
 @dataclass
 class Pending:
-    """A collective under way; `rows`, which it fills, may be read after `wait`."""
+    """A collective in flight; the `rows` that it fills are valid after `wait`."""
 
     rows: Tensor
     _sent: Tensor | None
     _work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """Returns the rows; a second call returns them at once."""
+        """Waits for the rows and returns them; later calls return immediately."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
@@ -57,7 +55,7 @@ class Pending:
 
 
 class Collective(Protocol):
-    """A collective of rows along dim 0 whose backward is another one."""
+    """A collective of rows along dim 0 whose backward is another collective."""
 
     def start(self, rows: Tensor) -> Pending:
         """Starts the collective on `rows` and returns a handle to wait for its result."""
@@ -65,7 +63,7 @@ class Collective(Protocol):
 
     @property
     def reverse(self) -> "Collective":
-        """Returns the collective of the gradients."""
+        """Returns the collective for the gradients."""
         ...
 
 
@@ -78,7 +76,7 @@ class AllToAll:
     received: list[int]
 
     def start(self, rows: Tensor) -> Pending:
-        """Starts the collective, and returns what it fills."""
+        """Starts the collective and returns its handle."""
         sent, received = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, sent, self.received, self.sent, group=self.group, async_op=True
@@ -87,18 +85,18 @@ class AllToAll:
 
     @property
     def reverse(self) -> "AllToAll":
-        """Returns the collective of the gradients."""
+        """Returns the collective for the gradients."""
         return AllToAll(self.group, self.received, self.sent)
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """Brings equally many rows of every rank to every rank, in the order of ranks."""
+    """Gathers equally many rows of every rank on every rank, in rank order."""
 
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
-        """Starts the collective, and returns what it fills."""
+        """Starts the collective and returns its handle."""
         sent, received = (
             rows.detach(),
             rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:]),
@@ -107,18 +105,18 @@ class AllGather:
 
     @property
     def reverse(self) -> "ReduceScatter":
-        """Returns the collective of the gradients."""
+        """Returns the collective for the gradients."""
         return ReduceScatter(self.group)
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Brings the sum over ranks of the p-th block of rows to rank p."""
+    """Sums the p-th block of rows over all ranks and leaves it on rank p."""
 
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
-        """Starts the collective, and returns what it fills."""
+        """Starts the collective and returns its handle."""
         sent, received = (
             rows.detach(),
             rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:]),
@@ -129,66 +127,66 @@ class ReduceScatter:
 
     @property
     def reverse(self) -> AllGather:
-        """Returns the collective of the gradients."""
+        """Returns the collective for the gradients."""
         return AllGather(self.group)
 
 
 @dataclass
 class Counters:
-    """Counts what one dispatcher has done since it was made: plain numbers of this rank, forward
-    passes only but for the waiting.
+    """Counters of one dispatcher on this rank since its creation.
 
-    A row that stays on its rank counts as a row and not as bytes.
+    They cover forward passes only, except `waited_s`. A row that stays on its rank counts as a row
+    but not as bytes.
     """
 
     passes: int = 0
     rows_sent: int = 0
-    rows_one_per_route: int = 0  # what a dispatcher with a row for every route would have sent
+    rows_one_per_route: int = 0  # rows that one row per route would have sent
     routes_served: int = 0  # routes that this rank's experts computed
     bytes_intra_node: int = 0
     bytes_inter_node: int = 0
-    # time in which the host stood still for an exchange or for the counts, backward included
+    # time that the host waited for exchanges or counts, backward included
     waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._counting = True
 
     def copy(self) -> "Counters":
-        """Returns the numbers of now."""
+        """Returns a copy of the current numbers."""
         return replace(self)
 
     def since(self, earlier: "Counters") -> "Counters":
-        """Returns what was done after `earlier`, which is a copy of these."""
+        """Returns the differences from `earlier`, a copy of these counters."""
         return Counters(
             *(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self))
         )
 
     def begin_pass(self, num_routes: int, *, recomputed: bool) -> None:
-        """Counts a pass of so many routes. One that is recomputed was counted: `add` ignores it."""
+        """Counts a pass of `num_routes` routes; a recomputed pass is not counted again."""
         self._counting = not recomputed
         self.add(passes=1, rows_one_per_route=num_routes)
 
     @property
     def is_counting(self) -> bool:
-        """Whether this pass is counted: one that is recomputed was."""
+        """Returns whether this pass is counted; a recomputed one is not."""
         return self._counting
 
     def add(self, **amounts: int) -> None:
-        """Adds to the counts of this pass."""
+        """Adds to the counters, unless this pass is not counted."""
         if not self._counting:
             return
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
     def wait(self, pending: Pending) -> Tensor:
-        """Waits for a collective, and returns its rows."""
+        """Waits for a collective and returns its rows."""
         started = time.perf_counter()
         rows = pending.wait()
         self.waited_s += time.perf_counter() - started
         return rows
 
     def read(self, counts: Tensor) -> list[Any]:
-        """Reads values on the host: the one synchronisation of a pass."""
+        """Reads values on the host: the only synchronisation of a pass."""
         started = time.perf_counter()
         values = counts.tolist()
         self.waited_s += time.perf_counter() - started
@@ -197,7 +195,7 @@ class Counters:
 
 @dataclass
 class _InFlight:
-    """What is under way between the two autograd nodes of a collective."""
+    """The handles that the two autograd nodes of a collective share."""
 
     forward: Pending | None = None
     backward: Pending | None = None
@@ -237,7 +235,7 @@ class _Wait(torch.autograd.Function):
         ctx: Any, rows: Tensor, collective: Collective, counters: Counters, in_flight: _InFlight
     ) -> Tensor:
         ctx.collective, ctx.in_flight = collective, in_flight
-        # Where nothing was started the rows are those that a recomputed pass had saved.
+        # If nothing was started, this is a recomputed pass and the rows were saved.
         if in_flight.forward is not None:
             counters.wait(in_flight.forward)
             in_flight.forward = None
@@ -247,14 +245,14 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.in_flight.backward = ctx.collective.reverse.start(grads[0].contiguous())
-        # The gradient is only of the shape that autograd wants: `_Start` reads what was started.
+        # A placeholder of the right shape for autograd: `_Start` reads the started collective.
         return grads[0], None, None, None
 
 
 class AsyncCollective:
-    """A collective under way, differentiable; between start and `wait` its rows must not be read.
+    """A differentiable collective in flight, whose rows must not be read before `wait`.
 
-    `is_combine`: its rows are outputs, of which `save_combine` keeps the sum (model/execution/recompute.py).
+    `is_combine` marks outputs, whose sum `save_combine` saves (model/execution/recompute.py).
     """
 
     def __init__(
@@ -267,7 +265,7 @@ class AsyncCollective:
         self._received: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Returns the received rows, and waits for them the first time.
+        """Waits for the received rows and returns them.
 
         All ranks must wait for their collectives in the same order.
         """
@@ -279,7 +277,7 @@ class AsyncCollective:
 
 
 class CheckedCollective(AsyncCollective):
-    """An all-to-all that is followed by marks of its rows, which `wait` compares."""
+    """An all-to-all that also sends marks of its rows, which `wait` verifies."""
 
     def __init__(
         self,
@@ -296,10 +294,10 @@ class CheckedCollective(AsyncCollective):
         self._marks = collective.start(_marks(rows, collective.sent, collective.group.rank()))
 
     def wait(self) -> Tensor:
-        """Returns the received rows, and compares them with their marks the first time.
+        """Waits for the received rows, verifies their marks, and returns them.
 
         Raises:
-            ExchangeMismatch: on all ranks: a row is not the one that was sent.
+            ExchangeMismatch: on all ranks: a row differs from the one that was sent.
         """
         if self._received is None:
             rows = super().wait()
@@ -309,9 +307,9 @@ class CheckedCollective(AsyncCollective):
 
 @dataclass
 class Communicator:
-    """Starts collectives over one group, and counts their bytes.
+    """Starts collectives over one group and counts their bytes.
 
-    All ranks of `everyone` take the same steps, and hear of a mismatch.
+    All ranks of `everyone` take the same steps, and a mismatch is raised on all of them.
     """
 
     group: dist.ProcessGroup
@@ -331,8 +329,7 @@ class Communicator:
         """Starts an all-to-all of rows along dim 0; `is_combine` marks outputs. Collective.
 
         Raises:
-            ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many
-                rows pass between them.
+            ExchangeMismatch: while `checking`, on all ranks: two ranks disagree about a split.
         """
         collective = AllToAll(self.group, sent, received)
         self._count(sent, rows)
@@ -343,16 +340,16 @@ class Communicator:
         return AsyncCollective(rows, collective, self.counters, is_combine=is_combine)
 
     def all_gather(self, rows: Tensor, *, counted: bool = True) -> AsyncCollective:
-        """Starts to gather equally many rows of every rank, in the order of ranks. Collective.
+        """Starts gathering equally many rows of every rank, in rank order. Collective.
 
-        `counted` False: rows that tell where others belong, which the counted bytes leave out.
+        `counted` False excludes metadata from the counted bytes.
         """
         if counted:
             self._count([len(rows)] * self.num_ranks, rows)
         return AsyncCollective(rows, AllGather(self.group), self.counters)
 
     def reduce_scatter(self, rows: Tensor) -> AsyncCollective:
-        """Starts to add up the outputs of all ranks, each block at its rank. Collective."""
+        """Starts summing outputs over all ranks, one block per rank. Collective."""
         self._count([len(rows) // self.num_ranks] * self.num_ranks, rows)
         return AsyncCollective(rows, ReduceScatter(self.group), self.counters, is_combine=True)
 
@@ -369,20 +366,18 @@ class Communicator:
 
 
 def hottest_factor(served_GP: Tensor) -> float:
-    """Returns the busiest rank's `routes_served` ÷ its EP group's mean, of the group where that is
-    largest.
-    """
+    """Returns the largest ratio, over EP groups, of the busiest rank's `routes_served` to the mean."""
     mean_G = served_GP.double().mean(1)
     return torch.where(mean_G > 0, served_GP.amax(1) / mean_G.clamp(min=1e-30), 1.0).max().item()
 
 
 def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers equally many values of every rank, as rows in the order of ranks. Collective."""
+    """Gathers equally many values of every rank, one row per rank. Collective."""
     return AllGather(group).start(values[None]).wait()
 
 
 def _check_splits(rows: Tensor, collective: AllToAll, everyone: dist.ProcessGroup) -> None:
-    """The full matrix of counts, seen by every rank: so every rank raises the same error."""
+    """Compares the full matrix of splits on every rank, so that all raise the same error."""
     partners = dist.get_process_group_ranks(collective.group)
     mine = torch.tensor(
         [len(rows), *partners, *collective.sent, *collective.received], device=rows.device
@@ -398,8 +393,7 @@ def _check_splits(rows: Tensor, collective: AllToAll, everyone: dist.ProcessGrou
         if num_rows != sum(sent):
             faults.append(f"rank {rank} has {num_rows} rows but sends {sum(sent)} ({sent})")
     faults += [
-        f"rank {pair[0]} sends {sends[pair]} rows to rank {pair[1]}, "
-        f"which expects {expects[pair]} of it"
+        f"rank {pair[0]} sends {sends[pair]} rows to rank {pair[1]}, which expects {expects[pair]}"
         for pair in sends
         if sends[pair] != expects[pair]
     ]
@@ -411,9 +405,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _marks(rows: Tensor, splits: list[int], source: int | None) -> Tensor:
-    """(R, 3) int64: source rank, position among the rows of a split, sum of the row's bits.
+    """Returns (R, 3) int64: source rank, position within the split, checksum of the row's bits.
 
-    `source` None: the splits are those of the source ranks.
+    `source` None: split p comes from rank p.
     """
     rows = rows.detach() if rows.dim() > 1 else rows.detach()[:, None]
     bits = rows.contiguous().flatten(1).view(_BITS[rows.element_size()])
@@ -438,12 +432,12 @@ def _check_marks(
         first = [len(wrong), partners[source], position, marker, marked]
     verdicts = gathered(torch.tensor(first, device=rows.device), everyone).tolist()
     faults = [
-        f"rank {here} got {count} wrong rows, the first at position {position} of those of rank "
-        f"{source}: it is "
+        f"rank {here} received {count} wrong rows, the first at position {position} of those of rank "
+        f"{source}: it "
         + (
-            f"row {marked} of rank {marker}"
+            f"is row {marked} of rank {marker}"
             if (marker, marked) != (source, position)
-            else "another in its bits"
+            else "differs in its bits"
         )
         for here, (count, source, position, marker, marked) in zip(
             dist.get_process_group_ranks(everyone), verdicts, strict=True
@@ -451,4 +445,4 @@ def _check_marks(
         if count
     ]
     if faults:
-        raise ExchangeMismatch(f"rows were changed or exchanged under way: {'; '.join(faults)}")
+        raise ExchangeMismatch(f"rows were changed or swapped in transit: {'; '.join(faults)}")

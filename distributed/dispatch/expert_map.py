@@ -1,12 +1,11 @@
-"""Where every expert lives: a table from experts to slots, and from slots to ranks.
+"""The placement of experts: a table from experts to slots, and from slots to ranks.
 
-Slots are numbered rank after rank. Without a table expert e is in slot e. Dispatchers know experts
-by their slots only, so a bank may be placed in any way, unevenly and with copies of hot experts
-too, and nothing but this table changes.
+Slots are numbered rank by rank. Without a table, expert e is in slot e. Dispatchers know experts only
+by their slots, so any placement, uneven or with replicas of hot experts, changes only this table.
 
-An expert with several slots is served by the copy on the source's own rank, else by its copies in
-turn, one source rank after another: so every rank sees one slot per expert (`seen_from`), and which
-one it is depends on nothing but the table.
+An expert with several slots is served by the replica on the source's own rank, else by its replicas
+in turn over the source ranks. Every rank therefore sees one slot per expert (`seen_from`), which
+depends only on the table.
 
 Legend: E experts, S slots, P ranks, N routes.
 """
@@ -28,35 +27,34 @@ class SlotTables:
     """An expert map as tensors on a device."""
 
     rank_S: Tensor
-    local_S: Tensor  # its number on its rank
+    local_S: Tensor  # the slot's index on its rank
     slot_E: Tensor | None
 
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Where every expert is, as int32 tensors on a device."""
+    """Rank and slot of every expert, as int32 tensors on a device."""
 
     rank_E: Tensor
-    slot_E: Tensor  # its number on that rank
+    slot_E: Tensor  # the slot's index on that rank
 
 
 @dataclass(frozen=True)
 class ExpertRange:
-    """Neighbouring experts in neighbouring slots of one rank."""
+    """Consecutive experts in consecutive slots of one rank."""
 
     expert: int
-    slot: int  # the rank's own count
+    slot: int  # index on the rank
     length: int
-    is_first: bool  # of an expert with copies: its first slot, the one that is counted and saved
+    is_first: bool  # the expert's first slot, which is counted and saved; replicas are not
 
 
 @dataclass(frozen=True)
 class ExpertMap:
     """A table from experts to slots, and from slots to ranks.
 
-    Rank p has `slots_P[p]` slots; expert e is in slot `slot_E[e]`, or in slot e where that is None.
-    `copies` are further slots of some experts, as (expert, slot). A slot that is nowhere named is
-    empty.
+    Rank p has `slots_P[p]` slots. Expert e is in slot `slot_E[e]`, or in slot e if that is None.
+    `copies` lists further slots of experts as (expert, slot). All other slots are empty.
     """
 
     slots_P: tuple[int, ...]
@@ -67,11 +65,11 @@ class ExpertMap:
         named = [*(self.slot_E or ()), *(slot for _, slot in self.copies)]
         if not set(named) <= set(range(self.num_slots)):
             raise ValueError(
-                f"experts in slots {named}, but the ranks hold {self.slots_P} = {self.num_slots}"
+                f"experts are in slots {named}, but the ranks have {self.slots_P} = {self.num_slots} slots"
             )
         if self.copies and self.slot_E is None:
             raise ValueError(
-                f"copies {self.copies} of experts, but every slot has an expert of its own"
+                f"there are copies {self.copies} of experts, but no free slot: every slot has its own expert"
             )
         if len(set(named)) < len(named):
             raise ValueError(
@@ -86,22 +84,22 @@ class ExpertMap:
 
     @property
     def num_slots(self) -> int:
-        """Returns how many slots all ranks have."""
+        """Returns the number of slots on all ranks."""
         return sum(self.slots_P)
 
     @property
     def num_experts(self) -> int:
-        """Returns how many experts the bank has."""
+        """Returns the number of experts."""
         return self.num_slots if self.slot_E is None else len(self.slot_E)
 
     @property
     def filled_once(self) -> bool:
-        """Whether every slot has exactly one expert, so that counts of experts are counts of slots."""
+        """Returns whether every slot has an expert and every expert one slot."""
         return self.slot_E is None or sorted(self.slot_E) == list(range(self.num_slots))
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank holds an equal block of the experts, in their order."""
+        """Returns whether every rank holds an equal contiguous block of the experts."""
         return self.slot_E is None and len(set(self.slots_P)) == 1
 
     @cached_property
@@ -111,7 +109,7 @@ class ExpertMap:
 
     @cached_property
     def slots_E(self) -> tuple[tuple[int, ...], ...]:
-        """Returns all slots of every expert, the one that is saved first."""
+        """Returns the slots of every expert, the saved one first."""
         slots = [[slot] for slot in (range(self.num_slots) if self.slot_E is None else self.slot_E)]
         for expert, slot in self.copies:
             slots[expert].append(slot)
@@ -119,7 +117,7 @@ class ExpertMap:
 
     @cached_property
     def expert_S(self) -> tuple[int | None, ...]:
-        """Returns the expert in every slot; None where it is empty."""
+        """Returns the expert in every slot; None if the slot is empty."""
         experts: list[int | None] = [None] * self.num_slots
         for expert, slots in enumerate(self.slots_E):
             for slot in slots:
@@ -132,11 +130,11 @@ class ExpertMap:
         return range(end - self.slots_P[rank], end)
 
     def seen_from(self, rank: int) -> "ExpertMap":
-        """Returns the map of one slot per expert to which the routes of a rank go."""
+        """Returns the map with the one slot per expert that serves a rank's routes."""
         return _seen_from(self, rank) if self.copies else self
 
     def ranges_of(self, rank: int) -> list[ExpertRange]:
-        """Returns what a rank holds, in the order of its slots."""
+        """Returns the experts of a rank in slot order."""
         ranges: list[ExpertRange] = []
         for local, slot in enumerate(self.own_slots(rank)):
             expert = self.expert_S[slot]
@@ -154,7 +152,7 @@ class ExpertMap:
         return ranges
 
     def tables(self, device: torch.device) -> SlotTables:
-        """Returns the map as tensors on a device; they are made once."""
+        """Returns the map as tensors on a device; cached."""
         return _tables(self, device)
 
     def slots_of(self, expert_N: Tensor) -> Tensor:
@@ -163,15 +161,15 @@ class ExpertMap:
         return expert_N if slot_E is None else slot_E[expert_N]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for a checkpoint's meta."""
+        """Returns the map as plain values for a checkpoint's meta."""
         return {"slots": self.slots_P, "slot_of_expert": self.slot_E, "copies": self.copies}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ExpertMap":
-        """Returns the map whose plain values were read from JSON.
+        """Restores a map from the plain values of `as_dict`, read from JSON.
 
         Raises:
-            ValueError: it is no such table.
+            ValueError: the values contradict each other.
         """
         slot_E = values["slot_of_expert"]
         return cls(
@@ -183,9 +181,7 @@ class ExpertMap:
 
 @lru_cache(maxsize=256)
 def contiguous_map(num_experts: int, num_ranks: int) -> ExpertMap:
-    """Returns the map of nearly equal, contiguous blocks in the order of ranks.
-
-    Where the ranks do not divide the experts the first have one more.
+    """Returns the map of nearly equal contiguous blocks (`expert_blocks`).
 
     Raises:
         ValueError: there are fewer experts than ranks.
@@ -204,21 +200,21 @@ def _tables(expert_map: ExpertMap, device: torch.device) -> SlotTables:
 
 @lru_cache(maxsize=256)
 def places(expert_map: ExpertMap, device: torch.device) -> ExpertPlaces:
-    """Returns every expert's rank and its slot there; they are made once."""
+    """Returns every expert's rank and its slot there; cached."""
     slot_E, tables = _slots(expert_map, device), expert_map.tables(device)
     return ExpertPlaces(tables.rank_S[slot_E].int(), tables.local_S[slot_E].int())
 
 
 @lru_cache(maxsize=256)
 def places_on_nodes(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
-    """Returns every expert's node, of so many ranks each, and its slot among those of all ranks."""
+    """Returns every expert's node and its slot among those of all ranks; cached."""
     rank_E = places(expert_map, device).rank_E
     return ExpertPlaces(rank_E // node_size, _slots(expert_map, device).int())
 
 
 @lru_cache(maxsize=256)
 def places_in_node(expert_map: ExpertMap, device: torch.device, node_size: int) -> ExpertPlaces:
-    """Returns every slot's rank among those of its node and its number there."""
+    """Returns every slot's rank within its node and its index on that rank; cached."""
     tables = expert_map.tables(device)
     return ExpertPlaces((tables.rank_S % node_size).int(), tables.local_S.int())
 
@@ -237,12 +233,8 @@ def _seen_from(expert_map: ExpertMap, rank: int) -> ExpertMap:
 
 
 def _serving(expert_map: ExpertMap, expert: int, source: int) -> int:
-    """The slot that serves a source rank: its own copy, else the copies in turn, beginning with
-    another for every expert.
-    """
+    """Returns the slot that serves a source rank: its own replica, else the replicas in turn."""
     slots = expert_map.slots_E[expert]
     holders = {expert_map.rank_S[slot]: slot for slot in slots}
-    turn = source - sum(
-        holder < source for holder in holders
-    )  # how many ranks without a copy come before
+    turn = source - sum(holder < source for holder in holders)  # earlier ranks without a replica
     return holders[source] if source in holders else slots[(turn + expert) % len(slots)]

@@ -1,15 +1,14 @@
-"""Two exchanges: one row per node, then inside the node one row per rank; outputs are summed inside
-the node before they go back. Where a node's ranks share memory, the second goes through that
-(symmetric.py), with the same bits.
+"""Sends one row per node, then one per rank inside the node; outputs are summed inside the node first.
 
-Rank i of a node speaks to rank i of the others (the inter exchange), and what comes in is spread
-among the ranks of the own node (the intra exchange), both as in dedup.py. So between nodes exactly
-Σ over rows of the distinct nodes that serve them travel, which is what the slow links carry; for 8
-experts per token on 2 nodes of 8 ranks 1.99 rows where `dedup` sends 6.5 on average.
+Rank i of a node exchanges with rank i of the other nodes (inter), then forwards what it received to
+the ranks of its own node (intra); both exchanges work like dedup.py. If a node's ranks share memory,
+the intra exchange uses it (symmetric.py), with the same bits. Each row crosses the slow links once per
+distinct node that serves it. For 8 experts per token on 2 nodes of 8 ranks that is 1.99 rows on
+average; `dedup` sends 6.5.
 
-The sizes of both exchanges follow from one table, which all ranks gather: how many rows, routes and
-targets every rank has for every rank and for every node. So there is one read on the host per pass,
-as with the others. Costs P · (P + M) · 24 bytes.
+One table gives the sizes of both exchanges: the rows, routes and targets that every rank has for
+every rank and every node. All ranks gather it, P · (P + M) · 24 bytes, and read it on the host once
+per pass.
 
 Legend: P ranks = M nodes · G ranks of a node, U source rows, T target rows, N routes.
 """
@@ -35,9 +34,7 @@ from .symmetric import start_exchange
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """A pass under way: the inter exchange, and the intra exchange, which begins when its rows are
-    here.
-    """
+    """A pass in flight: the inter exchange, then the intra exchange of its received rows."""
 
     inter: DedupRows
     start_intra: Callable[[DedupRows], Dispatched]
@@ -45,7 +42,7 @@ class _Dispatched:
 
     @property
     def x_UD(self) -> Tensor:
-        """Waits for the rows from other nodes and spreads them; waits for the distinct rows."""
+        """Waits for the rows from other nodes, forwards them, and waits for the distinct rows."""
         return self._intra.x_UD
 
     @property
@@ -54,24 +51,20 @@ class _Dispatched:
         return self._intra.routes
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Adds up outputs inside the nodes, sends the sums back and adds them up in the order of
-        nodes, (num_targets, D). Collective.
-        """
+        """Sums outputs inside the nodes, then over nodes in node order, (num_targets, D). Collective."""
         return self.inter.combine(self._intra.combine(y_TD))
 
     @property
     def _intra(self) -> Dispatched:
-        # Not a cached_property: Python 3.11 has one lock for all of them, and simulated ranks, which
-        # are threads, wait for each other here.
+        # Not a cached_property: its single lock in Python 3.11 would deadlock simulated ranks, which
+        # are threads that wait for each other here.
         if not self.started:
             self.started.append(self.start_intra(self.inter))
         return self.started[0]
 
 
 class HierarchicalDispatcher(RowSharingDispatcher):
-    """Sends one row per (row, node), then one per rank inside the node; equal to `LocalDispatcher`
-    up to the order of sums.
-    """
+    """Sends one row per (row, node), then one per rank; equal to `LocalDispatcher` up to the order of sums."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -90,9 +83,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
             )
 
     def dispatch_shared(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Dispatched:
-        """Starts to send the distinct rows between nodes, and the routes that read them.
-        Collective.
-        """
+        """Starts sending the distinct rows and their routes between nodes. Collective."""
         inter = DedupExchange(
             self.inter,
             routes,
@@ -115,7 +106,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
     def _start_intra(
         self, came: DedupRows, expert_map: ExpertMap, sizes: ExchangeSizes
     ) -> Dispatched:
-        """Spreads what came to this rank among the ranks of its node."""
+        """Forwards received rows to the ranks of this node."""
         x_UD, routes = came.x_UD, came.routes
         inside = places_in_node(expert_map, x_UD.device, self.intra.num_ranks)
         num_slots = expert_map.slots_P[self.communicator.rank]
@@ -137,10 +128,10 @@ class HierarchicalDispatcher(RowSharingDispatcher):
     def _exchange_sizes(
         self, inter: DedupExchange, on_ranks: ExpertPlaces
     ) -> tuple[ExchangeSizes, ExchangeSizes]:
-        """Exchanges counts and reads them on the host; the routes are written down meanwhile.
+        """Exchanges counts, packs the routes meanwhile, and reads the counts on the host.
 
         Returns:
-            The sizes of the inter and of the intra exchange.
+            The sizes of the inter and the intra exchange.
         """
         by_rank = replace(
             inter.addresses,
@@ -162,8 +153,7 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         gathered = gathered.view(num_nodes, node_size, -1, 3)  # of source node and source rank
         by_rank = gathered[:, :, :num_ranks].reshape(num_nodes, node_size, num_nodes, node_size, 3)
         inter_received = gathered[:, local, num_ranks + here].contiguous()
-        # What reaches this node through its rank i, whatever node it comes from, goes on from rank
-        # i.
+        # Rank i forwards everything that reaches this node through it, from any node.
         intra_sent = by_rank[:, local, here].sum(0)
         intra_received = by_rank[:, :, here, local].sum(0)
         sizes, intra_sizes = read_sizes(

@@ -1,21 +1,19 @@
-"""One-sided: rows, routes and answers are written where their readers find them, without a
-collective.
+"""Exchanges rows through memory that all ranks of a machine share, without collectives.
 
-For ranks of one machine (distributed/symmetric). A sparse layer's pass is four messages of each
-rank, sizes among them:
-  1. forward: every distinct row once, and for each rank which of them it needs and the routes that
-     read them (slot, row, target, gate weight);
-  2. its experts' answers, weighed and summed for every (source rank, target row): their source adds
-     those of different ranks up in the order of ranks;
+A sparse layer's pass is four messages per rank (distributed/symmetric), which include their sizes:
+  1. forward: every distinct row once, and for each rank the rows it needs and the routes that read
+     them (slot, row, target, gate weight);
+  2. the experts' answers, weighted and summed per (source rank, target row); the source adds those
+     of different ranks in rank order;
   3. backward: the gradients of these sums, each once;
-  4. the gradients of the rows, added up likewise, and of the gate weights.
+  4. the gradients of the rows, summed likewise, and of the gate weights.
 
-What travels and how it is summed is `dedup`'s, bit for bit; but nobody sends counts ahead, nobody
-waits for all, and a row that several ranks need is written once. Where the routes go is written
-down by one function in C++ instead of some thirty launches.
+Rows and sums equal those of `dedup` bit for bit. But no rank sends counts first or waits for all
+others, a row that several ranks need is written once, and one C++ function plans the routes instead
+of some thirty operations.
 
-Routes with `per_expert` go one row per route, and are added up at home in the order of routes: as
-by alltoall.py, to which dedup.py gives them.
+Routes with `per_expert` send one row per route, and the source sums the answers in route order, as
+alltoall.py does.
 
 Legend: U source rows, T target rows, N routes, P ranks.
 """
@@ -45,33 +43,33 @@ _PLACE_BYTES = 12  # of a route: slot, row and target
 
 @dataclass
 class _Pass:
-    """One pass of one layer: its plan, and the numbers of the messages under way.
+    """One pass of one layer: its plan, and the numbers of its messages.
 
-    A number is None where a recomputed pass posts nothing.
+    A number is None if a recomputed pass posts nothing.
     """
 
     outbox: Outbox
     plan: Plan
     counters: Counters
-    rows: Tensor  # shape and dtype of the rows, (0, D)
+    rows: Tensor  # (0, D), with the dtype of the rows
     weight_dtype: torch.dtype
-    # within another exchange, which counts rows and routes and keeps its sums for a recomputation
+    # part of another exchange, which counts rows and routes and saves its sums for a recomputation
     is_inner: bool
     sent: int | None = None
     answered: int | None = None
-    # of the backward pass
+    # backward pass
     grads_sent: int | None = None
     grads_answered: int | None = None
 
     @contextmanager
     def counting(self) -> Iterator[Outbox]:
-        """Counts how long this rank waits meanwhile."""
+        """Adds the time that this rank waits in the context to the counters."""
         before = self.outbox.waited_s
         yield self.outbox
         self.counters.waited_s += self.outbox.waited_s - before
 
     def count(self, starts_3P1: Tensor, answers: Tensor) -> None:
-        """Counts what this rank has sent, what came, and the answers to it."""
+        """Counts the rows, routes and answers of this rank."""
         own = self.outbox.rank
         row_bytes, answer_bytes = (x.shape[1] * x.element_size() for x in (self.rows, answers))
         route_bytes = _PLACE_BYTES + self.weight_dtype.itemsize
@@ -89,12 +87,12 @@ class _Pass:
 
 
 def _number(posted: int | None) -> int:
-    assert posted is not None, "a pass that posts nothing has everything saved"
+    assert posted is not None, "a pass that posts nothing has saved everything"
     return posted
 
 
 class _PostRows(torch.autograd.Function):
-    """Posts rows; its backward adds up the gradients of rows that the ranks send back."""
+    """Posts rows; its backward sums the gradients of rows that the ranks return."""
 
     @staticmethod
     def forward(ctx: Any, x_UD: Tensor, weight_N: Tensor, run: _Pass) -> Tensor:
@@ -138,7 +136,7 @@ class _TakeRows(torch.autograd.Function):
         ctx.run, ctx.starts_3P1 = run, starts
         ctx.sizes = rows.shape[0], weights.shape[0]
         ctx.mark_non_differentiable(places, starts)
-        ctx.set_materialize_grads(False)  # of what has none
+        ctx.set_materialize_grads(False)
         return rows, weights, places, starts
 
     @staticmethod
@@ -186,7 +184,7 @@ class _SumAnswers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, posted: Tensor, run: _Pass) -> Tensor:
         ctx.run = run
-        if run.answered is None:  # a recomputed pass, whose sums were saved: zeros without memory
+        if run.answered is None:  # a recomputed pass with saved sums: zeros that take no memory
             return posted.new_zeros(()).expand(run.plan.num_targets, posted.shape[1])
         with run.counting() as outbox:
             return outbox.sum_answers(run.plan, run.answered, posted)
@@ -202,12 +200,12 @@ class _SumAnswers(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange under way: what the experts of this rank must serve, and the way home."""
+    """An exchange in flight: rows and routes for this rank's experts, and the return path."""
 
     run: _Pass
     posted: Tensor
     num_slots: int
-    one_per_route: Routes | None = None  # where every route has a row of its own
+    one_per_route: Routes | None = None  # set if every route has its own row
 
     @property
     def x_UD(self) -> Tensor:
@@ -220,9 +218,7 @@ class _Exchange:
         return self._received[1]
 
     def combine(self, y_TD: Tensor) -> Tensor:
-        """Posts one row of answers for every target that came, and adds up what the ranks answer,
-        in their order, (num_targets, D).
-        """
+        """Posts one answer per received target, and sums the ranks' answers in rank order, (num_targets, D)."""
         starts_3P1, routes = self._received[2], self.one_per_route
         self.run.count(starts_3P1, y_TD)
         posted = _PostAnswers.apply(y_TD, self.run, starts_3P1)
@@ -261,13 +257,13 @@ def start_exchange(
     is_inner: bool = False,
     one_per_route: Routes | None = None,
 ) -> Dispatched:
-    """Posts distinct rows, and the routes that read them.
+    """Posts distinct rows and the routes that read them.
 
     Args:
-        places: where every expert is.
-        num_slots: of this rank.
-        is_inner: the exchange is within another one.
-        one_per_route: routes each of which has a row of its own, whose answers are added up.
+        places: rank and slot of every expert.
+        num_slots: number of this rank's slots.
+        is_inner: the exchange is part of another one.
+        one_per_route: the original routes if each has its own row; their answers are summed.
 
     Raises:
         ValueError: a route is out of range.
@@ -284,14 +280,14 @@ class SymmetricDispatcher(ExpertParallelDispatcher):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         if setup.outbox is None:
-            raise ValueError("the symmetric dispatcher wants an outbox of its group (open_outbox)")
+            raise ValueError("the symmetric dispatcher needs an outbox of its group (open_outbox)")
         self.outbox = setup.outbox
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
-        """Posts the distinct rows, and the routes that read them.
+        """Posts the distinct rows and the routes that read them.
 
         Raises:
-            ValueError: a route is out of range, or the ranks cannot share their experts.
+            ValueError: a route is out of range, or there are fewer experts than ranks.
         """
         check_counts(routes, routes.num_experts)
         expert_map = self.begin(x_UD, routes)

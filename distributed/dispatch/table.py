@@ -1,9 +1,9 @@
-"""The table of dispatchers. A new one is one file and one line here; one of the user's own is a
-`DispatcherEntry` that the configuration names as `module:name` (docs/extend.md shows both).
+"""The table of dispatchers.
 
-The mesh's configuration, the command line, the planner, the cost model and the simulator ask this
-table and know no dispatcher by name. It imports nothing heavy, so that they may ask before torch is
-there; the dispatchers' own modules are imported when one is made (choose.py).
+A new dispatcher is one file and one line here. A user's own is a `DispatcherEntry` that the
+configuration names as `module:name` (docs/extend.md shows both). Configuration, command line,
+planner and simulator query this table instead of naming dispatchers. It imports nothing heavy, not
+even torch; choose.py imports a dispatcher's module when it creates one.
 """
 
 from dataclasses import dataclass
@@ -11,36 +11,37 @@ from dataclasses import dataclass
 from ...own_parts import Wanted
 
 AUTO = "auto"
-LOCAL = "local"  # every expert is on this rank: nothing travels, and there is nothing to configure
-DEFAULT = "dedup"  # what "auto" means where the experts are spread,
-SHARED_MEMORY = "symmetric"  # or this where it can be had and is faster (choose.py)
+LOCAL = "local"  # every expert is on this rank, so nothing is sent
+DEFAULT = "dedup"  # "auto" with ep > 1,
+SHARED_MEMORY = "symmetric"  # unless this can run and is faster (choose.py)
 
 
 @dataclass(frozen=True)
 class SendingPattern:
-    """What a dispatcher sends, as far as its cost depends on it: a row once to every rank that
-    serves it, unless it says otherwise (planning/communication.py has the arithmetic).
+    """What a dispatcher sends: by default a row once to every rank that serves it.
+
+    planning/communication.py computes costs from it.
     """
 
-    row_per_route: bool = False  # once for every route
+    row_per_route: bool = False  # a row once per route
     node_first: bool = False  # once per destination node, then once per rank inside it
     to_all: bool = False  # every row to every rank, by dense collectives
 
 
 @dataclass(frozen=True)
 class DispatcherEntry:
-    """What others must know of a dispatcher.
+    """A dispatcher's class and properties.
 
-    `dispatcher` is an `ExpertParallelDispatcher`; or the words "module.Class" of a module in this
-    folder, which is imported when the first one is made.
+    `dispatcher` is an `ExpertParallelDispatcher`, or "module.Class" in this folder, which is imported
+    on first use.
     """
 
     dispatcher: str | type
     description: str
     pattern: SendingPattern
-    is_exact: bool = False  # equals one rank bit for bit; the others up to rounding
-    needs_nodes: bool = False  # the groups between and inside nodes (`build_node_groups`)
-    needs_outbox: bool = False  # memory that all ranks of the group reach (`open_outbox`)
+    is_exact: bool = False  # equals one rank bit for bit, not just up to rounding
+    needs_nodes: bool = False  # needs groups between and inside nodes (`build_node_groups`)
+    needs_outbox: bool = False  # needs memory that all ranks of the group share (`open_outbox`)
 
 
 DISPATCHERS: dict[str, DispatcherEntry] = {
@@ -79,7 +80,7 @@ DISPATCHER = Wanted(
 
 
 def entry_of(name: str) -> DispatcherEntry:
-    """Returns what is known of a dispatcher by which rows travel.
+    """Returns the table's entry of a dispatcher other than "local" and "auto".
 
     Raises:
         OwnPartError: there is no such dispatcher.
@@ -88,12 +89,12 @@ def entry_of(name: str) -> DispatcherEntry:
 
 
 def resolved_dispatcher(name: str, ep: int) -> str:
-    """Returns the dispatcher that `name` means on `ep` ranks, also where it is "auto".
+    """Resolves a dispatcher's name, or "auto", on `ep` ranks.
 
-    In a run "auto" may become `symmetric` yet, which sends the same rows.
+    At run time "auto" may still become `symmetric`, which sends the same rows.
 
     Raises:
-        ValueError: the name is none of a dispatcher, or it is `local` although the experts are spread.
+        ValueError: the name is unknown, or it is `local` with ep > 1.
     """
     if name == AUTO:
         return LOCAL if ep == 1 else DEFAULT
@@ -106,27 +107,25 @@ def resolved_dispatcher(name: str, ep: int) -> str:
 
 
 def is_exact(name: str) -> bool:
-    """Whether a dispatcher's outputs equal one rank's bit for bit."""
+    """Returns whether a dispatcher's outputs equal one rank's bit for bit."""
     return name == LOCAL or entry_of(name).is_exact
 
 
 def needs_nodes(name: str) -> bool:
-    """Whether a dispatcher wants the groups between and inside nodes."""
+    """Returns whether a dispatcher needs groups between and inside nodes."""
     return name not in (AUTO, LOCAL) and entry_of(name).needs_nodes
 
 
 def by_collectives() -> list[str]:
-    """Returns the dispatchers whose rows travel by collectives: what is simulated, and planned where
-    none is asked for.
-    """
+    """Returns the dispatchers that use collectives, which simulation and planning cover."""
     return [name for name, entry in DISPATCHERS.items() if not entry.needs_outbox]
 
 
 def same_traffic(name: str) -> str:
-    """Returns the dispatcher by collectives that sends the same rows: itself, if it is one."""
+    """Returns the dispatcher over collectives that sends the same rows as `name`."""
     return DEFAULT if needs_outbox(name) else name
 
 
 def needs_outbox(name: str) -> bool:
-    """Whether a dispatcher wants memory that all ranks of the group reach."""
+    """Returns whether a dispatcher needs memory that all ranks of the group share."""
     return name not in (AUTO, LOCAL) and entry_of(name).needs_outbox

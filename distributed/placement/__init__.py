@@ -1,1 +1,1 @@
-"""Which rank holds which expert: balancing measured load, moving experts, copies of hot ones."""
+"""Placement of experts on ranks: balancing measured load, moving experts, replicating hot ones."""

@@ -1,19 +1,17 @@
-"""From the load of a bank's experts to an expert map that evens out the ranks. Pure arithmetic: who
-has the counts has the answer.
+"""Computes an expert map that balances a bank's measured load over the ranks; pure arithmetic.
 
-A step waits for the rank with the most routes, so what counts is the hottest rank's factor: its
-load over the mean of all ranks.
-    1. copies: while slots are left the expert with the most load per copy gets one more, at most
-       one per rank;
-    2. packing: copies go, the heaviest first, each to the rank with the least load that has a free
-       slot and no copy of it;
-    3. the new map is taken if it is better than the old one by 1 % at least, for a move
-       costs something too.
+A step waits for the rank with the most routes, so the objective is the hottest rank's load divided by
+the mean of all ranks.
+    1. replicate: while slots are free, the expert with the most load per copy gets another copy, at
+       most one per rank;
+    2. pack: place copies, heaviest first, each on the least loaded rank with a free slot and without
+       a copy of the expert;
+    3. use the new map only if it is at least 1 % better than the old one, because a move costs time.
 Steps 1 and 2 are those of EPLB, DeepSeek's balancer for serving (github.com/deepseek-ai/EPLB);
-heaviest first is Graham's LPT rule. An expert's copies share its load as `ExpertMap.seen_from`
-says, with source ranks taken to be alike.
+heaviest first is Graham's LPT rule. An expert's copies share its load as in `ExpertMap.seen_from`,
+assuming equal source ranks.
 
-Cost: 3 ms for 155 experts on 8 ranks, 20 ms on 64. What replicas cost in a run: replicas.py.
+Cost: 3 ms for 155 experts on 8 ranks, 20 ms on 64. For the cost of replicas in a run see replicas.py.
 
 Legend: E experts, S slots, P ranks.
 """
@@ -24,11 +22,11 @@ from collections.abc import Sequence
 from ..dispatch.expert_map import ExpertMap
 from ..layout import expert_blocks
 
-_WORTH = 0.01  # of the factor: below this a move is not made
+_WORTH = 0.01  # smallest relative improvement that is worth a move
 
 
 def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
-    """Returns every rank's load, if every source rank has an equal share of every expert's."""
+    """Returns every rank's load, assuming that all source ranks route alike."""
     num_ranks = len(expert_map.slots_P)
     loads = [0.0] * num_ranks
     for expert, slots in enumerate(expert_map.slots_E):
@@ -43,17 +41,17 @@ def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
 
 
 def load_imbalance(expert_map: ExpertMap, load_E: Sequence[float]) -> float:
-    """Returns the hottest rank's load over the mean of all ranks; 1 where nothing was routed."""
+    """Returns the hottest rank's load over the mean of all ranks; 1 if nothing was routed."""
     loads = rank_loads(expert_map, load_E)
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int = 0) -> ExpertMap:
-    """Returns an expert map that evens out this load, or `expert_map` if nothing is gained.
+    """Returns an expert map that balances this load, or `expert_map` if the gain is too small.
 
-    It has `replicas` slots per rank beyond the equal share. No rank gets more slots than there are
-    experts. Deterministic: ties go to the lower number.
+    Each rank has `replicas` slots beyond its equal share, but never more slots than experts.
+    Deterministic: ties go to the lower number.
     """
     blocks = expert_blocks(len(load_E), len(expert_map.slots_P))
     candidate = packed(load_E, [min(len(block) + replicas, len(load_E)) for block in blocks])
@@ -62,16 +60,16 @@ def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int 
 
 
 def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
-    """Fills every slot: chooses copies by load, then packs them, the heaviest first.
+    """Fills every slot: replicates experts by load, then packs the copies, heaviest first.
 
     Raises:
-        ValueError: fewer slots than experts, or a rank with more slots than there are experts, or
-            slots so uneven that copies of one expert would meet on a rank.
+        ValueError: fewer slots than experts, a rank with more slots than experts, or slots so uneven
+            that two copies of an expert would share a rank.
     """
     if sum(slots_P) < len(load_E) or max(slots_P) > len(load_E):
         raise ValueError(
-            f"{list(slots_P)} slots for {len(load_E)} experts: at least as many in all, at most so "
-            "many per rank"
+            f"{list(slots_P)} slots for {len(load_E)} experts: there must be at least as many slots as experts "
+            "in all, and at most as many per rank"
         )
     copies_E = num_copies(load_E, sum(slots_P), len(slots_P))
     weight_E = [load / count for load, count in zip(load_E, copies_E, strict=True)]
@@ -83,10 +81,7 @@ def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
 
 
 def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[int]:
-    """Returns how many slots every expert gets.
-
-    Each gets one; the rest go one by one to the expert with the most load per copy.
-    """
+    """Returns the number of slots per expert: one each, the rest by load per copy."""
     copies_E = [1] * len(load_E)
     heap = [(-load, expert) for expert, load in enumerate(load_E)] if num_ranks > 1 else []
     heapq.heapify(heap)
@@ -101,10 +96,10 @@ def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[
 def _free_rank(
     expert: int, held_P: Sequence[set[int]], slots_P: Sequence[int], weight_E: Sequence[float]
 ) -> int:
-    """Returns the rank with the least load that can take a copy of an expert.
+    """Returns the least loaded rank that can take a copy of an expert.
 
-    Where only ranks are free that have one already, one of them takes another expert from a full
-    rank, whose place becomes free.
+    If all free ranks already have one, a free rank takes another expert from a full rank, which then
+    takes the copy.
     """
     load_P = [sum(weight_E[other] for other in sorted(held)) for held in held_P]
     free = [rank for rank, held in enumerate(held_P) if len(held) < slots_P[rank]]
@@ -130,10 +125,7 @@ def _free_rank(
 def _as_expert_map(
     held_P: Sequence[set[int]], slots_P: Sequence[int], num_experts: int
 ) -> ExpertMap:
-    """Makes a map with the experts of every rank in ascending order.
-
-    The first copy of an expert is the one on the lowest rank.
-    """
+    """Returns a map with ascending experts on every rank; the lowest rank's copy is the first."""
     expert_S = [expert for held in held_P for expert in sorted(held)]
     slots_E: list[list[int]] = [[] for _ in range(num_experts)]
     for slot, expert in enumerate(expert_S):

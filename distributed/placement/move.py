@@ -1,16 +1,13 @@
-"""Moves experts to other slots: weights and both of AdamW's moments, whole experts by all-to-all
-inside every EP group.
+"""Moves experts to other slots, with both AdamW moments, by all-to-all inside every EP group.
 
-Parameters stay the same objects, so the optimizer, the model and whoever else holds them keep them;
-their data is replaced, and grows or shrinks where the number of slots changes. Gradients are
-dropped: experts move between two steps. A new copy of an expert gets the moments of the old one, so
-copies that start equal and get equal gradients stay equal.
+Parameters remain the same objects, so references to them stay valid; their data is replaced and
+resized with the number of slots. Gradients are dropped, because experts move between two steps. A new
+copy of an expert inherits the moments, so copies that receive equal gradients stay equal.
 
-The expert map of a bank is that of its dispatcher: there is no second place that could say
-something else.
+A bank's expert map is stored only in its dispatcher.
 
-Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's
-tensor at a time in memory.
+Cost: three times the bytes of the experts that change rank, sent once, and memory for one bank's
+tensor at a time.
 
 Legend: S slots, P ranks of an EP group.
 """
@@ -33,25 +30,25 @@ from ..mesh import Mesh
 class MoveResult:
     """The cost of a move, in each EP group."""
 
-    experts: int = 0  # slots that were filled from another rank
-    num_bytes: int = 0  # between ranks
+    experts: int = 0  # slots filled from another rank
+    num_bytes: int = 0  # sent between ranks
 
     def __add__(self, other: "MoveResult") -> "MoveResult":
         return MoveResult(self.experts + other.experts, self.num_bytes + other.num_bytes)
 
 
 def banks_of(model: nn.Module) -> dict[str, SparseLayer]:
-    """Returns every sparse layer of a model, which holds a bank of experts, by its name."""
+    """Returns a model's sparse layers, each with a bank of experts, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
 def expert_maps_of(model: nn.Module) -> dict[str, ExpertMap]:
-    """Returns the expert map of every bank as it is now, by the name of its layer."""
+    """Returns the current expert map of every bank by its layer's name."""
     return {name: _expert_map_of(layer) for name, layer in banks_of(model).items()}
 
 
 def expert_shard(shape: tuple[int, ...], expert_map: ExpertMap, ep_rank: int) -> LocalShard:
-    """Returns the shard that a rank of an EP group stores of a bank's parameter of that shape."""
+    """Returns a rank's shard of a bank's parameter with that global shape."""
     inner, zeros = shape[1:], (0,) * len(shape[1:])
     slices = [
         Slice((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
@@ -67,16 +64,16 @@ def move_experts(
     mesh: Mesh,
     expert_maps: Mapping[str, ExpertMap],
 ) -> MoveResult:
-    """Moves experts until their banks have these maps; a collective call, equal on every rank.
+    """Moves experts to match new maps, which must be equal on every rank. Collective.
 
     Args:
-        model: whose banks get the maps.
-        optimizer: whose moments move with the weights.
-        mesh: gives the EP group.
-        expert_maps: by the name of the bank's layer; the other banks stay as they are.
+        model: the model whose banks change.
+        optimizer: its moments move with the weights.
+        mesh: provides the EP group.
+        expert_maps: new maps by layer name; other banks stay unchanged.
 
     Raises:
-        ValueError: a map does not fit its bank or the EP group; nothing was moved.
+        ValueError: a map does not fit its bank or the EP group; nothing is moved.
     """
     banks, before = banks_of(model), expert_maps_of(model)
     for name, new in expert_maps.items():
@@ -97,7 +94,7 @@ def move_experts(
 def _move(
     parameter: nn.Parameter, optimizer: torch.optim.Optimizer, plan: "_MovePlan"
 ) -> MoveResult:
-    """Moves the experts of one parameter, and their moments."""
+    """Moves the experts of one parameter and their moments."""
     shape, global_shape = parameter.shape, local_shard_of(parameter).global_shape
     state = optimizer.state.get(parameter, {})
     moments = [
@@ -113,7 +110,7 @@ def _move(
 
 
 class _MovePlan:
-    """Tells which slots a rank sends to whom, and receives from whom.
+    """The slots that a rank sends and receives, by partner.
 
     A slot is filled from the rank's own old copy of the expert, else from the one that served it.
     """
@@ -142,10 +139,7 @@ class _MovePlan:
         self.received = _count_by_rank(received, group.size())
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Moves rows, one per slot, from the old slots to the new ones; a collective call.
-
-        Slots that stay empty get zeros.
-        """
+        """Moves rows, one per slot, from old to new slots; empty slots get zeros. Collective."""
         arrived = rows.new_empty(len(self.received_slots), *rows.shape[1:])
         dist.all_to_all_single(
             arrived, rows[self.sent_slots].contiguous(), self.received, self.sent, group=self.group
@@ -156,7 +150,7 @@ class _MovePlan:
 
 
 def _count_by_rank(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
-    """Counts for every rank the pairs (rank, slot) that are of it."""
+    """Counts the pairs (rank, slot) of every rank."""
     return [sum(partner == rank for partner, _ in pairs) for rank in range(num_ranks)]
 
 

@@ -1,13 +1,11 @@
-"""Gradients of experts that live in several slots: all copies get the same sum, bit for bit, and so
-stay equal.
+"""Reduces the gradients of replicated experts, so that all copies get the same bits and stay equal.
 
-Every copy has seen other tokens. Before the usual reduction the gradients of all copies are laid
-into one tensor per parameter, zeros where a rank has none, and summed over the whole world in
-float32: the same bits everywhere, whatever the groups are. They then take the place of what the
-usual reduction made of them.
+Copies have processed different tokens. Before the usual reduction their gradients are packed into one
+tensor per parameter, with zeros for absent experts, and summed over the world in float32. The sum
+then replaces the result of the usual reduction.
 
-Cost per step: one all-reduce over the world of as many experts as have copies (at most half the
-slots); its buffers stay beside the gradients.
+Cost per step: one all-reduce over the world of all experts with copies (at most half the slots), and
+persistent buffers of that size.
 
 Legend: X experts with copies.
 """
@@ -28,15 +26,15 @@ from .move import banks_of, expert_maps_of
 
 @dataclass(frozen=True)
 class _Shared:
-    """A parameter some of whose experts have copies, and the sum of their gradients."""
+    """A parameter with replicated experts, and the sum of their gradients."""
 
     parameter: Parameter
-    slots: list[int]  # of copied experts on this rank
-    places: list[int]  # where they stand in the sum
+    slots: list[int]  # of replicated experts on this rank
+    places: list[int]  # their places in the sum
     sum_X: Tensor
 
     def pack(self) -> None:
-        """Copies this rank's gradients of copied experts to their places in the sum."""
+        """Copies this rank's gradients of replicated experts into the sum."""
         self.sum_X.zero_()
         if self.parameter.grad is not None:
             self.sum_X[self.places] = self.parameter.grad[self.slots].to(self.sum_X.dtype)
@@ -49,7 +47,7 @@ class _Shared:
 
 
 class CopyReducer:
-    """A `GradientReducer` that gives the copies of an expert the sum of all their gradients."""
+    """A `GradientReducer` that sums the gradients of an expert's copies over all of them."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class CopyReducer:
                 self._shared += _shared(expert_map, trained, mesh.coordinates.ep)
 
     def reduce(self) -> None:
-        """Replaces every gradient by its sum over the ranks; a collective call of the world."""
+        """Replaces every gradient by its sum over the ranks. Collective over the world."""
         pending = []
         for shared in self._shared:
             shared.pack()
@@ -78,10 +76,7 @@ class CopyReducer:
 
 
 def make_reducer(model: nn.Module, mesh: Mesh) -> GradientReducer | CopyReducer:
-    """Returns the reducer of a model's gradients, which fits its experts where they are now.
-
-    After a move of experts another one is needed.
-    """
+    """Returns the reducer for a model's current placement of experts; a move needs a new one."""
     reducer = GradientReducer(*parameters_to_reduce(model), mesh)
     expert_maps = expert_maps_of(model)
     if not any(expert_map.copies for expert_map in expert_maps.values()):
@@ -93,7 +88,7 @@ def make_reducer(model: nn.Module, mesh: Mesh) -> GradientReducer | CopyReducer:
 
 
 def _shared(expert_map: ExpertMap, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:
-    """Prepares the sums of the experts of one bank that have copies, one for each parameter."""
+    """Prepares the sums of one bank's replicated experts, one per parameter."""
     copied, own = sorted({expert for expert, _ in expert_map.copies}), expert_map.own_slots(ep_rank)
     held = {expert: slot for slot, expert in enumerate(expert_map.expert_S[own.start : own.stop])}
     places = [place for place, expert in enumerate(copied) if expert in held]

@@ -1,1 +1,1 @@
-"""One rank's process: its groups and timeouts, agreement with its peers, diagnosis of what hangs."""
+"""A rank's process: groups and timeouts, agreement between ranks, diagnosis of hangs."""

@@ -1,14 +1,13 @@
-"""Do all ranks mean the same? They compare what they are about to do before they do it together,
-through the rendezvous store.
+"""Compares facts between all ranks through the rendezvous store before they act on them.
 
-Ranks that differ would wait for each other for ever, or train something that nobody asked for. So
-each leaves a digest of its facts (key -> value, all text) in the store; rank 0 compares, and if one
-differs all facts are laid side by side and every rank raises the same AgreementError, which says
-who has what. A rank that does not come is named after the timeout. Where they differ rank 0 leaves
-last: it may be the one that serves the store.
+Ranks that differ would wait for each other forever, or train something unintended. Each rank
+therefore posts a digest of its facts (key -> value, all text) and rank 0 compares them. If one
+differs, all ranks post their facts and raise the same AgreementError, which says which rank has what.
+After the timeout it names the ranks that did not come. On a difference rank 0 leaves last, because
+its process may serve the store.
 
-Cost where all agree: four small messages per rank and one wait, 2 ms on one machine. No process
-group is needed.
+Cost if all agree: four small messages per rank and one wait, 2 ms on one machine. No process group
+is needed.
 """
 
 import contextlib
@@ -28,19 +27,16 @@ from ...own_parts import own_digests
 from ..layout import Layout, spell_ranks
 from ..local_shard import local_shard_of
 
-_GRACE_S = 5.0  # what rank 0's result may be later than its own wait
-_LEAVE_S = 2.0  # how long rank 0, whose process may serve the store, waits for others to have heard
+_GRACE_S = 5.0  # extra wait for rank 0's result
+_LEAVE_S = 2.0  # how long rank 0, whose process may serve the store, waits for the others to read
 _MOST_KEYS = 20
 _ROOT = Path(__file__).resolve().parents[2]
-# Packages that lie beside the core in a checkout; no rank runs them.
+# Packages beside the core in a checkout, which no rank runs.
 _BESIDE = {"benchmarks", "conform", "dashboard", "science"}
 
 
 class AgreementError(ValueError):
-    """Raised where ranks cannot run together: some differ, or some did not come.
-
-    It has the same text on every rank.
-    """
+    """Raised, with the same text on every rank, if ranks differ or some did not come."""
 
 
 def agree(
@@ -52,17 +48,17 @@ def agree(
     world_size: int,
     timeout_s: float,
 ) -> None:
-    """Compares facts (key to value) between all ranks, and returns if they are the same everywhere.
+    """Compares facts (key to value) between all ranks.
 
-    Every rank must call it, with the same `what` ("run", "parameters").
+    Every rank must call it with the same `what` ("run", "parameters").
 
     Raises:
-        AgreementError: which key has which value on which ranks; or which ranks did not come within
-            `timeout_s`.
+        AgreementError: the facts differ, or ranks did not come within `timeout_s`; names keys, values
+            and ranks.
     """
     if world_size == 1:
         return
-    turn = store.add(f"agreement/{what}/turn/{rank}", 1)  # the same question may be asked again
+    turn = store.add(f"agreement/{what}/turn/{rank}", 1)  # `what` may be compared again
     comparison = _Comparison(
         store,
         f"agreement/{what}/{turn}",
@@ -88,10 +84,7 @@ def agree(
 
 
 def code_facts() -> dict[str, str]:
-    """Returns a digest of every module of the package that this process runs, in C++ too.
-
-    And one of every module with parts of the user's own.
-    """
+    """Returns digests of the package's Python and C++ files, and of modules with the user's own parts."""
     files = list(_ROOT.glob("*.py"))
     for package in {file.parent.name for file in _ROOT.glob("*/__init__.py")} - _BESIDE:
         files += (_ROOT / package).rglob("*.py")
@@ -103,12 +96,12 @@ def code_facts() -> dict[str, str]:
 
 
 def layout_facts(layout: Layout) -> dict[str, str]:
-    """Returns the layout as text; its tables follow from it and the code."""
+    """Returns the layout as text, which determines all its tables."""
     return {"layout": str(layout)}
 
 
 def parameter_facts(model: nn.Module) -> dict[str, str]:
-    """Returns names, types and global shapes, which are equal on ranks that store unlike shards."""
+    """Returns the parameters' names, dtypes and global shapes, which do not depend on the shard."""
     facts = {}
     for name, parameter in model.named_parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -117,22 +110,19 @@ def parameter_facts(model: nn.Module) -> dict[str, str]:
 
 
 def flat_facts(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Flattens nested plain values, as of a configuration, to facts with dotted keys.
-
-    `flat_facts("config", {"train": {"seed": 0}})` is `{"config train.seed": "0"}`.
-    """
+    """Flattens nested values to facts: ("config", {"train": {"seed": 0}}) to {"config train.seed": "0"}."""
     return {f"{prefix} {'.'.join(path)}": json.dumps(value) for path, value in _leaves(values, ())}
 
 
 def version_facts() -> dict[str, str]:
-    """Returns the versions that must be equal before anything else can be compared."""
+    """Returns the versions of torch and moebius, which must be equal on all ranks."""
     from ... import __version__
 
     return {"torch version": torch.__version__, "moebius version": __version__}
 
 
 class _Comparison:
-    """One comparison between all ranks: the keys of the store that they write and read for it."""
+    """One comparison between all ranks, through its own keys in the store."""
 
     def __init__(
         self,
@@ -148,7 +138,7 @@ class _Comparison:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
 
     def settle(self, kind: str, own: str, compare: Callable[[list[str]], str]) -> str:
-        """Posts this rank's text of that kind; returns what rank 0 finds in the texts of all."""
+        """Posts this rank's text; returns rank 0's result of comparing all texts."""
         self._store.set(f"{self._prefix}/{kind}/{self._rank}", own)
         if self._rank:
             return self.await_result(kind)
@@ -156,51 +146,47 @@ class _Comparison:
         if _wait_for(self._store, keys, self._timeout_s):
             found = compare([text.decode() for text in self._store.multi_get(keys)])
         else:
-            came = [self._store.check([key]) for key in keys]
-            found = self._absence([rank for rank, has_come in enumerate(came) if not has_come])
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            found = self._absence(missing)
         self._store.set(f"{self._prefix}/{kind}", found)
         return found
 
     def await_result(self, kind: str) -> str:
-        """Waits for what rank 0 finds, and returns it."""
+        """Waits for rank 0's result and returns it."""
         key = f"{self._prefix}/{kind}"
-        for _ in range(2):  # rank 0 may have come late, and then waits as long as we did
+        for _ in range(2):  # rank 0 may come late and then waits as long as this rank did
             if _wait_for(self._store, [key], self._timeout_s + _GRACE_S):
                 return self._store.get(key).decode()
             if not self._store.check([f"{self._prefix}/digest/0"]):
                 return self._absence([0])
         return (
-            f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks "
-            f"agree on the {self._what}"
+            f"rank 0 came, but did not report within {2 * self._timeout_s:g} s whether the ranks agree on the "
+            f"{self._what}"
         )
 
     def leave(self) -> None:
-        """Lets rank 0 leave after all that came, for with its process the store may end.
+        """Makes rank 0 leave last, because the store may end with its process.
 
-        The others would get an error of the network in place of what rank 0 found.
+        The others would otherwise get a network error instead of rank 0's result.
         """
         if self._rank:
             with contextlib.suppress(dist.DistError):  # rank 0 waits no longer than _LEAVE_S
                 self._store.set(f"{self._prefix}/heard/{self._rank}", "")
             return
-        came = [
-            other
-            for other in range(1, self._world_size)
-            if self._store.check([f"{self._prefix}/digest/{other}"])
-        ]
-        _wait_for(self._store, [f"{self._prefix}/heard/{other}" for other in came], _LEAVE_S)
+        others = range(1, self._world_size)
+        came = [rank for rank in others if self._store.check([f"{self._prefix}/digest/{rank}"])]
+        _wait_for(self._store, [f"{self._prefix}/heard/{rank}" for rank in came], _LEAVE_S)
 
     def _absence(self, missing: list[int]) -> str:
         return (
-            f"{_spell(missing)} of {self._world_size} did not come within {self._timeout_s:g} s to "
-            f"compare the {self._what}: see the logs of "
-            f"{'it' if len(missing) == 1 else 'these'} first (train.timeout_s is how long the "
-            "others wait)"
+            f"{_spell(missing)} of {self._world_size} did not come within {self._timeout_s:g} s to compare the "
+            f"{self._what}: see {'its' if len(missing) == 1 else 'their'} logs first (train.timeout_s is how "
+            "long the others wait)"
         )
 
 
 def spell_difference(what: str, facts: list[dict[str, str]]) -> str:
-    """Spells which key has which value on which ranks, one key per line; `facts` are by rank."""
+    """Lists which key has which value on which ranks, one key per line; `facts` are by rank."""
     keys = dict.fromkeys(key for own in facts for key in own)
     unlike = [key for key in keys if len({own.get(key) for own in facts}) > 1]
     lines = [f"the ranks differ in the {what}, so none of them starts:"]

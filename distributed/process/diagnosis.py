@@ -1,22 +1,19 @@
-"""Why did a collective not end? Names the operation, its number in its group, the group, and the
-ranks that did not come.
+"""Diagnoses a collective that does not complete: its operation, number and group, and the absent ranks.
 
-torch records every collective that a rank issues (the flight recorder: group, number, operation,
-sizes; 2 µs each). Here is what makes an answer of it:
-  1. every rank has a thread that looks at one key of the store each second, over a connection of
-     its own;
-  2. a rank whose collective failed sets the key; the threads leave in the store what their ranks
-     called last, even where the rank itself hangs, sleeps or waits in another group;
-  3. the first that asked compares, and all that failed raise what it found. A rank that died leaves
-     no report, and one that ended with an exception has left that in the store: both are named.
-So the diagnosis comes REPORT_S after the timeout of the collective at the latest. While all goes
-well it costs one small message per rank and second. (A thread that waits in the store instead
-cannot be ended in good order, and aborts its process.)
+torch's flight recorder logs every collective that a rank issues (group, number, operation, sizes;
+2 µs each). This module turns these records into an answer:
+  1. on every rank a thread polls one key of the store each second, over its own connection;
+  2. a rank whose collective fails sets the key. All threads then post their rank's last collectives,
+     even if the rank hangs, sleeps or waits in another group;
+  3. the first rank that asked compares the reports, and all ranks that failed raise its result. A rank
+     that died leaves no report; one that ended with an exception has posted it. Both are named.
+The diagnosis arrives at most REPORT_S after the collective's timeout. Without failures it costs one
+small message per rank and second. (A thread that blocks in the store instead of polling cannot be
+stopped cleanly and aborts its process.)
 
-Gloo raises its timeouts in the rank's own code, where `Process` asks. NCCL's watchdog ends the
-process instead, prints the number, operation and group, and leaves every rank's record in a file
-(torch's `torchfrtrace` reads them and names who did not come). An NCCL error that reaches Python is
-explained here as Gloo's are.
+Gloo raises timeouts in the rank's own code, where `Process` calls `explain`. NCCL's watchdog instead
+ends the process, prints number, operation and group, and writes every rank's record to a file, which
+torch's `torchfrtrace` analyses. NCCL errors that reach Python are explained here like Gloo's.
 """
 
 import atexit
@@ -38,41 +35,41 @@ from ..layout import spell_ranks
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 3.0  # how long ranks are waited for that may be dead
+REPORT_S = 3.0  # how long to wait for reports of ranks that may be dead
 _LOOK_S = 1.0
 _CONNECT_S = timedelta(seconds=30)
 _REQUESTED = "diagnosis/requested"
 _FOUND = "diagnosis/found"
 _MISMATCH = "diagnosis/mismatch"
-# what Gloo says where a message is longer than its receiver expects: the bytes of both
+# Gloo's error for a message longer than its receiver expects, with the bytes of both
 _GLOO_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_RECENT = 16  # collectives of each group that a rank tells of
-# Of Gloo's errors one lacks its name: where several collectives time out together, the first closes
-# the connection and the others hear "Application timeout caused pair closure".
+_RECENT = 16  # collectives of each group that a rank reports
+# One of Gloo's errors lacks its name: if several collectives time out together, the first closes the
+# connection and the others fail with "Application timeout caused pair closure".
 _BACKENDS_SAY = ("gloo", "nccl", "pair closure")
-_OVERDUE = 0.9  # of its timeout: a collective as old as that may be the one that timed out
-# operations whose tensors are alike on all ranks
+_OVERDUE = 0.9  # fraction of its timeout after which a collective may be the one that timed out
+# operations whose tensors have equal sizes on all ranks
 _EQUAL_SIZES = ("all_reduce", "reduce_scatter", "broadcast")
 
 
 class CollectiveError(RuntimeError):
-    """Raised where a collective did not complete; names it and the ranks that did not come."""
+    """Raised if a collective did not complete; names it and the ranks that did not come."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
     """One collective that a rank issued."""
 
-    # the backend and torch's name of the group, the same on all its ranks: each backend counts for
-    # itself
-    group: str
+    group: (
+        str  # backend and torch's name, the same on all its ranks; each backend numbers for itself
+    )
     description: str
     number: int  # 1 is the group's first
     operation: str
-    sizes: tuple[tuple[int, ...], ...]  # of what goes in
+    sizes: tuple[tuple[int, ...], ...]  # of the inputs
     age_s: float = 0.0
     timeout_s: float = float("inf")
-    is_over: bool = False  # it completed or failed: the recorder does not tell one from the other
+    is_over: bool = False  # completed or failed; the recorder does not distinguish them
 
     def __str__(self) -> str:
         return f"{self.operation} no. {self.number} of group {self.description!r}"
@@ -80,17 +77,17 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The collectives that one rank issued last, and the exception that ended it, if one did."""
+    """The last collectives that a rank issued, and the exception that ended it, if any."""
 
     calls: Sequence[CollectiveCall] = ()  # oldest first
     ended: str | None = None
 
     def last_in(self, group: str) -> int:
-        """Returns the number of the rank's last collective in a group; 0: it issued none there."""
+        """Returns the number of the rank's last collective in a group, or 0."""
         return max((call.number for call in self.calls if call.group == group), default=0)
 
     def find(self, call: CollectiveCall) -> CollectiveCall | None:
-        """Returns the rank's own call of the same number in the same group, if it issued one."""
+        """Returns the rank's call with the same number in the same group, if any."""
         return next(
             (own for own in self.calls if (own.group, own.number) == (call.group, call.number)),
             None,
@@ -99,29 +96,29 @@ class RankReport:
 
 @dataclass(frozen=True)
 class BlockedCollective:
-    """A collective that does not complete, and the ranks that keep it from completing."""
+    """A collective that does not complete, and the ranks that block it."""
 
     call: CollectiveCall
-    silent: list[int] = field(default_factory=list)  # left no report
-    ended: list[int] = field(default_factory=list)  # by an exception of their own
+    silent: list[int] = field(default_factory=list)  # posted no report
+    ended: list[int] = field(default_factory=list)  # ended with an exception
     behind: list[int] = field(default_factory=list)  # have not issued it yet
-    unlike: list[int] = field(default_factory=list)  # came with another operation or other sizes
+    unlike: list[int] = field(default_factory=list)  # issued another operation or other sizes
 
     @property
     def is_certain(self) -> bool:
-        """Tells whether this explains a failure even where the collective is not overdue."""
+        """Returns whether this explains a failure even if the collective is not overdue."""
         return bool(self.silent or self.ended or self.unlike)
 
     @property
     def is_shown(self) -> bool:
-        """Tells whether a rank's report shows that the collective did not complete."""
+        """Returns whether a rank's report shows that the collective did not complete."""
         return bool(self.behind or self.ended or self.unlike)
 
 
 class Reporter:
-    """The thread that reports what this rank called last, whatever the rank itself is doing.
+    """A thread that reports this rank's last collectives on request, whatever the rank is doing.
 
-    It lives until `stop`, or until the process ends.
+    It runs until `stop` or the end of the process.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -131,11 +128,11 @@ class Reporter:
             target=self._answer_when_asked, name="diagnosis", daemon=True
         )
         self._thread.start()
-        # A thread that is inside torch when Python ends aborts the process.
+        # A thread inside torch aborts the process at interpreter shutdown.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Ends the thread; may be called more than once."""
+        """Stops the thread; may be called more than once."""
         self._stopped.set()
         self._thread.join(REPORT_S)
         atexit.unregister(self.stop)
@@ -154,20 +151,17 @@ class Reporter:
 
 
 def report_exception(store: Store, rank: int, error: BaseException) -> None:
-    """Leaves in the store with what exception this rank ends.
-
-    The others will wait for it, and find there why it does not come.
-    """
+    """Posts the exception that ends this rank, for the ranks that will wait for it."""
     try:
         store.set(_report_key(rank), _encoded(RankReport(recorded_calls(), _first_line(error))))
     except dist.DistError as problem:
-        logger.warning("rank %d could not tell the others why it ends: %s", rank, problem)
+        logger.warning("rank %d could not report to the others why it ends: %s", rank, problem)
 
 
 def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -> str | None:
-    """Returns what kept a failed collective from completing, in words, after at most 2 × REPORT_S.
+    """Explains why a collective failed, within 2 × REPORT_S.
 
-    Returns None if `error` is not of a collective, or the store cannot be reached.
+    Returns None if `error` is not a collective's, or the store is unreachable.
     """
     if not isinstance(error, RuntimeError) or not is_of_a_collective(str(error)):
         return None
@@ -185,15 +179,12 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
 
 
 def is_of_a_collective(text: str) -> bool:
-    """Whether an error's text is a backend's about a collective that did not complete."""
+    """Returns whether an error's text comes from a backend's collective."""
     return any(word in text.lower() for word in _BACKENDS_SAY)
 
 
 def recorded_calls() -> list[CollectiveCall]:
-    """Returns this process's last collectives by torch's flight recorder, oldest first.
-
-    They are at most _RECENT of each group.
-    """
+    """Returns this process's last collectives from the flight recorder, oldest first, 16 per group."""
     now_ns = time.time_ns()
     kept: dict[str, int] = {}
     calls = []
@@ -206,11 +197,11 @@ def recorded_calls() -> list[CollectiveCall]:
 
 
 def positions_in_groups() -> list[dict[str, Any]]:
-    """Returns how far this process has come in each of its groups, as plain values for JSON.
+    """Returns this process's progress in each of its groups, as plain values for JSON.
 
-    For each: `group` (the same on all its ranks), `description`, `members` (global ranks), `issued`
-    (the number of the last collective), and `pending`: number, operation and sizes of the oldest
-    that has not ended; None if all have.
+    Keys: `group` (the same on all its ranks), `description`, `members` (global ranks), `issued` (number
+    of the last collective), and `pending` (number, operation and sizes of the oldest unfinished one, or
+    None).
     """
     groups: dict[str, dict[str, Any]] = {}
     now_ns = time.time_ns()
@@ -231,17 +222,16 @@ def positions_in_groups() -> list[dict[str, Any]]:
 def find_blocked(
     rank: int, reports: Mapping[int, RankReport], members: Mapping[str, Sequence[int]]
 ) -> BlockedCollective | None:
-    """Returns the collective of `rank` that others keep from completing, if there is one.
+    """Finds the collective of `rank` that other ranks block, if any.
 
-    It is the oldest overdue one that a report shows not to have completed. A rank that left no
-    report may have come to any of them: then it is the last that is over, for it was the failure
-    that ended the waiting; and where none is over, the oldest. Where none is overdue, it is the
-    last whose cause is certain.
+    It is the oldest overdue one that a report shows to be incomplete. If instead ranks posted no
+    report, it is the last one that is over, because its failure ended the wait, or else the oldest
+    overdue one. If none is overdue, it is the last whose cause is certain.
 
     Args:
-        rank: the one whose collective failed.
-        reports: of every rank that left one, by rank.
-        members: the ranks of every group, by its name.
+        rank: the rank whose collective failed.
+        reports: reports by rank.
+        members: ranks of every group by its name.
     """
     own = [call for call in reports[rank].calls if call.group in members]
     overdue = [call for call in own if call.age_s >= _OVERDUE * call.timeout_s]
@@ -257,7 +247,7 @@ def find_blocked(
 
 
 def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankReport]) -> str:
-    """Spells on one line which collective did not complete, and what every rank did instead."""
+    """Describes in one line the blocked collective and what the other ranks did instead."""
     parts = []
     if blocked.behind:
         where = "; ".join(
@@ -271,9 +261,8 @@ def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankRepor
     parts += [f"rank {rank} had ended with {reports[rank].ended}" for rank in blocked.ended[:4]]
     if blocked.silent:
         parts.append(
-            f"{_ranks(blocked.silent)} gave no answer (its process has died or is stopped, or its "
-            "node is gone; where a rank is sent more than it expects Gloo ends its process, and the "
-            "end of its log says so)"
+            f"{_ranks(blocked.silent)} gave no answer (the process has died or is stopped, or its node is gone; "
+            "Gloo also ends a process that is sent more than it expects, and the end of its log says so)"
         )
     for rank in blocked.unlike[:4]:
         other = reports[rank].find(blocked.call)
@@ -290,10 +279,7 @@ def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankRepor
 
 
 def _collect(store: Store, rank: int, world_size: int, own: list[CollectiveCall]) -> str:
-    """Returns the cause of a failure, which the first rank that asks finds in all ranks' reports.
-
-    The other ranks wait for what it found.
-    """
+    """Returns the cause of a failure: the first rank to ask finds it, the others wait for its result."""
     if store.add(_REQUESTED, 1) > 1:
         try:
             store.wait([_FOUND], timedelta(seconds=2 * REPORT_S))
@@ -317,21 +303,21 @@ def _collect(store: Store, rank: int, world_size: int, own: list[CollectiveCall]
 
 
 def _spell_mismatch(text: str, rank: int, own: Sequence[CollectiveCall]) -> str | None:
-    """Spells that a rank got more than it expected, if that is what the backend's error says."""
+    """Explains Gloo's error about a message longer than expected, if `text` is one."""
     found = _GLOO_MISMATCH.search(text)
     if found is None:
         return None
     came, expected = found.groups()
     return (
-        f"the ranks disagree about sizes: rank {rank} was sent {came} bytes where it expected "
-        f"{expected}, in {_latest(own)}. In an all-to-all the sender's input split and the "
-        "receiver's output split must be equal, in other collectives all tensors "
-        "(mesh.check_every=1 compares the splits of expert parallelism before rows travel)"
+        f"the ranks disagree about sizes: rank {rank} was sent {came} bytes where it expected {expected}, in "
+        f"{_latest(own)}. The sender's input split and the receiver's output split of an all-to-all must be "
+        "equal; other collectives need equal tensors (mesh.check_every=1 compares the splits of expert "
+        "parallelism before it sends rows)"
     )
 
 
 def _gather_reports(store: Store, world_size: int) -> dict[int, RankReport]:
-    """Returns the reports that came within REPORT_S, by rank."""
+    """Returns the reports posted within REPORT_S, by rank."""
     keys = [_report_key(rank) for rank in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=REPORT_S))
@@ -374,9 +360,9 @@ def _whereabouts(call: CollectiveCall, report: RankReport) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """Opens another connection to the store: a wait holds its own, the rank's must stay free.
+    """Opens another connection to the store, because a wait occupies one.
 
-    Connecting has at least `_CONNECT_S`, however short the waits at the store are to be.
+    Connecting may take `_CONNECT_S`, however short the store's own timeout is.
     """
     timeout: timedelta = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
     store.set_timeout(max(timeout, _CONNECT_S))
@@ -398,9 +384,7 @@ def _members(group: str) -> list[int]:
 
 
 def _recorded_entries() -> list[Mapping[str, Any]]:
-    """Returns what torch's two recorders hold: the general one, which Gloo writes, and that of
-    ProcessGroupNCCL, which only CUDA builds have.
-    """
+    """Returns the entries of torch's general recorder (Gloo) and of ProcessGroupNCCL's (CUDA builds)."""
     entries: list[Mapping[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)

@@ -1,8 +1,8 @@
-"""What ranks tell each other beside tensors: plain values, as JSON in byte tensors of checked sizes.
+"""Exchanges plain values between ranks as JSON in byte tensors of checked sizes.
 
-torch's own collectives of objects unpickle what comes, so whoever gets into a process group can run
-code on its ranks. JSON can only be a value. Every rank first tells the size of its text; one that
-is beyond the bound is an error before memory is taken for it.
+torch's object collectives unpickle what they receive, so anyone in a process group could run code on
+its ranks. Every rank first announces the size of its text; an oversized one is refused before memory
+is allocated.
 
 Cost: two collectives, of 8 bytes and of the longest text (padded) per rank.
 """
@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_BYTES = 256 << 20  # of one rank's text; the largest in use are lists of a checkpoint's chunks
+MAX_BYTES = 256 << 20  # of one rank's text; the largest are lists of a checkpoint's chunks
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the plain value that each rank of `group` gave, by rank. A collective call.
+    """Returns every rank's value, by rank. Collective.
 
     Args:
-        value: what JSON can say; tuples come back as lists.
-        group: with a backend for CPU tensors.
+        value: a JSON value; tuples arrive as lists.
+        group: a group with a backend for CPU tensors.
 
     Raises:
-        ValueError: a rank's text is larger than `MAX_BYTES`, or is no JSON; on every rank alike.
+        ValueError: on every rank: a text is larger than `MAX_BYTES`, or not JSON.
     """
     text = _encoded(value)
     sizes = _all_sizes(text, group)
@@ -35,10 +35,9 @@ def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
-    """Returns what each rank of `group` gave, by rank, on the group's first rank; None on others.
+    """Returns every rank's value on the group's first rank, None on others. Collective.
 
-    A collective call. Args and errors as of `all_gather_json`; what is no JSON is found on the
-    first rank alone.
+    Arguments and errors are those of `all_gather_json`, but only the first rank detects invalid JSON.
     """
     text = _encoded(value)
     sizes = _all_sizes(text, group)
@@ -50,7 +49,7 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
 
 def _all_sizes(text: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Returns the length of every rank's text, none beyond the bound."""
+    """Returns the length of every rank's text, after checking the bound."""
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([text.numel()]), group=group)
     lengths = [int(size) for size in sizes]
@@ -58,7 +57,7 @@ def _all_sizes(text: Tensor, group: dist.ProcessGroup) -> list[int]:
         if not 0 < length <= MAX_BYTES:
             raise ValueError(
                 f"rank {rank} of group {group.group_desc!r} announced a message of {length} bytes; "
-                f"between 1 and {MAX_BYTES} are taken"
+                f"messages must have 1 to {MAX_BYTES}"
             )
     return lengths
 

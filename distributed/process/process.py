@@ -1,17 +1,15 @@
-"""One rank's life: from torchrun's environment to a process group, and out again. Costs 30-100 ms
-on Gloo.
+"""Starts a rank from torchrun's environment and stops it again; takes 30-100 ms on Gloo.
 
-The rendezvous store is always wrapped in a PrefixStore named after the job's generation and
-torchrun's restart attempt. Without it a restarted rank reads the addresses that its dead
-predecessors left in the agent's store, which outlives them, and most restarts fail with "failed to
-connect" (seen with torch 2.13).
+The rendezvous store is wrapped in a PrefixStore named after the job's generation and torchrun's
+restart attempt. Otherwise a restarted rank reads the addresses of its dead predecessors from the
+agent's store, which outlives them, and most restarts fail with "failed to connect" (torch 2.13).
 
-Before the process group exists the ranks compare their versions and devices (agreement.py). A
-collective that fails inside `with start_process(…)` is explained before the error leaves
-(diagnosis.py): which one, and which ranks did not come.
+Before they create the process group, the ranks compare their versions and devices (agreement.py). If
+a collective fails inside `with start_process(…)`, the error names it and the ranks that did not come
+(diagnosis.py).
 
-A process without torchrun's environment is a world of one, with a store in its own memory. A world
-on one machine listens on the loopback alone; docs/security.md says what is open elsewhere.
+A process without torchrun's environment is a world of one with a store in its own memory. A world on
+one machine listens only on the loopback; docs/security.md says what is open otherwise.
 """
 
 import ctypes
@@ -37,43 +35,38 @@ from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
-_CONNECT_S = 30.0  # at least: the store is there before any rank, but its machine may be busy
+_CONNECT_S = 30.0  # minimum: the store exists before any rank, but its machine may be busy
 _LET_GO_S = 0.02
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
-# Where Gloo and NCCL listen. They answer anybody, so a world on one machine keeps to the loopback.
+# Interfaces of Gloo and NCCL, which answer anyone: a world on one machine uses only the loopback.
 _LISTEN_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_ON_ALL_INTERFACES = "MOEBIUS_STORE_ON_ALL_INTERFACES"  # set to 1: the rendezvous store may
-_chosen_here: set[str] = set()  # of these variables, for as long as the world lives
+_ON_ALL_INTERFACES = "MOEBIUS_STORE_ON_ALL_INTERFACES"  # 1 lets the rendezvous store do so
+_chosen_here: set[str] = set()  # those of _LISTEN_ON that this module has set
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class DeviceError(ValueError):
-    """Says that this machine does not have the device that was asked for."""
+    """Raised if this machine lacks the requested device."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Describes this rank; as a context manager it leaves its process groups on exit."""
+    """This rank; as a context manager it leaves its process groups on exit."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
-    backend: str  # as torch.distributed names it
-    timeout_s: float  # of every collective: a rank that does not come is reported after this time
+    backend: str  # torch.distributed's name
+    timeout_s: float  # of every collective
     ranks_per_node: int = 1
-    # Where ranks leave each other short notes; this generation's own.
-    store: Store = field(default_factory=HashStore, repr=False, compare=False)
-    reporter: Reporter | None = field(
-        default=None, repr=False, compare=False
-    )  # tells the others where this rank is
+    store: Store = field(default_factory=HashStore, repr=False, compare=False)  # this generation's
+    reporter: Reporter | None = field(default=None, repr=False, compare=False)
 
     def agree(self, what: str, facts: Mapping[str, str], *, timeout_s: float | None = None) -> None:
-        """Returns if all ranks have the same facts; else every rank raises AgreementError.
+        """Raises AgreementError on every rank unless all ranks have the same facts.
 
-        The error says who differs.
-
-        Waits `timeout_s` (None: as long as for a collective) for the others.
+        Waits `timeout_s` for the others; None means the timeout of a collective.
         """
         agree(
             what,
@@ -93,8 +86,8 @@ class Process:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error other ranks may wait in a collective, and leaving the groups in good order
-        # could wait for them: the process ends without, so that its agent learns of the error soon.
+        # After an error other ranks may wait in a collective, and destroying the groups could wait for
+        # them. The process ends without it, so that its agent learns of the error soon.
         if error is None or self.world_size == 1:
             if self.reporter is not None:
                 self.reporter.stop()
@@ -108,7 +101,7 @@ class Process:
 
 @dataclass(frozen=True)
 class _Place:
-    """What torchrun says about this rank."""
+    """This rank's place in torchrun's environment."""
 
     rank: int
     world_size: int
@@ -121,26 +114,23 @@ def start_process(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Process:
-    """Joins the world that the environment describes and returns this rank's place in it.
+    """Joins the world that the environment describes and returns this rank's process.
 
-    `auto` takes CUDA if this node has a GPU for each of its ranks, else the CPU. Every rank must
-    choose the same kind. Raises ValueError if the environment is incomplete, if CUDA is asked for
-    and cannot be had, or if ranks disagree.
+    `auto` selects CUDA if the node has a GPU for each of its ranks, and the CPU if it has none.
+
+    Raises:
+        ValueError: the environment is incomplete, CUDA is requested but missing, or ranks disagree.
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a world already: call stop_process() before start_process()"
+            "this process is already in a world: call stop_process() before start_process()"
         )
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
     store = _store(os.environ, place, timeout_s)
-    facts = {
-        "device": chosen.type,
-        **version_facts(),
-    }  # with different backends they would wait for each other for ever
-    agree(
+    agree(  # ranks with different backends would wait for each other forever
         "start",
-        facts,
+        {"device": chosen.type, **version_facts()},
         store=store,
         rank=place.rank,
         world_size=place.world_size,
@@ -164,7 +154,7 @@ def start_process(
         timeout=timedelta(seconds=timeout_s),
     )
     if place.world_size == 1:
-        sys.excepthook = hook  # torch's writes "[rank0]:" before every line of a traceback
+        sys.excepthook = hook  # torch's prefixes every line of a traceback with "[rank0]:"
     return Process(
         rank=place.rank,
         world_size=place.world_size,
@@ -179,12 +169,12 @@ def start_process(
 
 
 def stop_process() -> None:
-    """Leaves all process groups. Harmless if there are none."""
+    """Leaves all process groups; harmless if there are none."""
     if dist.is_initialized():
-        # A Gloo thread lets go of a collective's tensors after the rank has gone on, and wants
-        # Python's lock for that. Where a group outlives this function (a model's dispatchers hold
-        # it) the thread may still wait for the lock while Python ends, which aborts the process
-        # (pytorch/pytorch#190489). So it is given time for it now.
+        # A Gloo thread releases a collective's tensors after the rank has continued, and needs the
+        # GIL for it. If a group outlives this function (a model's dispatchers hold it), the thread
+        # may still wait for the GIL at interpreter shutdown, which aborts the process
+        # (pytorch/pytorch#190489). This sleep gives it time.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
     while _chosen_here:  # the next world of this process may be on several machines
@@ -192,17 +182,15 @@ def stop_process() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep from here on the memory that it frees, if its C library is glibc.
+    """Makes glibc keep freed memory from now on instead of returning it to the system.
 
-    glibc gives large freed blocks back to the system, which clears their pages when they are wanted
-    again: in every step, layer and exchange. Kept, they cost nothing. The price: a process never
-    becomes smaller, and where sizes vary, pieces too small for anybody lie between those in use
-    (tests/distributed/process/test_host_memory.py draws sizes up to 64 MiB, and bounds it at as much
-    again). What other threads than the first allocate beyond 64 MiB at a time is given back as
-    before, and a preloaded allocator has rules of its own.
+    glibc returns large freed blocks to the system, which zeroes their pages at the next allocation, in
+    every step, layer and exchange. The cost of keeping them: the process never shrinks, and varying
+    sizes fragment memory (tests/distributed/process/test_host_memory.py bounds it at twice the live
+    bytes). Blocks beyond 64 MiB in other threads, and preloaded allocators, behave as before.
 
     Returns:
-        Whether the C library could be told so.
+        Whether the C library supports it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return (
@@ -213,7 +201,7 @@ def keep_freed_memory() -> bool:
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:
-    """Returns the prefix of the store's keys for this generation, and torchrun's restart within it."""
+    """Returns the store's key prefix for this generation and torchrun's restart within it."""
     generation = int(environment.get("MOEBIUS_GENERATION", "0"))
     restart = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return f"moebius/generation_{generation}/restart_{restart}"
@@ -248,10 +236,9 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     if wanted == "auto":
         if num_gpus and not enough:
             raise DeviceError(
-                f"rank {place.rank} sees {num_gpus} GPUs, and its node has "
-                f"{place.local_world_size} ranks, of which each needs its own: start as many ranks "
-                "per node as it has GPUs (job.ranks_per_node), let every rank see all GPUs of its "
-                "node (not one per task, as Slurm may bind them), or set train.device=cpu"
+                f"rank {place.rank} sees {num_gpus} GPUs, but its node has {place.local_world_size} ranks, each "
+                "of which needs its own: start as many ranks per node as it has GPUs (job.ranks_per_node), let "
+                "every rank see all GPUs of its node (Slurm may bind one per task), or set train.device=cpu"
             )
         wanted = "cuda" if enough else "cpu"
     if wanted == "cpu":
@@ -260,11 +247,9 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {wanted!r}")
     if not enough:
         raise DeviceError(
-            f"device 'cuda' was asked for, but rank {place.rank} sees {num_gpus} GPUs and its node "
-            "has "
-            f"{place.local_world_size} ranks (torch {torch.__version__}, built for CUDA "
-            f"{torch.version.cuda}); "
-            "use device 'auto' or 'cpu', fewer ranks per node, or a torch that is built for CUDA"
+            f"device 'cuda' was requested, but rank {place.rank} sees {num_gpus} GPUs and its node has "
+            f"{place.local_world_size} ranks (torch {torch.__version__}, built for CUDA {torch.version.cuda}); "
+            "use device 'auto' or 'cpu', fewer ranks per node, or a torch built for CUDA"
         )
     return torch.device("cuda", place.local_rank)
 
@@ -287,10 +272,10 @@ def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> S
 
 
 def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCPStore:
-    """Rank 0 serves the store itself, as no agent does: on one address.
+    """Serves the store on one address, because no agent does.
 
     Raises:
-        ValueError: that address cannot be had, and all interfaces were not asked for.
+        ValueError: the address cannot be bound, and the user has not allowed all interfaces.
     """
     try:
         bound = bind(host, port)
@@ -306,13 +291,13 @@ def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCP
     if os.environ.get(_ON_ALL_INTERFACES) != "1":
         raise ValueError(
             f"the rendezvous store cannot be bound: MASTER_ADDR {host} {why}. Set MASTER_ADDR to rank 0's "
-            f"address in the ranks' network. Where there is none (behind a service's address), "
+            f"address in the ranks' network. If there is none (behind a service's address), "
             f"{_ON_ALL_INTERFACES}=1 lets the store listen on all interfaces, where it answers "
-            f"anybody who reaches port {port}"
+            f"anyone who reaches port {port}"
         )
     logger.warning(
-        "the rendezvous store listens on all interfaces and answers anybody who reaches port %d, as "
-        "%s=1 asks for: MASTER_ADDR %s %s",
+        "the rendezvous store listens on all interfaces and answers anyone who reaches port %d, because "
+        "%s=1: MASTER_ADDR %s %s",
         port,
         _ON_ALL_INTERFACES,
         host,
@@ -324,7 +309,7 @@ def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCP
 
 
 def _is_on_one_machine(environment: Mapping[str, str], place: _Place) -> bool:
-    """Whether all ranks are here: the same answer on every rank; False where it is not known."""
+    """Returns whether all ranks are on this machine, alike on every rank; False if unknown."""
     if place.world_size == 1:
         return True
     if "LOCAL_WORLD_SIZE" in environment:
@@ -334,7 +319,7 @@ def _is_on_one_machine(environment: Mapping[str, str], place: _Place) -> bool:
 
 
 def _keep_to_the_loopback() -> None:
-    """Lets Gloo and NCCL listen on the loopback alone, unless the user has said where."""
+    """Makes Gloo and NCCL listen only on the loopback, unless the user has chosen an interface."""
     interface = loopback_interface()
     for name in _LISTEN_ON:
         if interface is not None and name not in os.environ:

@@ -1,8 +1,7 @@
-"""The rendezvous store's server, on one address alone.
+"""Serves the rendezvous store on a single address.
 
-torch's own TCPStore listens on all interfaces and answers anybody: whoever reaches it may read and
-write what the ranks of a job tell each other while they start. Here its socket is bound before the
-store gets it, so it is there on the loopback or on one interface, and nowhere else.
+torch's own TCPStore listens on all interfaces and lets anyone who reaches it read and write the keys
+of a job. Here the store receives a socket that is already bound to the loopback or to one interface.
 """
 
 import ipaddress
@@ -15,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is reachable from its own machine alone; False for a name."""
+    """Returns whether an address is a loopback address; False for a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -23,20 +22,20 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of the loopback's interface, "lo" or "lo0"; None where there is none."""
+    """Returns the name of the loopback interface, "lo" or "lo0", or None."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def bind(host: str, port: int = 0) -> socket.socket:
-    """Returns a TCP socket that is bound to one address of this machine, and does not listen yet.
+    """Returns a TCP socket bound to one address of this machine, not yet listening.
 
     Args:
-        host: an address or a name of this machine.
-        port: 0 takes any that is free.
+        host: an address or name of this machine.
+        port: 0 selects a free one.
 
     Raises:
-        OSError: the address is not this machine's, or the port is taken.
+        OSError: the address is not this machine's, or the port is in use.
     """
     family, kind, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -58,11 +57,13 @@ def serve_store(
     num_clients: int | None = None,
     wait_for_clients: bool = False,
 ) -> TCPStore:
-    """Returns a store whose server listens on `bound`, which is the store's own from now on.
+    """Returns a store whose server listens on `bound` and takes ownership of it.
 
     Args:
-        timeout_s: of every wait in this store.
-        num_clients: the server included; with `wait_for_clients` returns when so many have come.
+        bound: a socket from `bind`.
+        timeout_s: timeout of every wait in this store.
+        num_clients: expected clients, the server included.
+        wait_for_clients: return only when all clients have connected.
     """
     host, port = bound.getsockname()[:2]
     return TCPStore(

@@ -1,1 +1,1 @@
-"""Memory that every rank of a node can reach: one-sided exchanges without a collective."""
+"""Memory shared by the ranks of a node: one-sided exchanges without collectives."""

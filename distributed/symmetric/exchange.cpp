@@ -1,27 +1,27 @@
 // One-sided exchange between the processes of one machine, through memory that all of them map.
 //
-// Every rank owns an outbox: a control block (who has posted what) and arenas (what was posted). A
-// rank posts a message by writing it into its own arena and raising `posted`; the others find it
-// there and read what is theirs. Nobody asks, nobody answers, no call waits for all. A message has
-// a number, the same on all ranks, because all post in the same order; it may be overwritten once
-// every rank has read it. Who finds no room takes a larger arena and never waits for readers: so
-// no circle of waiting can arise, and a message of any size has room.
+// Every rank owns an outbox: a control block (what has been posted) and arenas (the messages). A rank
+// posts a message by writing it into its own arena and incrementing `posted`; the others read their
+// part from there. There are no requests or replies, and no call waits for all ranks. All ranks post in
+// the same order, so a message has the same number on all of them. It may be overwritten once every
+// rank has read it. If an arena is full, its owner allocates a larger one instead of waiting for
+// readers, so there is no deadlock and no limit on a message's size.
 //
 // Two kinds of messages:
-//   out    a block of rows, and for every rank the list of those that it needs (with or without
-//          the routes that read them); a row stands in the block once, whoever needs it;
-//   back   rows by destination: answers, or gradients of rows, which their owner adds up in the
-//          order of ranks, as one rank with a loop would.
+//   out    a block of rows, each stored once, and for every rank the list of rows that it needs (with
+//          or without the routes that read them);
+//   back   rows by destination: answers, or gradients of rows, which their owner sums in rank order,
+//          like a loop on one rank.
 //
-// The memory is anonymous (memfd) and reached through /proc/<pid>/fd, which the kernel opens to
-// processes of the same user in the same pid namespace only. It has no name, so it is gone with the
-// last process that maps it, however that ended. It is sealed against shrinking, so nobody's access
-// can fault. A rank is alive as long as it holds the lock on its control block; the kernel lets go
-// of that lock when the process dies.
+// The memory is anonymous (memfd) and reached through /proc/<pid>/fd, which the kernel opens only to
+// processes of the same user in the same pid namespace. It has no name, so it disappears with the last
+// process that maps it, however that ended. It is sealed against shrinking, so no access can fault. A
+// rank is alive as long as it holds the lock on its control block, which the kernel releases when the
+// process dies.
 //
-// Ordering: the payload is written before `posted` is raised (release) and read after it was seen
-// (acquire); an arena is written again after `unread` was seen at zero (acquire), to which readers
-// lowered it after their last read (release). That holds on x86 and on ARM.
+// Memory order: the payload is written before `posted` is incremented (release) and read after the new
+// value is seen (acquire). An arena is reused after `unread` is seen at zero (acquire), to which readers
+// decrement it after their last read (release). This holds on x86 and on ARM.
 //
 // Legend: P ranks, U source rows, T target rows, N routes, M distinct (rank, row) pairs.
 
@@ -45,7 +45,7 @@
 #include <new>
 #include <vector>
 
-// For tests: what happens between two steps of the protocol.
+// For tests: a hook between two steps of the protocol.
 #ifdef MOEBIUS_BETWEEN_STEPS
 void moebius_between_steps();
 #else
@@ -84,7 +84,7 @@ struct Control {
   Message messages[kSlots];
 };
 
-// In front of every message. What two ranks must agree about is compared by the reader.
+// The header of every message. The reader checks everything that two ranks must agree about.
 struct Header {
   uint32_t number, kind;
   int64_t row_bytes, weight_bytes;
@@ -172,7 +172,7 @@ struct Exchange {
     return true;
   }
 
-  // Forgets regions that all have read; an outgrown arena gives its pages back when it is empty.
+  // Frees regions that all ranks have read; an outgrown arena returns its pages when it is empty.
   void release() {
     while (!regions.empty() && message(regions.front().number).unread.load(std::memory_order_acquire) == 0) {
       uint32_t arena = regions.front().arena;
@@ -201,7 +201,7 @@ struct Exchange {
     return false;
   }
 
-  // Room for the next message; nullptr where there is none to be had.
+  // Allocates space for the next message; nullptr if there is no memory.
   char* begin(uint64_t bytes, uint32_t kind, int64_t row_bytes, int64_t weight_bytes, int* status) {
     bytes = (bytes + 63) / 64 * 64;
     release();
@@ -246,7 +246,7 @@ struct Exchange {
 
   static bool reached(uint32_t posted, uint32_t number) { return static_cast<int32_t>(posted - number) >= 0; }
 
-  // 0, or kAgain after a while in which nothing came, or what has happened to the peer.
+  // Returns 0, or kAgain after a while without a message, or what has happened to the peer.
   int wait(int who, uint32_t number) {
     Control& control = *peers[who].control;
     for (int i = 0; i < 64; i++)
@@ -287,7 +287,7 @@ struct Exchange {
     return place;
   }
 
-  // Where a message stands that has been waited for; nullptr where it is not what was expected.
+  // Returns a message that has been waited for; nullptr if it is not the expected one.
   const char* find(int who, uint32_t number, uint32_t kind, int64_t row_bytes, int64_t weight_bytes) {
     const Message& entry = peers[who].control->messages[number % kSlots];
     const char* arena = arena_of(who, entry.arena);
@@ -321,7 +321,7 @@ struct Exchange {
     return found;
   }
 
-  // Whether the part for this rank lies within the message.
+  // Returns whether the part for this rank lies within the message.
   bool is_within(const char* message, uint32_t kind, uint64_t bytes) const;
 
   void have_read(int who, uint32_t number) {
@@ -349,7 +349,7 @@ struct OutLayout {
   }
 };
 
-// The sizes that a reader needs to find the arrays; they stand behind the header.
+// The sizes that a reader needs to find the arrays; stored after the header.
 struct OutSizes {
   int64_t listed, routes, block_rows, unused;
 };
@@ -401,8 +401,8 @@ float wide(uint16_t bits) {
   return value;
 }
 
-// To nearest, halves away from zero: as FBGEMM rounds in torch's embedding_bag, which adds up what
-// `dedup` gets back.
+// Rounds to nearest, halves away from zero, like FBGEMM in torch's embedding_bag, which sums the rows
+// that `dedup` receives.
 uint16_t narrow(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -437,7 +437,7 @@ void add_rows_bfloat16(const std::vector<const char*>& rows, int64_t width, uint
   }
 }
 
-// Distinct (rank, row) pairs: by the rank that they go to, and the same by row.
+// Distinct (rank, row) pairs, sorted by destination rank and by row.
 struct Pairs {
   int64_t num_rows;     // U
   int64_t* starts_P1;   // where the pairs of every rank begin
@@ -446,14 +446,14 @@ struct Pairs {
   int32_t* pair_M;      // by row, and within one by rank
 };
 
-// Where the routes of one pass go; lives in a buffer of the caller's.
+// The destinations of one pass's routes, in a buffer of the caller.
 struct Plan {
   int64_t *head, *routes_P1;
   int32_t *order_N, *slot_N, *row_N, *target_N;  // by rank: route, slot, row, target
   Pairs sources, targets;
   int64_t num_words;
 
-  // In how many 8-byte words the parts lie, from what is known before any route is seen.
+  // Computes the parts' sizes in 8-byte words, before any route is read.
   Plan(int64_t* buffer, int64_t P, int64_t U, int64_t T, int64_t N, bool is_same) {
     int64_t M = std::min(N, P * U), back = is_same ? 0 : std::min(N, P * T);
     int64_t* next = buffer;
@@ -499,7 +499,7 @@ void list_pairs(std::vector<int32_t>& mark, int64_t P, Pairs& pairs) {
 // Called from Python, where every argument is a pointer or an int64_t (kernels/cpu/build.py).
 extern "C" {
 
-// Makes this rank's outbox; nullptr where the system refuses.
+// Creates this rank's outbox; nullptr if the system refuses.
 Exchange* moebius_exchange_create(int64_t nonce, int64_t rank, int64_t num_ranks) {
   int fd = memory_file(sizeof(Control));
   char* place = fd < 0 ? nullptr : mapped(fd, sizeof(Control), PROT_READ | PROT_WRITE);
@@ -520,7 +520,7 @@ Exchange* moebius_exchange_create(int64_t nonce, int64_t rank, int64_t num_ranks
 
 int64_t moebius_exchange_file(const Exchange* exchange) { return exchange->own_fd; }
 
-// Maps a peer's control block; 0, or an errno, or -1 where what is there is not the peer's.
+// Maps a peer's control block; returns 0, or an errno, or -1 if the memory is not the peer's.
 int64_t moebius_exchange_connect(Exchange* exchange, int64_t who, int64_t pid, int64_t fd, int64_t nonce) {
   if (who == exchange->rank) return 0;
   char path[64];
@@ -546,7 +546,7 @@ int64_t moebius_exchange_connect(Exchange* exchange, int64_t who, int64_t pid, i
   return 0;
 }
 
-// Says that this rank leaves, and unmaps everything; in a forked child only the second.
+// Marks this rank as having left (not in a forked child), and unmaps everything.
 void moebius_exchange_close(Exchange* exchange) {
   if (exchange->pid == getpid()) {
     exchange->own->left.store(1, std::memory_order_release);
@@ -570,7 +570,7 @@ void moebius_exchange_close(Exchange* exchange) {
   delete exchange;
 }
 
-// Messages that this rank posts from now on get checksums, which readers verify; or none.
+// Turns checksums of this rank's future messages, which readers verify, on or off.
 void moebius_exchange_check(Exchange* exchange, int64_t checking) { exchange->checking = checking != 0; }
 
 const char* moebius_exchange_fault(const Exchange* exchange) { return exchange->fault; }
@@ -581,22 +581,22 @@ int64_t moebius_exchange_bytes(const Exchange* exchange) {
   return bytes;
 }
 
-// Waits until every rank has posted `number`; which rank did not is written to `who`.
+// Waits until every rank has posted `number`; writes the rank that has not to `who`.
 int64_t moebius_exchange_wait(Exchange* exchange, int64_t number, int* who) {
   for (int i = 0; i < exchange->num_ranks; i++) {
-    // beginning behind this rank: the ranks do not all look at the first
+    // starts after this rank, so that not all ranks poll the first one
     *who = (exchange->rank + 1 + i) % exchange->num_ranks;
     if (int status = exchange->wait(*who, static_cast<uint32_t>(number))) return status;
   }
   return 0;
 }
 
-// How many 8-byte words a plan takes.
+// Returns the size of a plan in 8-byte words.
 int64_t moebius_exchange_plan_words(const Exchange* exchange, int64_t U, int64_t T, int64_t N, int64_t same) {
   return Plan(nullptr, exchange->num_ranks, U, T, N, same != 0).num_words;
 }
 
-// Writes down where every route goes. `same`: targets are the source rows, and are listed once.
+// Plans the routes of a pass. `same`: the targets are the source rows, and are listed once.
 int64_t moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t U, int64_t T, int64_t N, int64_t E,
                               int64_t same, const int64_t* source_N, const int64_t* target_N,
                               const int64_t* expert_N, const int32_t* rank_E, const int32_t* local_E) {
@@ -637,7 +637,7 @@ int64_t moebius_exchange_plan(Exchange* exchange, int64_t* buffer, int64_t U, in
   return 0;
 }
 
-// How many rows (0), routes (1) and targets (2) go to every rank, (3, P).
+// Writes the numbers of rows (0), routes (1) and targets (2) for every rank, (3, P).
 void moebius_exchange_sent(const Exchange* exchange, int64_t* buffer, int64_t* counts_3P) {
   Plan plan = Plan::of(buffer);
   int64_t P = exchange->num_ranks;
@@ -646,8 +646,8 @@ void moebius_exchange_sent(const Exchange* exchange, int64_t* buffer, int64_t* c
     for (int64_t p = 0; p < P; p++) counts_3P[i * P + p] = starts[i][p + 1] - starts[i][p];
 }
 
-// Posts rows: with weights the source rows, and the routes that read them; without, the target rows
-// alone (their gradients).
+// Posts rows: with weights, the source rows and the routes that read them; without, only the target
+// rows (their gradients).
 int64_t moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const char* x, int64_t row_bytes,
                                   const char* weight_N, int64_t weight_bytes, uint32_t* number) {
   Plan plan = Plan::of(buffer);
@@ -694,8 +694,8 @@ int64_t moebius_exchange_post_out(Exchange* exchange, int64_t* buffer, const cha
   return 0;
 }
 
-// Where the rows, routes and targets of every rank begin, and the last end, (3, P + 1), of a message
-// that was waited for.
+// Writes the bounds of every rank's rows, routes and targets, (3, P + 1), of a message that was waited
+// for.
 int64_t moebius_exchange_sizes(Exchange* exchange, int64_t posted, int64_t row_bytes, int64_t weight_bytes,
                                int64_t* starts_3P1) {
   uint32_t number = static_cast<uint32_t>(posted);
@@ -712,7 +712,7 @@ int64_t moebius_exchange_sizes(Exchange* exchange, int64_t posted, int64_t row_b
   return 0;
 }
 
-// Copies what came: rows in the order of ranks; routes with rows and targets numbered as they came.
+// Copies received rows in rank order, and routes with rows and targets numbered in order of arrival.
 int64_t moebius_exchange_take_out(Exchange* exchange, int64_t posted, int64_t row_bytes, int64_t weight_bytes,
                                   char* rows, int64_t* source_N, int64_t* slot_N, int64_t* target_N,
                                   char* weight_N) {
@@ -752,7 +752,7 @@ int64_t moebius_exchange_take_out(Exchange* exchange, int64_t posted, int64_t ro
   return 0;
 }
 
-// Posts rows by destination, and where weights have bytes a weight's gradient per route.
+// Posts rows by destination, and a weight's gradient per route if `weight_bytes` is positive.
 int64_t moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t row_bytes, const int64_t* rows_P1,
                                    const char* weight_N, const int64_t* routes_P1, int64_t weight_bytes,
                                    uint32_t* number) {
@@ -773,9 +773,9 @@ int64_t moebius_exchange_post_back(Exchange* exchange, const char* rows, int64_t
   return 0;
 }
 
-// Adds up what came back in a message that was waited for: row u is the sum over its pairs in the
-// order of ranks, zero where it has none. With weights: gradients of source rows, and those of the
-// weights go to where their routes stood; without: sums for target rows.
+// Sums the rows of a "back" message that was waited for: row u is the sum over its pairs in rank order,
+// zero if it has none. With weights, these are gradients of source rows, and the weights' gradients are
+// written in route order; without, they are sums for target rows.
 // dtype 0: float32, 1: float64, 2: bfloat16.
 int64_t moebius_exchange_sum_back(Exchange* exchange, int64_t* buffer, int64_t posted, int64_t row_bytes,
                                   int64_t weight_bytes, int64_t dtype, char* out, char* weight_N) {

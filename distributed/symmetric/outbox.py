@@ -1,11 +1,10 @@
-"""The ranks of a group on one machine, each with memory that the others read: who they are, and
-what goes from one to the other.
+"""Exchanges messages between the ranks of one machine through memory that the others read.
 
-`open_outbox` is collective and answers alike on all ranks: an outbox, or the reason why these ranks
-cannot have one (another machine or container, another user, no compiler). What an `Outbox` posts
-and takes is said in exchange.cpp, which does it; here are the waiting, the errors, and the tensors.
+`open_outbox` is collective and returns alike on all ranks: an outbox, or the reason why these ranks
+cannot have one (another machine, container or user, or no compiler). exchange.cpp implements and
+documents the messages; this module adds waiting, errors and tensors.
 
-Legend: P ranks, U source rows, T target rows, N routes, M rows that came, D width.
+Legend: P ranks, U source rows, T target rows, N routes, M received rows, D width.
 """
 
 import ctypes
@@ -37,36 +36,36 @@ LIBRARY = CppLibrary(
     name="moebius_exchange",
     sources=[Path(__file__).with_name("exchange.cpp")],
     flags=["-O3", "-std=c++17"],
-    otherwise="set mesh.dispatcher=dedup to do without it",
+    otherwise="mesh.dispatcher=dedup works without it",
 )
 
 
 def reason_against() -> str | None:
-    """Says why this machine cannot exchange rows through shared memory; None where it can."""
+    """Returns why this machine cannot exchange rows through shared memory, or None if it can."""
     if sys.platform != "linux":
-        return f"it wants Linux (memfd, futex), and this is {sys.platform}"
+        return f"it needs Linux (memfd, futex), and this is {sys.platform}"
     return LIBRARY.reason_against()
 
 
 @functools.cache
 def load_library() -> LoadedLibrary:
-    """Loads exchange.cpp, compiled first if it must be.
+    """Loads exchange.cpp, compiling it if needed.
 
     Raises:
-        ValueError: it cannot be compiled; with the compiler's own words.
+        ValueError: compilation failed; contains the compiler's output.
     """
     return LIBRARY.load()
 
 
 class OutboxError(RuntimeError):
-    """Raised where two ranks disagree about what they exchange, or the machine has no memory for it."""
+    """Raised if two ranks disagree about an exchange, or the machine has no memory for it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every route of one pass goes, as exchange.cpp has written it down."""
+    """The destinations of one pass's routes, in exchange.cpp's layout."""
 
-    table: Tensor  # int64; laid out by exchange.cpp's own `Plan`
+    table: Tensor  # int64; layout of exchange.cpp's `Plan`
     num_sources: int
     num_targets: int
     num_routes: int
@@ -74,43 +73,45 @@ class Plan:
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """Rows that came, in the order of ranks, and the routes that read them."""
+    """Received rows in rank order, and the routes that read them."""
 
     rows_MD: Tensor
     weight_N: Tensor
     places_3N: Tensor  # int64: source row, slot, target row
-    starts_3P1: Tensor  # int64: where rows, routes and targets of a rank begin, and end
+    starts_3P1: Tensor  # int64: bounds of each rank's rows, routes and targets
 
 
 class Outbox:
-    """One rank's messages for the ranks of a group, and theirs for it.
+    """One rank's messages to and from the ranks of a group.
 
-    Every rank posts and takes the same messages in the same order. What waits raises
-    `CollectiveError` where a rank died, left or did not come in time, and `OutboxError` where one
-    posted something else.
+    Every rank posts and takes the same messages in the same order. Methods that wait raise
+    `CollectiveError` if a rank died, left or did not come in time, and `OutboxError` if one posted a
+    different message.
     """
 
     def __init__(self, handle: int, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self._library, self._handle = load_library(), handle
         self.ranks, self.rank, self.num_ranks = tuple(ranks), rank, len(ranks)
         self._timeout_s = timeout_s
-        self.waited_s = 0.0  # for messages that were not there yet
+        self.waited_s = 0.0  # total time waited for messages
         self.close = weakref.finalize(self, self._library.call, "exchange_close", handle)
 
     def check(self, checking: bool) -> None:
-        """Gives the messages that this rank posts from now on checksums, or none."""
+        """Turns checksums of this rank's future messages on or off."""
         self._call("check", checking)
 
     @property
     def num_bytes(self) -> int:
-        """Returns how much memory this rank's messages have taken so far."""
+        """Returns the bytes of shared memory that this rank's messages take."""
         return self._call("bytes")
 
     def plan(self, routes: Routes, num_sources: int, *, rank_E: Tensor, slot_E: Tensor) -> Plan:
-        """Writes down where every route goes.
+        """Plans a pass.
 
         Args:
-            rank_E, slot_E: int32, where every expert is.
+            routes: this rank's routes.
+            num_sources: number of source rows.
+            rank_E, slot_E: int32, rank and slot of every expert.
 
         Raises:
             ValueError: a route is out of range.
@@ -128,13 +129,13 @@ class Outbox:
         return plan
 
     def sent(self, plan: Plan) -> list[list[int]]:
-        """Counts the rows, routes and targets of a pass by the rank that they go to, (3, P)."""
+        """Returns the numbers of rows, routes and targets of a pass per destination rank, (3, P)."""
         counts_3P = torch.empty((3, self.num_ranks), dtype=torch.int64)
         self._call("sent", plan.table, counts_3P)
         return counts_3P.tolist()
 
     def post_rows(self, plan: Plan, x_UD: Tensor, weight_N: Tensor) -> int:
-        """Posts rows and the routes that read them; returns the message's number."""
+        """Posts rows and their routes; returns the message's number."""
         return self._post_out(plan, x_UD, weight_N, weight_N.element_size())
 
     def post_gradients(self, plan: Plan, grad_TD: Tensor) -> int:
@@ -142,7 +143,7 @@ class Outbox:
         return self._post_out(plan, grad_TD, None, 0)
 
     def take_rows(self, number: int, like: Tensor, weight_dtype: torch.dtype) -> ReceivedRows:
-        """Waits for a message of every rank, and copies what is for this one."""
+        """Waits for every rank's message and copies the part for this rank."""
         row_bytes, weight_bytes = _row_bytes(like), weight_dtype.itemsize
         self._wait(number)
         starts_3P1 = torch.empty((3, self.num_ranks + 1), dtype=torch.int64)
@@ -162,31 +163,28 @@ class Outbox:
         return received
 
     def take_gradients(self, number: int, num_rows: int, like: Tensor) -> Tensor:
-        """Waits for the gradients of answers of every rank, in the order of ranks."""
+        """Waits for every rank's gradients of answers; returns them in rank order."""
         self._wait(number)
         rows = like.new_empty(num_rows, like.shape[1])
         self._checked("take_out", number, _row_bytes(like), 0, rows, None, None, None, None)
         return rows
 
     def post_answers(self, rows: Tensor, starts_3P1: Tensor) -> int:
-        """Posts one row for every target that came; returns the message's number."""
+        """Posts one row per received target; returns the message's number."""
         return self._post_back(rows, starts_3P1[2], None, None, 0)
 
     def post_row_gradients(self, rows: Tensor, weight_N: Tensor, starts_3P1: Tensor) -> int:
-        """Posts the gradients of rows and weights that came; returns the message's number."""
+        """Posts the gradients of received rows and weights; returns the message's number."""
         came, routes, _ = starts_3P1.unbind(0)
         return self._post_back(rows, came, weight_N, routes, weight_N.element_size())
 
     def sum_answers(self, plan: Plan, number: int, like: Tensor) -> Tensor:
-        """Waits for the answers and adds them up, (T, D), in the order of ranks."""
+        """Waits for the answers and sums them in rank order, (T, D)."""
         sums = like.new_empty(plan.num_targets, like.shape[1])
         return self._sum_back(plan, number, sums, None, 0)
 
     def sum_gradients(self, plan: Plan, number: int, like: Tensor, grad_weight_N: Tensor) -> Tensor:
-        """Waits for the gradients of rows and adds them up, (U, D).
-
-        The weights' gradients are written into `grad_weight_N`.
-        """
+        """Waits for the rows' gradients and sums them, (U, D); fills `grad_weight_N`."""
         sums = like.new_empty(plan.num_sources, like.shape[1])
         return self._sum_back(plan, number, sums, grad_weight_N, grad_weight_N.element_size())
 
@@ -218,7 +216,7 @@ class Outbox:
         return sums
 
     def _wait(self, number: int) -> None:
-        """Waits until every rank has posted a message, and looks after them meanwhile."""
+        """Waits until every rank has posted a message, and checks that they are alive."""
         who, began = c_int(), time.monotonic()
         while status := self._call("wait", number, byref(who)):
             rank = self.ranks[who.value]
@@ -229,7 +227,7 @@ class Outbox:
                 raise CollectiveError(f"rank {rank} has ended its run; {what} waited for it")
             if time.monotonic() > began + self._timeout_s:
                 raise CollectiveError(
-                    f"{what} does not end: rank {rank} did not come within {self._timeout_s:g} s"
+                    f"{what} did not complete: rank {rank} did not come within {self._timeout_s:g} s"
                 )
         self.waited_s += time.monotonic() - began
 
@@ -237,15 +235,15 @@ class Outbox:
         return self._library.call(f"exchange_{name}", self._handle, *arguments)
 
     def _checked(self, name: str, *arguments: Any) -> None:
-        """Calls a function that returns 0 where it did what it should."""
+        """Calls a function that returns 0 on success, and raises its error."""
         status = self._call(name, *arguments)
         if status == 0:
             return
         if status == _TOO_MANY:
-            raise OutboxError("1,024 exchanges are under way: their rows were never waited for")
+            raise OutboxError("1,024 exchanges are in flight: their rows were never waited for")
         if status == _NO_MEMORY:
             raise OutboxError(
-                f"no shared memory for another message: this rank has {self.num_bytes} bytes of it"
+                f"no shared memory for another message: this rank already has {self.num_bytes} bytes"
             )
         said = ctypes.string_at(self._call("fault")).decode()
         raise (ValueError if status == _OUT_OF_RANGE else OutboxError)(said)
@@ -255,14 +253,14 @@ def open_outbox(group: dist.ProcessGroup, *, timeout_s: float) -> Outbox | str:
     """Opens the outboxes of a group's ranks. Collective.
 
     Returns:
-        This rank's; or why there is none, the same words on every rank.
+        This rank's outbox, or the reason why there is none, the same on every rank.
     """
     reason = reason_against()
     handle, nonce = 0, secrets.randbits(63)
     if reason is None:
         handle = load_library().call("exchange_create", nonce, group.rank(), group.size())
         if not handle:
-            reason = "the system gives no anonymous memory (memfd_create)"
+            reason = "the system provides no anonymous memory (memfd_create)"
     mine = [int(reason is None), os.getpid(), nonce, _machine(), os.getuid()]
     if handle:
         mine.append(load_library().call("exchange_file", handle))
@@ -273,10 +271,10 @@ def open_outbox(group: dist.ProcessGroup, *, timeout_s: float) -> Outbox | str:
 
 
 def _connect(handle: int, rank: int, others: Sequence[Sequence[int]]) -> str | None:
-    """Maps the others' memory; says why that cannot be done."""
+    """Maps the other ranks' memory; returns why it cannot, or None."""
     for who, (is_ready, pid, nonce, machine, user, file) in enumerate(others):
         if not is_ready:
-            return None  # it says itself why
+            return None  # that rank reports the reason
         if machine != others[rank][3]:
             return "the ranks are on several machines"
         if user != others[rank][4]:
@@ -285,17 +283,17 @@ def _connect(handle: int, rank: int, others: Sequence[Sequence[int]]) -> str | N
         if status > 0:
             return (
                 f"the memory of process {pid} cannot be opened ({os.strerror(status)}): "
-                "the ranks are in several containers, or may not look into each other's /proc"
+                "the ranks are in several containers, or cannot read each other's /proc"
             )
         if status < 0:
-            return f"process {pid} is not the rank that it should be: several containers?"
+            return f"process {pid} is not the expected rank: are the ranks in several containers?"
     return None
 
 
 def _agreed(
     group: dist.ProcessGroup, reason: str | None, handle: int, timeout_s: float
 ) -> Outbox | str:
-    """Lets every rank have an outbox or none. Collective."""
+    """Returns an outbox on all ranks, or the same reason on all ranks. Collective."""
     words = torch.zeros(256, dtype=torch.uint8)
     if reason is not None:
         encoded = reason.encode()[:256]
@@ -311,7 +309,7 @@ def _agreed(
 
 
 def _machine() -> int:
-    """Returns a number that two machines do not share: of the boot of this kernel."""
+    """Returns a number unique to this machine: its kernel's boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return int(boot.replace("-", "")[:15], 16)
 

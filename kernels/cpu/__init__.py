@@ -1,1 +1,1 @@
-"""The kernels on CPUs: one C++ library, its backend of grouped products, and where its memory is."""
+"""CPU kernels: one C++ library, its grouped-product backend, and shared workspaces."""

@@ -5,16 +5,16 @@
 //   rows_times_bank    out[n] = epilogue(A[rows[n]] * W[e]) for the sorted rows n of every expert e
 //   bank_gradient      W'[e] += sum over n of A[rows_a[n]]^T * B[rows_b[n]]
 //
-// What is here is what a micro-kernel leaves to do: rows are gathered block by block into the
-// second-level cache, what must lie otherwise is turned, and gate weights, ReLU and its gradient
-// are applied to a block's results before they leave it. A kernel is compiled for every new shape
-// (some 0.1 ms), so shapes come from a small set: at most kBlock rows, sums over a multiple of
-// kStep and at most kDepth. Every element of a result is one chain of multiply-adds over k, so a
-// row's result depends neither on the rows it is computed with nor on the number of threads.
+// This file does the work around the micro-kernels: it gathers rows block by block into the L2
+// cache, transposes operands, and applies gate weights, ReLU and its gradient to a block's results
+// before they leave the cache. oneDNN compiles a kernel for every new shape (some 0.1 ms), so shapes
+// come from a small set: at most kBlock rows, sums over a multiple of kStep and at most kDepth. Every
+// element of a result is one chain of multiply-adds over k, so a row's result depends neither on
+// other rows nor on the number of threads.
 //
-// A lane is 32 bits: a float, or two bfloat16 that follow each other along k, as dot products of
-// bfloat16 want them. Plain C interface, no torch headers: it compiles in seconds. The
-// micro-kernels come as addresses (`moebius_use`), so the library is bound to no torch.
+// A lane is 32 bits: a float, or two bfloat16 consecutive along k, the layout of bfloat16 dot
+// products. The plain C interface without torch headers compiles in seconds. The micro-kernels are
+// passed as addresses (`moebius_use`), so the library is not bound to a torch version.
 
 #include <emmintrin.h>
 #include <omp.h>
@@ -47,7 +47,7 @@ Brgemm<bf16> brgemm_bfloat16 = nullptr;
 void (*brgemm_release)(bool) = nullptr;
 std::atomic<bool> failed{false};  // a product, since this was last asked: none may throw in a thread
 
-// C (m x n) = A (m x k) * B, or + where `add`; B's lanes lie along k.
+// C (m x n) = A (m x k) * B, or += if `add`; B's lanes run along k.
 template <typename T>
 void multiply(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
               const T* a, const Lane* b, float* c) {
@@ -65,7 +65,7 @@ template <typename T>
 constexpr int64_t kPair = sizeof(Lane) / sizeof(T);  // elements of k in a lane
 constexpr int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Scratch memory, reused by each thread: the first touch of a page is dear.
+// Scratch memory, reused by each thread, because the first touch of a page is expensive.
 template <int kSlot, typename T>
 T* scratch(int64_t count) {
   thread_local std::unique_ptr<void, decltype(&std::free)> block(nullptr, &std::free);
@@ -96,14 +96,14 @@ inline void store(bf16* to, float value) {  // to the nearest, of two the even o
   *to = static_cast<bf16>(value == value ? rounded : (bits >> 16) | 0x40);
 }
 
-// Of a row that will be copied soon: where the next one lies no CPU can guess.
+// Prefetches a row that will be copied soon; hardware cannot predict gathered addresses.
 template <typename T>
 inline void fetch(const T* row, int64_t width) {
   for (int64_t c = 0; c < width; c += 64 / sizeof(T)) __builtin_prefetch(row + c, 0, 2);
 }
 
-// to[c] = factor from[c]. Float32 goes past the caches, so that what was there is not read first: it
-// is most of what a call writes, and nobody reads it soon. (In bfloat16 it gained nothing.)
+// to[c] = factor from[c]. Float32 uses streaming stores, which avoid reading the destination: these
+// rows are most of what a call writes and are not read soon. (For bfloat16 it gained nothing.)
 inline void write_out(const float* from, float factor, int64_t count, float* to) {
   int64_t c = 0;
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128) == 0)
@@ -115,10 +115,9 @@ inline void write_out(const float* from, float factor, int64_t count, bf16* to) 
   for (int64_t c = 0; c < count; ++c) store(to + c, factor * from[c]);
 }
 
-// Turning -----------------------------------------------------------------------------------------
+// Transposition -----------------------------------------------------------------------------------
 
-// Rows as lanes: out[i] is row i, or in bfloat16 rows 2i and 2i + 1, the second of which may be
-// missing.
+// Converts rows to lanes: out[i] is row i, or in bfloat16 rows 2i and 2i + 1 (the latter optional).
 inline void as_lanes(const float* const* rows, int64_t count, int64_t width, Lane* out,
                      int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
@@ -184,7 +183,7 @@ struct Right {
   int64_t columns;  // as far apart are lanes; those of the matrix, then what may be anything
 };
 
-// A bank's (k x n) matrix, or the transpose of a stored (n x k) one, as lanes of k.
+// Converts a bank's (k x n) matrix, or the transpose of a stored (n x k) one, to lanes along k.
 template <typename T>
 Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed) {
   constexpr int64_t pair = kPair<T>;
@@ -211,13 +210,13 @@ Right as_right_side(const T* matrix, int64_t k, int64_t n, bool transposed) {
 
 enum Mode : int64_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
 
-// How a result row z of sorted place n becomes what is stored.
+// What is stored of a result row z at sorted place n.
 template <typename T>
 struct Epilogue {
   Mode mode;          // plain: g z; relu: max(z, 0); gradient: below
   const float* gate;  // (N,); null: ones
-  // Gradient: z is that of g h by its product. Stored are g z (times [h > 0] after a ReLU), `gated`
-  // = g h, `gate_gradient` = h . z.
+  // Gradient: z is the gradient of g h. Stores g z (times [h > 0] after a ReLU), `gated` = g h, and
+  // `gate_gradient` = h . z.
   const T* hidden;  // row hidden_rows[n], or n where that is null
   const int32_t* hidden_rows;
   int64_t hidden_stride;
@@ -242,7 +241,7 @@ void finish(const Epilogue<T>& e, float* z, int64_t n, int64_t columns, T* out) 
     store(gated + c, g * h);
     store(out + c, relu && h <= 0 ? 0 : gz);
   }
-  // In an order that hangs on the width alone, not on where a row lies.
+  // The order depends only on the width, not on the row's address.
   float sums[16] = {};
   int64_t c = 0;
   for (; c + 16 <= columns; c += 16)
@@ -259,10 +258,10 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* index, const T* 
                      const Epilogue<T>& e, T* out, int64_t threads) {
   constexpr int64_t pair = kPair<T>;
   const int64_t total = starts[experts], even = up(k, pair);
-  // Rows that lie a power of two apart push each other out of the first-level cache.
+  // Rows a power of two apart evict each other from the L1 cache.
   const int64_t near = up(k, 64 / sizeof(T)) + 64 / sizeof(T), tile_stride = up(columns, kWidth);
   const bool direct = !index && even == k && stride * sizeof(T) % 1024;
-  // Equal shares of the rows, several per thread: whoever is done takes the next.
+  // Equal shares of the rows, several per thread, scheduled dynamically.
   const int64_t shares = threads == 1 ? 1 : std::min<int64_t>(threads * 8, up(total, kBlock) / kBlock);
 #pragma omp parallel num_threads(threads)
   {
@@ -320,11 +319,11 @@ template <typename T>
 void bank_gradient(Rows<T> a, Rows<T> b, const int32_t* starts, int64_t experts, bool add, T* into,
                    int64_t threads) {
   constexpr int64_t pair = kPair<T>;
-  // The narrow side is turned; where that is b, so is the sum.
+  // Transposes the narrow side; if that is b, the sum is transposed too.
   const bool turned = a.width > b.width;
   const Rows<T>&narrow = turned ? b : a, &wide = turned ? a : b;
-  // One thread per expert, in whatever order, with all columns that fit in the second-level cache;
-  // unless a few experts have most rows, then several share one, by columns.
+  // One thread per expert, in any order, with as many columns as fit in the L2 cache. If a few experts
+  // have most rows, several threads share an expert by columns.
   int64_t most = 0;
   for (int64_t e = 0; e < experts; ++e) most = std::max<int64_t>(most, starts[e + 1] - starts[e]);
   int64_t parts = (wide.width + kColumns - 1) / kColumns;
@@ -395,7 +394,7 @@ void moebius_use(Brgemm<float> float32, Brgemm<bf16> bfloat16, void (*release)(b
   brgemm_release = release;
 }
 
-// Each returns 0, or 1 where a micro-kernel could not be had.
+// Each function returns 0, or 1 if there is no micro-kernel.
 #define MOEBIUS_FUNCTIONS(T, name)                                                                 \
   int64_t moebius_rows_times_bank_##name(                                                          \
       const T* a, int64_t stride, const int32_t* rows, const T* bank, int64_t k, int64_t columns,  \

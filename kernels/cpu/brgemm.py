@@ -1,11 +1,9 @@
-"""The expert operations in C++ around torch's own micro-kernels for CPUs (brgemm.cpp), which torch
-has from oneDNN: for AVX2, AVX-512 and AMX.
+"""The `brgemm` backend: C++ (brgemm.cpp) around torch's oneDNN micro-kernels for AVX2, AVX-512, AMX.
 
-Forward and backward of both operations are three products of two kinds: rows times a bank's
-matrices, and a bank's gradient; gathering, ReLU, gate weights and their gradients happen block by
-block beside the products. Other activations and biases are torch operations on the hidden rows
-between the products. Outputs of a target row are added in route order, as in the other backends.
-Saved for the backward is what segments.py saves.
+Both operations consist of two kinds of products: rows times a bank's matrices, and a bank's
+gradient. Gathering, ReLU, gate weights and their gradients run block by block with the products.
+Other activations and biases are torch operations on the hidden rows between products. The outputs of
+a target row are added in route order. The backward reads the same saved tensors as segments.py.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -44,11 +42,11 @@ _PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """How a product's rows become what is stored, as brgemm.cpp says."""
+    """What brgemm.cpp does with a product's rows before it stores them."""
 
     mode: int = _PLAIN
     gate_N: Tensor | None = None
-    # of a gradient
+    # gradients only
     hidden: Tensor | None = None
     hidden_rows_N: Tensor | None = None
     gated: Tensor | None = None
@@ -79,10 +77,7 @@ class Brgemm(Backend):
     def mlp_backward(
         self, call: MLPCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Implements `Backend.mlp_backward`.
-
-        The gate's gradient is taken in the hidden space: h · (dy·Wᵀ).
-        """
+        """Implements `Backend.mlp_backward`; the gate's gradient is h · (dy·Wᵀ)."""
         source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
         gate, saved = call.gates(torch.float32), saved[: call.num_routes]
         is_relu = call.activation == "relu"
@@ -129,10 +124,7 @@ class Brgemm(Backend):
     def linear_backward(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Implements `Backend.linear_backward`.
-
-        The gate's gradient is taken on whichever side is narrow.
-        """
+        """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         x_UD, num_routes, (_, width_in, width_out) = call.x_UD, call.num_routes, call.w_EDO.shape
         source_rows, target_rows = _int32(call.source_rows()), _int32(call.target_rows())
         gate, starts_E1 = call.gates(torch.float32), call.starts_E1
@@ -157,7 +149,7 @@ class Brgemm(Backend):
 
 
 def product(rows_NK: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
-    """Returns rows · matrix, or rows · matrixᵀ, (N, C): a row's result depends on no other row."""
+    """Returns rows · matrix, or rows · matrixᵀ, (N, C); each row's result is independent of the others."""
     rows_NK, bank = rows_NK.contiguous(), matrix.contiguous()[None]
     out_NC = rows_NK.new_empty(len(rows_NK), bank.shape[1 if transposed else 2])
     starts = _one_expert(rows_NK)
@@ -174,7 +166,7 @@ def product_gradient(a_NK: Tensor, b_NC: Tensor) -> Tensor:
 
 
 def _one_expert(rows: Tensor) -> Tensor:
-    """Returns where the rows of a bank of one expert start and end."""
+    """Returns the row bounds of a bank with one expert."""
     return torch.tensor([0, len(rows)], dtype=torch.int32)
 
 
@@ -190,7 +182,7 @@ def _rows_times_bank(
 ) -> None:
     """Computes out[n] = epilogue(rows[index[n]] · bank[e]) for all sorted places n.
 
-    `transposed`: times bank[e]ᵀ.
+    `transposed` uses bank[e]ᵀ.
     """
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
@@ -213,7 +205,7 @@ def _outputs(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace."""
+    """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places n, in a workspace."""
     columns = bank_EKC.shape[1 if transposed else 2]
     outputs = workspace("outputs", (routes.num_routes, columns), rows)
     epilogue = Epilogue(_PLAIN, gate_N)
@@ -232,9 +224,9 @@ def _bank_gradient(
     *,
     add: bool = True,
 ) -> None:
-    """Adds Σ a[a_index[n]]ᵀ · b[b_index[n]] over the places n of expert e to into[e].
+    """Adds Σ a[a_index[n]]ᵀ · b[b_index[n]] over expert e's places n to into[e].
 
-    Without `add` it is written there instead, whatever there was.
+    Without `add`, overwrites into[e].
     """
     _call(
         "bank_gradient",
@@ -247,7 +239,7 @@ def _call(name: str, like: Tensor, *arguments: Tensor | int | None) -> None:
     """Calls a function of the library.
 
     Raises:
-        RuntimeError: torch gave no micro-kernel.
+        RuntimeError: torch has no micro-kernel for the product.
     """
     prepare()
     dtype = str(like.dtype).removeprefix("torch.")
@@ -263,12 +255,12 @@ def _int32(index_N: Tensor) -> Tensor:
 
 
 def _of_rows(bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
-    """Returns (N, W): each sorted row's expert's bias."""
+    """Returns the bias of each sorted row's expert, (N, W)."""
     return bias_EW.repeat_interleave(routes.starts_E1.diff(), dim=0, output_size=routes.num_routes)
 
 
 def _sum_of_experts(rows_NW: Tensor, routes: SortedRoutes) -> Tensor:
-    """Adds up each expert's rows in order: (E, W)."""
+    """Sums each expert's rows in order, (E, W)."""
     sums = rows_NW.new_zeros(routes.num_experts, rows_NW.shape[1])
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         torch.sum(rows_NW[start:end], 0, out=sums[expert])
@@ -276,37 +268,37 @@ def _sum_of_experts(rows_NW: Tensor, routes: SortedRoutes) -> Tensor:
 
 
 def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:
-    """Makes a copy of sums that may be a view of a workspace."""
+    """Copies sums that may be a view of a workspace."""
     return summed.clone() if routes.place_N is None else summed
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """Returns the gate weights' gradient in route order and in their dtype."""
+    """Returns the gate weights' gradient in route order and in the weights' dtype."""
     return routes.unsorted(grad_gate.to(routes.weight_N.dtype))
 
 
 # torch's micro-kernels ----------------------------------------------------------------------------
-# They are `at::native::cpublas::brgemm` (ATen/native/CPUBlas.h; tried with torch 2.13), found by
-# name in torch's library: its headers would take a minute to compile, and bind what is compiled to
-# one torch. They are oneDNN's, which compiles them at run time for what the CPU has.
+# `at::native::cpublas::brgemm` (ATen/native/CPUBlas.h; tested with torch 2.13) is looked up by symbol
+# name. torch's headers would take a minute to compile and bind the library to one torch version.
+# oneDNN compiles the micro-kernels at run time for the CPU's instruction sets.
 
 _NAMES = (
     "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb",
     "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
     "_ZN2at6native7cpublas14brgemm_releaseEb",
 )
-# What oneDNN asks of a CPU. It brings bfloat16 to AVX-512 without AVX512_BF16 as well, but not as
-# these kernels: "could not generate a kernel".
+# CPU flags that oneDNN's micro-kernels need. Without AVX512_BF16 oneDNN supports bfloat16 on AVX-512,
+# but not in these kernels: "could not generate a kernel".
 _WANTED = {torch.float32: AVX2, torch.bfloat16: AVX512 | {BFLOAT16}}
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
-    """Says why this machine cannot run brgemm.cpp in `dtype`; compiles nothing."""
+    """Returns why this machine cannot run brgemm.cpp in `dtype`, or None; compiles nothing."""
     name = str(dtype).removeprefix("torch.")
     if dtype not in _WANTED:
-        return f"it is for float32 and bfloat16, not {name}"
+        return f"it supports float32 and bfloat16, not {name}"
     if not is_x86():
-        return "torch has its micro-kernels on x86-64 alone, and this CPU is " + platform.machine()
+        return f"torch has micro-kernels on x86-64 only, and this CPU is {platform.machine()}"
     if missing := sorted(_WANTED[dtype] - cpu_flags()):
         allowed = os.environ.get("ONEDNN_MAX_CPU_ISA")
         limit = f" (with ONEDNN_MAX_CPU_ISA={allowed})" if allowed else ""
@@ -314,34 +306,30 @@ def reason_against(dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this torch is built without oneDNN"
     if addresses() is None:
-        return f"torch {torch.__version__} has no at::native::cpublas::brgemm, as 2.13 has"
+        return f"torch {torch.__version__} lacks at::native::cpublas::brgemm, which 2.13 has"
     return library().reason_against()
 
 
 @functools.cache
 def prepare() -> None:
-    """Loads the library, compiled first if it must be, and gives it the micro-kernels.
+    """Loads the library, compiling it if needed, and hands it the micro-kernels.
 
     Raises:
-        ValueError: it cannot be compiled, with the compiler's own words; or a trial shows that
-            float32 is rounded here.
+        ValueError: compilation failed (with the compiler's output), or a trial shows that this CPU
+            rounds float32 operands.
     """
     loaded, found = library().load(), addresses()
     assert found is not None, "ask `reason_against` first"
     loaded.handle.moebius_use(*map(c_void_p, found))
     if not (error := relative_error()) < EXACT:
         raise ValueError(
-            f"float32 products of torch's micro-kernels have a relative error of {error:.1e} on "
-            f"this CPU ({EXACT:.0e} are allowed), whose units round the operands: set "
-            "kernels.backend=segments"
+            f"float32 products of torch's micro-kernels have a relative error of {error:.1e} on this CPU, "
+            f"above the limit of {EXACT:.0e}: its matrix units round the operands. Set kernels.backend=segments"
         )
 
 
 def relative_error() -> float:
-    """Measures the error of float32 products of micro-kernels on this CPU against float64.
-
-    Infinite where they cannot be had.
-    """
+    """Measures the relative error of float32 micro-kernel products; infinite if there are none."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(77, 412, generator=generator)
     b, out = torch.randn(1, 412, 128, generator=generator), torch.empty(77, 128)
@@ -356,7 +344,7 @@ def relative_error() -> float:
 
 
 def addresses() -> list[int] | None:
-    """Returns the addresses of the micro-kernels; None where torch lacks one."""
+    """Returns the addresses of the micro-kernels, or None if torch lacks one."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     path = Path(torch.__file__).with_name("lib") / f"libtorch_cpu{suffix}"
     try:

@@ -1,10 +1,9 @@
-"""Compiles our C++ into a library when it is first asked for, keeps it, and loads it.
+"""Compiles the package's C++ on first use, caches the library, and loads it.
 
-The compiler is called directly, without torch's headers: that takes two seconds instead of a minute,
-binds the library to no version of torch, and needs a C++ compiler and nothing else (torch's own
-`cpp_extension` needs ninja too). Processes that start together wait for the first of them by a file
-lock, which the kernel frees when its holder dies; torch's own lock is a file that a killed process
-leaves behind. A library is compiled in a folder of its own and moved into place by one rename.
+It calls the compiler directly, without torch's headers. That takes two seconds instead of a minute,
+binds the library to no torch version, and needs only a C++ compiler (torch's `cpp_extension` also
+needs ninja). Concurrent processes wait on a file lock, which the kernel releases when its holder
+dies; torch's own lock file survives a killed process. A finished library is renamed into place.
 """
 
 import ctypes
@@ -30,13 +29,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CppLibrary:
-    """C++ sources that become one library.
+    """C++ sources of one library.
 
     Args:
-        name: of the library among those of this machine.
-        sources: the files.
-        flags: of the compiler, without -march=native: machines may share the folder.
-        otherwise: what works without the library; the end of a sentence of its errors.
+        name: the library's name in the cache folder.
+        sources: source files.
+        flags: compiler flags, without -march=native because machines may share the folder.
+        otherwise: what works without the library; ends a sentence of its errors.
     """
 
     name: str
@@ -46,10 +45,9 @@ class CppLibrary:
 
     @property
     def file(self) -> Path:
-        """Returns the path of the compiled library, whether it exists or not.
+        """Returns the path of the compiled library, whether or not it exists.
 
-        The name depends on the sources, the flags, and the kind of processor: an x86 node and an
-        ARM node may share a home folder.
+        The name depends on sources, flags and architecture: x86 and ARM nodes may share a home.
         """
         text = b"".join(source.read_bytes() for source in self.sources)
         text += " ".join((*self.flags, platform.machine())).encode()
@@ -59,28 +57,25 @@ class CppLibrary:
         return Path(root) / self.name / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
 
     def reason_against(self) -> str | None:
-        """Says why the library can neither be loaded nor compiled here; compiles nothing."""
+        """Returns why the library can neither be loaded nor compiled here, or None; compiles nothing."""
         if self.file.exists():
             return None
         compiler = _compiler()[0]
         if shutil.which(compiler) is None:
-            return (
-                f"there is no C++ compiler {compiler!r}: install g++, or name another in the "
-                "environment variable CXX"
-            )
+            return f"there is no C++ compiler {compiler!r}: install g++, or name another in the environment variable CXX"
         nearest = next(folder for folder in self.file.parents if folder.exists())
         if not os.access(nearest, os.W_OK):
             return (
-                f"nothing can be compiled into {nearest}, which is not yours to write: name "
-                "another in TORCH_EXTENSIONS_DIR"
+                f"{nearest} is not writable, so nothing can be compiled there: name another folder in "
+                "TORCH_EXTENSIONS_DIR"
             )
         return None
 
     def load(self) -> "LoadedLibrary":
-        """Loads the library, and compiles it first where no process has.
+        """Loads the library, compiling it if no process has.
 
         Raises:
-            ValueError: it cannot be compiled; with the compiler's own words.
+            ValueError: compilation failed; contains the compiler's output.
         """
         path = self.file
         if not path.exists():
@@ -89,12 +84,12 @@ class CppLibrary:
             except (OSError, subprocess.SubprocessError) as error:
                 said = getattr(error, "stderr", None) or error
                 raise ValueError(
-                    f"{self.name} could not be compiled; {self.otherwise}. It was said:\n{said}"
+                    f"{self.name} could not be compiled; {self.otherwise}. The compiler said:\n{said}"
                 ) from error
         return LoadedLibrary(path)
 
     def compile(self, path: Path) -> None:
-        """Compiles the sources into that file, unless another process has done so meanwhile."""
+        """Compiles the sources into `path`, unless another process has done so meanwhile."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,9 +105,9 @@ class CppLibrary:
 
 
 class LoadedLibrary:
-    """A library whose functions take pointers and int64_t alone, and return one of them or nothing.
+    """A library whose functions take only pointers and int64_t, and return int64_t or nothing.
 
-    So there is no table of their signatures to keep in step.
+    No table of signatures is therefore needed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,9 +117,9 @@ class LoadedLibrary:
     def call(self, name: str, *arguments: Any) -> int:
         """Calls the function moebius_<name>.
 
-        The types of its first call stay: numbers, or addresses (tensors, `byref`, None). Tensors are
-        contiguous, or the arguments say how they lie. A result means something only for a function
-        that has one.
+        The first call fixes the argument types: numbers, or addresses (tensors, `byref`, None).
+        Tensors must be contiguous, or the arguments give their strides. The result is undefined for
+        functions that return nothing.
         """
         function = self._functions.get(name) or self._typed(name, arguments)
         given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
@@ -138,30 +133,28 @@ class LoadedLibrary:
 
 
 def _compiler() -> list[str]:
-    """Returns the compiler's command: what CXX says, which may have options, or g++."""
+    """Returns the compiler command: CXX, which may contain options, or g++."""
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
-# What torch and Triton compile ---------------------------------------------------------------------
+# Compilers of torch and Triton ---------------------------------------------------------------------
 
-# By type of device: the language of what is compiled, the variable that names a compiler, and those
-# that are looked for else.
+# By device type: the language, the variable that names a compiler, and the default compilers.
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
 
 
 class Lack(NamedTuple):
-    """What is needed, as the end of "needs …", and what to do, as a sentence goes on: "and …"."""
+    """What is missing, to follow "needs …", and what to do, to follow "and …"."""
 
     need: str
     advice: str
 
 
 def lacking(device_type: str) -> Lack | None:
-    """Returns what is lacking to compile code for that type of device; None: nothing.
+    """Returns what is missing to compile code for a device type, or None.
 
-    On CPUs torch writes C++; on GPUs Triton writes the kernels, but reaches the driver through a
-    module in C that it compiles when it is first used (triton/backends/nvidia/driver.c; versions
-    3.6 to 3.9). Both modules include Python's own header.
+    On CPUs torch generates C++. On GPUs Triton compiles a C module for the driver on first use
+    (triton/backends/nvidia/driver.c; versions 3.6 to 3.9). Both include Python's header.
     """
     if device_type not in _COMPILERS:
         return None
@@ -178,15 +171,15 @@ def _lacking(
     if not any(shutil.which(name) for name in names):
         return Lack(
             f"a {language} compiler on {device_type.upper()} devices",
-            f"there is no {' and no '.join(map(repr, names))} here: install {known[0]}, name "
+            f"there is no {' and no '.join(map(repr, names))} here: install {known[0]}, or name "
             f"another in the environment variable {variable}",
         )
-    # the folders where compilers look for it, the usual one first
+    # where compilers search for it, the usual folder first
     folders = [usual, *filter(None, (cpath or "").split(os.pathsep))]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders):
         return Lack(
             "the headers of Python",
             f"there is no {Path(usual) / 'Python.h'}: install them (python3-dev on Debian and "
-            "Ubuntu), name their folder in the environment variable CPATH",
+            "Ubuntu), or name their folder in the environment variable CPATH",
         )
     return None

@@ -1,13 +1,12 @@
-"""The C++ of the kernels on CPUs: one library, compiled when it is first used.
+"""The C++ library of the CPU kernels, compiled on first use.
 
-    lists.cpp   lists of routes: added up, sorted, counted and packed for an exchange
-    scores.cpp  a router's scores: the K greatest, and sums of softmaxes
+    lists.cpp   lists of routes: sums, sorting, counting and packing for an exchange
+    scores.cpp  a router's scores: top-k, and sums of softmaxes
     brgemm.cpp  grouped products, on x86-64 with AVX2
 
-Where there is no compiler, torch's own operations give the same answers, in more passes (brgemm.cpp
-is a backend of its own, and `segments` stands in for it). On x86-64 the library is compiled for AVX2,
-or for AVX-512 where the CPU has it; multiplications and additions are never contracted, so both give
-the same bits, and so does another kind of processor.
+Without a compiler, torch operations compute the same results in more passes (`segments` replaces
+brgemm.cpp). On x86-64 the library is compiled for AVX2, or for AVX-512 if the CPU has it. Multiplies
+and adds are never contracted, so all processors give the same bits.
 """
 
 import functools
@@ -38,10 +37,7 @@ _FLAGS = (
 
 
 def library() -> CppLibrary:
-    """Returns the library for this CPU.
-
-    By names of instruction sets, and not -march=native: machines may share the folder.
-    """
+    """Returns the library for this CPU's instruction sets; machines may share the cache folder."""
     sources, flags = ["lists.cpp", "scores.cpp"], list(_FLAGS)
     if is_x86() and cpu_flags() >= AVX2:
         sources.append("brgemm.cpp")
@@ -52,16 +48,13 @@ def library() -> CppLibrary:
         name="moebius_kernels",
         sources=[Path(__file__).with_name(name) for name in sources],
         flags=flags,
-        otherwise="torch's own operations do the same, slower (kernels.backend=segments)",
+        otherwise="torch operations do the same, slower (kernels.backend=segments)",
     )
 
 
 @functools.cache
 def loaded() -> LoadedLibrary | None:
-    """Loads the library; None where it cannot be had.
-
-    Warns where a compiler is there and does not work.
-    """
+    """Loads the library; returns None without a compiler, and warns if the compiler fails."""
     found = library()
     if found.reason_against() is not None:
         return None
@@ -73,10 +66,7 @@ def loaded() -> LoadedLibrary | None:
 
 
 def handles(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Tells whether the library can work on a tensor: a plain one, on the CPU, of one of the dtypes.
-
-    A tracer's stand-ins are no plain tensors.
-    """
+    """Returns whether the library accepts a tensor: plain (no tracer's), on the CPU, of a given dtype."""
     is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
     return is_plain and tensor.dtype in dtypes and loaded() is not None
 
@@ -92,12 +82,12 @@ def call(name: str, *arguments: Tensor | int | None) -> int:
 
 
 def is_x86() -> bool:
-    """Tells whether this is an x86-64 CPU."""
+    """Returns whether this is an x86-64 CPU."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 def cpu_flags() -> frozenset[str]:
-    """Returns what this CPU has, as far as oneDNN is allowed to use it (ONEDNN_MAX_CPU_ISA)."""
+    """Returns this CPU's flags that oneDNN may use (ONEDNN_MAX_CPU_ISA)."""
     allowed, flags = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), _flags_of_cpu()
     if allowed in ("SSE41", "AVX"):
         return flags - AVX512 - {BFLOAT16}
@@ -110,7 +100,7 @@ def cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def _flags_of_cpu() -> frozenset[str]:
-    """Reads the CPU's flags from /proc/cpuinfo; none where there is no such file."""
+    """Reads the CPU's flags from /proc/cpuinfo; empty without such a file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -125,11 +115,11 @@ _held = threading.local()  # ranks may be threads
 
 
 def workspace(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Returns uninitialised memory of that shape, in the dtype and on the device of `like`.
+    """Returns uninitialised memory of a shape, with the dtype and device of `like`.
 
-    The next call with that name gets the same memory, for the first touch of a fresh page costs ten
-    times what writing to a known one does, and a call's rows are tens of megabytes. A GPU's
-    allocator reuses what it was given back, so there it is an ordinary allocation.
+    The next call with that name returns the same memory: first touching a fresh page costs ten times
+    as much as writing to a used one, and a call's rows take tens of megabytes. On GPUs this is an
+    ordinary allocation, because their allocator reuses memory.
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)

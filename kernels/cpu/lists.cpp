@@ -1,9 +1,9 @@
-// Lists of routes on CPUs, in one pass each: rows added up by index, routes sorted by expert, and what an exchange
-// sends to the ranks of its routes' experts, counted, written down and read. torch needs several passes for each.
+// Route lists on CPUs in one pass each: sums rows by index, sorts routes by expert, and counts, packs and unpacks the
+// sends of an exchange. torch needs several passes for each.
 //
 // Every function takes pointers and int64_t, and returns int64_t (library.py).
 //
-// Legend: N routes, E experts, P ranks, U source rows, T target rows, M distinct (rank, row) pairs, R routes that came.
+// Legend: N routes, E experts, P ranks, U source rows, T target rows, M distinct (rank, row) pairs, R received routes.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,7 +36,7 @@ uint16_t narrow(float value) {  // to nearest, ties to even
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Sums in float32, rounded once, as torch's index_add_ has them.
+// Sums in float32 and rounds once, like torch's index_add_.
 void add_rows_bfloat16(const char* rows, int64_t stride, const int32_t* place_N, const int64_t* index_N, int64_t N,
                        int64_t num_sums, int64_t width, uint16_t* out) {
   std::vector<float> sums(num_sums * width);
@@ -49,7 +49,7 @@ void add_rows_bfloat16(const char* rows, int64_t stride, const int32_t* place_N,
   for (int64_t i = 0; i < num_sums * width; i++) out[i] = narrow(sums[i]);
 }
 
-// Numbers the marked rows (>= 0) of every destination, and counts them into every third word.
+// Numbers the marked rows (>= 0) of every destination, and writes their counts to every third word.
 void number_pairs(int32_t* number_PU, int64_t P, int64_t U, int64_t* counts) {
   for (int64_t v = 0; v < P; v++) {
     int32_t count = 0;
@@ -59,7 +59,7 @@ void number_pairs(int32_t* number_PU, int64_t P, int64_t U, int64_t* counts) {
   }
 }
 
-// Lists the pairs by destination, and their places in that list by row. Fills up with zeros to N.
+// Lists the pairs by destination, and their places in that list by row. Pads with zeros to N.
 void list_pairs(const int32_t* number_PU, int64_t P, int64_t U, int64_t N, const int64_t* counts, int32_t* row_N,
                 int32_t* by_row_N, int32_t* first_U) {
   std::vector<int32_t> first_P(P);
@@ -82,7 +82,7 @@ void list_pairs(const int32_t* number_PU, int64_t P, int64_t U, int64_t N, const
   std::fill(by_row_N + all, by_row_N + N, 0);
 }
 
-// Slot, row, target (as integers as wide as a weight) and weight of every route, by destination.
+// Writes slot, row, target (as integers of a weight's width) and weight of every route, by destination.
 template <typename Word>
 void describe(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N, int64_t N,
               const int32_t* slot_E, const Word* weight_N, int64_t U, int64_t T, const int32_t* destination_N,
@@ -97,7 +97,7 @@ void describe(const int64_t* source_N, const int64_t* target_N, const int64_t* e
   }
 }
 
-// Returns 1 where a route names what did not come.
+// Returns 1 if a route names a row or slot that does not exist.
 template <typename Word>
 int read_back(const Word* metadata_R4, const int64_t* received_P3, int64_t P, int64_t R, int64_t num_slots,
               int64_t* source_R, int64_t* slot_R, int64_t* target_R, Word* weight_R) {
@@ -124,8 +124,8 @@ int read_back(const Word* metadata_R4, const int64_t* received_P3, int64_t P, in
 }  // namespace
 
 
-// out[index[n]] += rows[place[n]] in the order of n. `stride`: bytes from one row to the next.
-// `out`: zeros. dtype 0: float32, 1: float64, 2: bfloat16. Returns 1 where an index is out of range, and nothing is done.
+// out[index[n]] += rows[place[n]] in order of n. `stride`: bytes from one row to the next. `out`: zeros.
+// dtype 0: float32, 1: float64, 2: bfloat16. Returns 1, and does nothing, if an index is out of range.
 extern "C" int64_t moebius_add_rows(const char* rows, int64_t num_rows, int64_t stride, const int32_t* place_N,
                                 const int64_t* index_N, int64_t N, int64_t num_sums, int64_t width, int64_t dtype,
                                 char* out) {
@@ -142,8 +142,8 @@ extern "C" int64_t moebius_add_rows(const char* rows, int64_t num_rows, int64_t 
   return 0;
 }
 
-// Sorts routes by expert, stably. order[i]: the route at place i; place[n]: where route n went;
-// starts[e]: the first place of expert e, starts[E] = N. Returns 1 where an expert is out of range.
+// Sorts routes stably by expert. order[i]: the route at place i; place[n]: the place of route n;
+// starts[e]: the first place of expert e, starts[E] = N. Returns 1 if an expert is out of range.
 extern "C" int64_t moebius_sort_routes(const int64_t* expert_N, int64_t N, int64_t E, int32_t* order_N, int32_t* place_N,
                                    int32_t* starts_E1) {
   std::memset(starts_E1, 0, (E + 1) * sizeof(int32_t));
@@ -162,10 +162,10 @@ extern "C" int64_t moebius_sort_routes(const int64_t* expert_N, int64_t N, int64
 }
 
 
-// Where every route goes; how many distinct rows, routes and distinct target rows go to every
-// rank, (P, 3); and the number of every (rank, row) among those of its destination, −1
-// where the row does not go there. `number_PT` null: target rows are the source rows. Returns the
-// number of a route that is out of range, or −1.
+// Writes every route's destination; the numbers of distinct rows, routes and distinct target rows for
+// every rank, (P, 3); and every row's index among those of each destination, −1 if the row does not go
+// there. `number_PT` null: the target rows are the source rows. Returns the number of a route that is
+// out of range, or −1.
 extern "C" int64_t moebius_count_sends(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N,
                                        int64_t N, const int32_t* rank_E, int64_t E, int64_t U, int64_t T, int64_t P,
                                        int64_t* counts_P3, int32_t* destination_N,
@@ -190,9 +190,9 @@ extern "C" int64_t moebius_count_sends(const int64_t* source_N, const int64_t* t
   return -1;
 }
 
-// From what was counted: the routes as they travel, where each of them stands, and the distinct rows
-// by destination and by row. The weights have 4 or 8 bytes. `number_PT` null: as above; the lists of
-// target rows are then left alone.
+// Packs the counted routes by destination, and writes each route's place and the distinct rows by
+// destination and by row. Weights have 4 or 8 bytes. `number_PT` null: as above; the lists of target
+// rows are then not written.
 extern "C" void moebius_pack_sends(const int64_t* source_N, const int64_t* target_N, const int64_t* expert_N, int64_t N,
                                    const int32_t* slot_E, const char* weight_N, int64_t weight_bytes, int64_t U, int64_t T,
                                    int64_t P, const int64_t* counts_P3, const int32_t* destination_N,
@@ -217,8 +217,8 @@ extern "C" void moebius_pack_sends(const int64_t* source_N, const int64_t* targe
   if (number_PT != nullptr) list_pairs(number_PT, P, T, N, counts_P3 + 2, target_row_N, target_by_row_N, first_T);
 }
 
-// Reads routes that came from every source, in that order: rows and targets are numbered as they came.
-// Returns 1 where the counts are not theirs, or a route names what did not come.
+// Unpacks received routes in source order; rows and targets are numbered in order of arrival. Returns 1
+// if the counts do not match, or a route names a row or slot that does not exist.
 extern "C" int64_t moebius_unpack_sends(const char* metadata_R4, const int64_t* received_P3, int64_t P, int64_t R,
                                     int64_t weight_bytes, int64_t num_slots, int64_t* source_R, int64_t* slot_R,
                                     int64_t* target_R, char* weight_R) {

@@ -1,10 +1,8 @@
-"""Lists of routes on a CPU, each in one pass of lists.cpp: rows added up by index, routes sorted by
-expert, and what an exchange sends.
+"""Route lists on CPUs, one pass of lists.cpp each: indexed sums, sorting, and an exchange's sends.
 
-Routes that came from other ranks follow no rule (so many per row), and they outnumber one's own
-rows: a copy of all rows and `index_add_` took longer than sending them. torch needs eight operations
-to sort routes and some thirty to write down what is sent. Callers ask `handles` first; torch's
-operations do the same elsewhere (permute.py, sends.py).
+Received routes have no fixed number per row and outnumber the rank's own rows: copying all rows for
+`index_add_` took longer than sending them. In torch, sorting takes eight operations and packing some
+thirty. Callers check `handles` first and otherwise use torch operations (permute.py, sends.py).
 """
 
 import torch
@@ -17,15 +15,15 @@ _SUMMED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 def can_add(rows: Tensor) -> bool:
-    """Tells whether `add_by_index` takes such rows."""
+    """Returns whether `add_by_index` accepts these rows."""
     return handles(rows, *_SUMMED)
 
 
 def add_by_index(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int) -> Tensor:
-    """Returns out[index_N[n]] += rows[place_N[n]] in the order of n: (≥ N, D) to (num_rows, D).
+    """Computes out[index_N[n]] += rows[place_N[n]] in order of n: (≥ N, D) to (num_rows, D).
 
     Args:
-        rows: neighbouring along its last axis.
+        rows: contiguous along the last dim, else copied.
         place_N: int32; None: row n.
 
     Raises:
@@ -41,18 +39,15 @@ def add_by_index(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows
         *(index_N, len(index_N), num_rows, rows.shape[1], _SUMMED[rows.dtype], sums),
     )
     if is_wrong:
-        raise IndexError(
-            f"a row is added to none of the {num_rows} sums, or is none of {len(rows)}"
-        )
+        raise IndexError(f"an index is out of range: there are {num_rows} sums of {len(rows)} rows")
     return sums
 
 
 def sort_by_expert(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts routes by expert, stably.
+    """Sorts routes stably by expert.
 
     Returns:
-        int32: the route at every place, the place of every route, and where every expert begins and
-        the last ends, (E + 1,).
+        int32: the route at each place, the place of each route, and the experts' bounds (E + 1,).
 
     Raises:
         IndexError: an expert is out of range.
@@ -61,12 +56,12 @@ def sort_by_expert(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     place_N, starts_E1 = torch.empty_like(order_N), order_N.new_empty(num_experts + 1)
     expert_N = expert_N.contiguous()
     if call("sort_routes", expert_N, len(expert_N), num_experts, order_N, place_N, starts_E1):
-        raise IndexError(f"a route goes to none of the {num_experts} experts")
+        raise IndexError(f"a route names an expert outside 0 … {num_experts - 1}")
     return order_N, place_N, starts_E1
 
 
 def count_sends(to: Addresses) -> SendCounts:
-    """Says where every route goes, and counts what does.
+    """Implements `kernels.sends.count_sends`.
 
     Raises:
         IndexError: a route is out of range.
@@ -93,7 +88,7 @@ def count_sends(to: Addresses) -> SendCounts:
 
 
 def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSends:
-    """Writes down the routes as they travel, and the distinct rows."""
+    """Implements `kernels.sends.pack_sends`, without its gradient."""
     num_routes, weight_N = len(to.expert_N), weight_N.contiguous()
     metadata_N4 = weight_N.new_empty(num_routes, 4)
     place_N = torch.empty(num_routes, dtype=torch.int32)
@@ -112,10 +107,10 @@ def pack_sends(to: Addresses, counts: SendCounts, weight_N: Tensor) -> PackedSen
 
 
 def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Reads routes that came: source row, slot and target row (3, R), and weights (R,).
+    """Unpacks received routes: source row, slot and target row (3, R), and weights (R,).
 
     Raises:
-        IndexError: the counts are not theirs, or a route names what did not come.
+        IndexError: the counts do not match, or a route names a row or slot that does not exist.
     """
     num_routes, num_sources = len(metadata_R4), len(received_P3)
     metadata_R4, received_P3 = metadata_R4.contiguous(), received_P3.contiguous()
@@ -128,15 +123,14 @@ def unpack_sends(metadata_R4: Tensor, received_P3: Tensor, num_slots: int) -> tu
     )
     if is_wrong:
         raise IndexError(
-            f"{num_routes} routes came of which not all name rows and experts that are there: "
-            f"rows, routes and targets of every source are {received_P3.tolist()}, and there are "
-            f"{num_slots} slots"
+            f"some of the {num_routes} received routes name rows or slots that do not exist: rows, routes and "
+            f"targets of every source are {received_P3.tolist()}, and there are {num_slots} slots"
         )
     return places_3R, weight_R
 
 
 def _lists(to: Addresses) -> list[Tensor]:
-    """Returns source, target and expert of every route, as C++ reads them."""
+    """Returns source, target and expert of every route as C++ expects them."""
     return [each.to(torch.int64).contiguous() for each in (to.source_N, to.target_N, to.expert_N)]
 
 

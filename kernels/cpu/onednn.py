@@ -1,12 +1,10 @@
-"""Float32 products through oneDNN instead of MKL: on some CPUs more than twice as fast, on others
-wrong.
+"""Routes float32 products through oneDNN instead of MKL: over twice as fast on some CPUs, wrong on others.
 
-torch sends float32 products to MKL, which on CPUs that are not Intel's takes a slower path.
-Allowing oneDNN "bf16" for them sends them to oneDNN; a CPU without matrix units (AMX) then still
-computes in float32, one with them would round. So it is allowed only where a trial on this CPU
-finds it exact (`kernels.onednn`, off unless asked for: a run's bits must not hang on how fast a
-trial happened to be; benchmarks/step.py tries both). The setting is the process's: all its products
-follow it.
+torch sends float32 products to MKL, which takes a slower path on CPUs not made by Intel. Allowing
+"bf16" precision sends them to oneDNN. A CPU without matrix units (AMX) then still computes in
+float32, while one with AMX would round. `kernels.onednn` therefore requires a trial on this CPU to
+be exact. It is off by default, so a run's bits never depend on a timing; benchmarks/step.py measures
+both. The setting applies to all products of the process.
 """
 
 from collections.abc import Iterator
@@ -15,12 +13,12 @@ from typing import Any
 
 import torch
 
-# relative error below which a float32 product is one; rounded operands would give some 2e-3
+# largest relative error of an exact float32 product; rounded operands give about 2e-3
 EXACT = 1e-5
 
 
 def float32_is_onednn() -> bool:
-    """Tells whether this process's float32 products go through oneDNN."""
+    """Returns whether this process's float32 products go through oneDNN."""
     return _products().fp32_precision == "bf16"
 
 
@@ -30,7 +28,7 @@ def allow(on: bool) -> None:
 
 
 def _products() -> Any:
-    """Returns torch's settings of matrix products, which its stubs do not know."""
+    """Returns torch's matmul settings, which its type stubs lack."""
     return torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -54,17 +52,16 @@ def allow_if_exact() -> None:
     """
     if (error := relative_error()) >= EXACT:
         raise ValueError(
-            "kernels.onednn=true, and float32 products through oneDNN have a relative error of "
-            f"{error:.1e} on this CPU, whose "
-            "matrix units round the operands: set kernels.onednn=false"
+            f"kernels.onednn=true, but float32 products through oneDNN have a relative error of {error:.1e} on "
+            "this CPU, whose matrix units round the operands: set kernels.onednn=false"
         )
     allow(True)
 
 
 def relative_error() -> float:
-    """Measures the error of float32 products through oneDNN on this CPU against float64.
+    """Measures the relative error of float32 products through oneDNN against float64.
 
-    Returns the worst of three relative norms: plain, with a transposed side, with odd rows.
+    Returns the worst of three products: with either side transposed, and with an odd row count.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 768, generator=generator) for _ in range(2))

@@ -1,9 +1,9 @@
-// A router's float32 scores on CPUs: the K greatest of every row, and sums of rows' softmaxes with their gradient.
+// A router's float32 scores on CPUs: top-k of every row, and sums of rows' softmaxes with their gradient.
 //
-// torch.topk sorts pairs of a number and a place, which it compares with branches; here both are one integer, and most
-// of a row is passed over sixteen at a time. Heads of a few experts are too narrow for vectors by themselves, so
-// exponentials are taken of a row's heads together, and no probability is written to memory. A row's softmax depends on
-// no other row, and rows are added in their order, so the number of threads changes no bit.
+// torch.topk compares (value, index) pairs with branches. Here a pair is one integer, and most of a row is skipped
+// sixteen values at a time. Heads of a few experts are too narrow for vectors, so exponentials are computed over all
+// heads of a row together, and no probability is written to memory. A row's softmax depends on no other row and rows
+// are added in order, so the number of threads changes no bit.
 
 #include <omp.h>
 
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t SERIAL = 16 * 1024;  // scores for which no other thread is woken
 constexpr int64_t BLOCK = 16;          // scores that are passed over together where none of them is great enough
 
-// An integer of the same order as the float32 with these bits. NaN is the greatest of all, and −0 is 0.
+// Returns an integer that orders like the float32 with these bits. NaN is the greatest, and −0 equals 0.
 inline int32_t key_of(int32_t bits) {
   const int32_t size = bits & 0x7fffffff, sign = bits >> 31;
   const int32_t ordered = (size ^ sign) - sign;             // minus the size of a negative number
@@ -27,12 +27,12 @@ inline int32_t key_of(int32_t bits) {
   return (ordered & ~is_nan) | (is_nan & 0x7fffffff);
 }
 
-// One number that sorts by key and, of equal keys, puts the first place first.
+// Returns a number that sorts by key, then by place.
 inline int64_t pair_of(int32_t key, int32_t place) {
   return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(key)) << 32) | static_cast<uint32_t>(~place);
 }
 
-// `best` are sorted, the greatest first; the last goes. No branch: nobody could foretell where a pair belongs.
+// Inserts a pair into `best`, sorted greatest first, and drops the last; branch-free, because the place is unpredictable.
 inline void insert(int64_t pair, int64_t count, int64_t* best) {
   for (int64_t at = count - 1; at > 0; at--) best[at] = std::max(best[at], std::min(pair, best[at - 1]));
   best[0] = std::max(best[0], pair);
@@ -44,7 +44,7 @@ inline int32_t greatest_of(const int32_t* keys) {
   return most;
 }
 
-// `keys`: of whole blocks; those past the row's end are the least integer, which no score has.
+// `keys` fill whole blocks; those past the row's end are the least integer, which no score has.
 void row_top_k(const int32_t* row, int64_t width, int64_t count, std::vector<int32_t>& keys, int64_t* best,
                int64_t* places) {
   int32_t found[BLOCK];
@@ -65,7 +65,7 @@ void row_top_k(const int32_t* row, int64_t width, int64_t count, std::vector<int
 
 constexpr int64_t LANES = 8;            // partial results of a row, so that they need not wait for each other
 
-// e to the x, for x <= 0 or NaN, within two units of the last place; 0 where the result had fewer digits.
+// e to the x for x <= 0 or NaN, within two units in the last place; 0 if the result would be subnormal.
 inline float exponential(float x) {
   x = x < -88.0f ? -88.0f : x;
   const float shift = 12582912.0f;  // adding it rounds to a whole number
@@ -85,7 +85,7 @@ inline float exponential(float x) {
   return p * scale;
 }
 
-// value(0), value(1), ... joined, in an order that hangs on the width alone.
+// Reduces value(0), value(1), ... in an order that depends only on the width.
 template <typename Value, typename Join>
 inline float joined(int64_t width, float start, Value value, Join join) {
   float lanes[LANES];
@@ -102,7 +102,7 @@ inline float joined(int64_t width, float start, Value value, Join join) {
 inline float greater(float a, float b) { return a < b ? b : a; }
 inline float sum(float a, float b) { return a + b; }
 
-// The softmax of each of a row's heads.
+// Computes the softmax of each head of a row.
 void softmax(const float* logits, int64_t heads, int64_t width, float* out) {
   for (int64_t h = 0; h < heads; h++) {
     const float *row = logits + h * width;
@@ -119,7 +119,7 @@ void softmax(const float* logits, int64_t heads, int64_t width, float* out) {
 
 }  // namespace
 
-// places[r]: where the `count` greatest of the `width` scores of row r stand, the greatest first. 0 < count ≤ width < 2³¹.
+// places[r]: the indices of the `count` greatest of row r's `width` scores, greatest first. 0 < count ≤ width < 2³¹.
 extern "C" void moebius_top_k(const int32_t* scores, int64_t rows, int64_t width, int64_t count, int64_t* places,
                               int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * width > SERIAL)
@@ -132,7 +132,7 @@ extern "C" void moebius_top_k(const int32_t* scores, int64_t rows, int64_t width
   }
 }
 
-// sums[b] = the sum over the `rows` rows of sequence b of their softmaxes, each of `heads` heads of `width` logits.
+// sums[b] = the sum of the softmaxes of sequence b's `rows` rows, each with `heads` heads of `width` logits.
 extern "C" void moebius_softmax_sums(const float* logits, int64_t sequences, int64_t rows, int64_t heads, int64_t width,
                                      float* sums, int64_t threads) {
   const int64_t size = heads * width;
@@ -152,7 +152,7 @@ extern "C" void moebius_softmax_sums(const float* logits, int64_t sequences, int
   }
 }
 
-// The gradient of the logits, given that of the sums.
+// Computes the gradient of the logits from that of the sums.
 extern "C" void moebius_softmax_sums_gradient(const float* gradient, const float* logits, int64_t sequences, int64_t rows,
                                               int64_t heads, int64_t width, float* out, int64_t threads) {
   const int64_t size = heads * width;

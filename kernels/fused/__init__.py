@@ -1,1 +1,1 @@
-"""What stands beside the experts as one operation: norms, rotation, routers and their scores."""
+"""Fused operations beside the experts: norms, rotary embeddings, routers and their scores."""

@@ -1,15 +1,12 @@
-"""Residual, norm and casts in one operation: s = x + y, n = norm(s), and copies of both as matrix
-products read them.
+"""Residual addition, norm and casts in one operation: s = x + y, n = norm(s), and low-precision copies.
 
-What a layer does between two of its maps is memory traffic alone: in MoEUT the residual stream is
-read by the addition, the norm and the cast for the experts, its norm by the router and the cast for
-queries and keys, and backward all of their gradients are added up again. `add_norm` passes over the
-rows once forward and once backward, in Triton's kernels (triton/norm.py); `add_norm_reference` is
-what it means.
+Between two of its maps a layer only moves memory. In MoEUT the addition, the norm and the experts'
+cast read the residual stream; the router and the cast for queries and keys read its norm; the
+backward adds all their gradients. `add_norm` reads the rows once forward and once backward in Triton
+(triton/norm.py); `add_norm_reference` defines it.
 
-A copy in low precision is made once, and every copy has a gradient of its own: they come back
-apart, in low precision as the products leave them, and are added in float32, as they are where
-every reader casts for itself.
+Each low-precision copy has its own gradient. These arrive separately in low precision and are added
+in float32, exactly as if every reader had made its own cast.
 
 Legend: D columns; rows have any number of leading dimensions.
 """
@@ -26,18 +23,17 @@ from torch.autograd.function import once_differentiable
 
 from ..backend import runs_triton
 
-# Columns up to which the kernels are made: a row of more does not fit the registers of the backward pass.
-WIDEST = 8192
+WIDEST = 8192  # columns: wider rows do not fit the registers of the backward pass
 Copied = Literal["normed", "total"]
 
 
 @dataclass(frozen=True)
 class NormedRows:
-    """Holds what `add_norm` returns, all of the shape of x."""
+    """The result of `add_norm`; every tensor has the shape of x."""
 
-    total: Tensor  # x + y, in x's dtype; without y it is x
-    normed: Tensor | None  # its norm, in x's dtype; None if it is not wanted
-    copies: tuple[Tensor, ...]  # as asked for, in low precision
+    total: Tensor  # x + y, in x's dtype; x if there is no y
+    normed: Tensor | None  # its norm, in x's dtype; None if not requested
+    copies: tuple[Tensor, ...]  # the requested ones, in low precision
 
 
 def add_norm_reference(
@@ -51,7 +47,7 @@ def add_norm_reference(
     copies: Sequence[Copied] = (),
     wants_normed: bool = True,
 ) -> NormedRows:
-    """Returns what `add_norm` does, by plain operations under autograd: its meaning."""
+    """Defines `add_norm` in plain operations under autograd."""
     total = x if y is None else x + y
     normed = F.layer_norm(total, total.shape[-1:], weight_D, bias_D, eps)
     found = {"total": total, "normed": normed}
@@ -62,11 +58,7 @@ def add_norm_reference(
 def runs_fused(
     backend: str, x: Tensor, y: Tensor | None, weight_D: Tensor | None, low: torch.dtype
 ) -> bool:
-    """Tells whether `add_norm` has kernels for these rows: with Triton on a GPU, in its dtypes.
-
-    `backend`: the one of the expert layers, "auto" or a name. Another than Triton's keeps plain
-    operations.
-    """
+    """Returns whether `add_norm` supports these rows; `backend` is the expert layers' name or "auto"."""
     return (
         runs_triton(backend, x.device, x.dtype)
         and x.shape[-1] <= WIDEST
@@ -87,34 +79,35 @@ def add_norm(
     copies: Sequence[Copied] = (),
     wants_normed: bool = True,
 ) -> NormedRows:
-    """Returns x + y, its layer norm, and copies of them in low precision, by the kernels.
+    """Returns x + y, its layer norm, and low-precision copies of them, computed by Triton kernels.
 
-    Values are those of `add_norm_reference` within float32 rounding. Gradients are the same sums in
-    another order, rounded to x's and y's dtypes once; they, too, are the same bits in every run.
+    Values equal `add_norm_reference` within float32 rounding. Gradients are the same sums in another
+    order, rounded once to x's and y's dtypes. Both are the same bits in every run.
 
     Args:
         x: (…, D), float32 or bfloat16: the residual stream.
-        y: (…, D): what is added to it; None: nothing.
-        weight_D, bias_D: of x's dtype; None: 1 and 0. There is no bias without a weight.
-        eps: is added to the variance.
-        low: dtype of the copies. Where it is x's they are no copies, but share memory with the
-            total or the norm.
-        copies: of the norm or of the total, at most two, and of the total one. Each has a gradient
-            of its own, though two of the norm share memory.
-        wants_normed: whether the norm is wanted in x's dtype.
+        y: (…, D), added to x; None adds nothing.
+        weight_D, bias_D: of x's dtype; None means 1 and 0. A bias requires a weight.
+        eps: added to the variance.
+        low: dtype of the copies. If it is x's dtype, they share memory with the total or the norm.
+        copies: at most two, of the norm or the total; at most one of the total. Each has its own
+            gradient, though two copies of the norm share memory.
+        wants_normed: whether to return the norm in x's dtype.
 
     Raises:
-        ValueError: Triton's kernels cannot run on these rows.
+        ValueError: the Triton kernels do not support these rows.
     """
     if not runs_fused("triton", x, y, weight_D, low):
         weight = None if weight_D is None else weight_D.dtype
         raise ValueError(
             f"add_norm has no kernel for rows {tuple(x.shape)} of {x.dtype} on {x.device.type}, "
-            f"added {None if y is None else y.dtype}, a weight of {weight} and copies in {low}: "
+            f"y of {None if y is None else y.dtype}, a weight of {weight} and copies in {low}: "
             "use add_norm_reference"
         )
-    assert len(copies) <= 2, f"{copies}: gradients of two can be added"
-    assert copies.count("total") <= 1, f"{copies}: a gradient of one can be added to the total's"
+    assert len(copies) <= 2, f"{copies}: the kernel adds gradients of two copies at most"
+    assert copies.count("total") <= 1, (
+        f"{copies}: the kernel adds the gradient of one total at most"
+    )
     total, normed, *made = _AddNorm.apply(  # pyright: ignore[reportGeneralTypeIssues]
         x, y, weight_D, bias_D, eps, low, tuple(copies), wants_normed
     )
@@ -122,7 +115,7 @@ def add_norm(
 
 
 class _AddNorm(torch.autograd.Function):
-    """Gives every output a gradient of its own, though several share memory, as no operator may."""
+    """Gives every output its own gradient although some share memory, which custom ops forbid."""
 
     @staticmethod
     def forward(
@@ -154,7 +147,7 @@ class _AddNorm(torch.autograd.Function):
             if casts
             else {"normed": normed, "total": total}
         )
-        # detached: the same memory as another tensor, which has a history of its own
+        # detached: it shares memory with a tensor that has its own history
         return total.detach(), normed if wants_normed else None, *(made[c].detach() for c in copies)
 
     @staticmethod
@@ -183,7 +176,7 @@ class _AddNorm(torch.autograd.Function):
         )
 
 
-# The operators: both return tensors only, so what is not wanted is empty --------------------------
+# Operators: they return tensors only, so an omitted output is an empty tensor ---------------------
 
 
 @torch.library.custom_op(
@@ -194,9 +187,7 @@ class _AddNorm(torch.autograd.Function):
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _add_norm(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Returns the sum (empty without y), its norm, copies of the norm and of the sum, and each
-    row's mean and inverse deviation, (T,) float32.
-    """
+    """Returns the sum, its norm, copies of norm and sum, and each row's mean and inverse deviation (T,)."""
     weight_D, bias_D, eps, *wants = rest
     *outputs, mean, inverse = _new_outputs(x, y, *wants)
     wanted = tuple(map(_wanted_rows, outputs))
@@ -219,7 +210,7 @@ def _(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _add_norm_backward(total: Tensor, weight_D: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, of y (empty where it is x's), of weight and bias."""
+    """Returns the gradients of x, y (empty if equal to x's), weight and bias."""
     mean, inverse, *gradients, second_is_normed, added, has_bias = rest
     d_x, d_y, d_weight, d_bias = _new_gradients(total, weight_D, added, has_bias)
     _kernels().add_norm_backward(
@@ -269,15 +260,15 @@ def _new_gradients(
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    """Lays all leading dimensions into one."""
+    """Flattens all leading dimensions into one."""
     return None if x is None else x.view(-1, x.shape[-1])
 
 
 def _wanted_rows(x: Tensor) -> Tensor | None:
-    """Lays out the rows of an operator's result; None for the empty vector of an unwanted one."""
+    """Flattens an operator's result into rows; None for the empty tensor of an omitted one."""
     return _rows(x) if x.dim() > 1 else None
 
 
 def _kernels() -> Any:
-    """Imports Triton's kernels, where they are wanted first."""
+    """Imports the Triton kernels on first use."""
     return import_module("..triton.norm", __package__)

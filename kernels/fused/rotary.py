@@ -1,12 +1,11 @@
-"""Rotary positions of queries and keys in one operation: scaled, rotated, rounded once.
+"""Rotary embedding of queries and keys in one operation: scaled, rotated, rounded once.
 
-By plain operations a rotation is some eight passes over the rows: a cast, a half that is moved, two
-products, their sum, a cast, what is not rotated beside it. `rotate_pair` passes once over queries and
-keys together, forward and backward alike, in Triton's kernel (triton/rotary.py);
-`rotate_reference` is what it means.
+In plain operations a rotation takes about eight passes over the rows: cast, roll, two products, sum,
+cast, and concatenation. `rotate_pair` makes one pass over queries and keys together, forward and
+backward, in a Triton kernel (triton/rotary.py); `rotate_reference` defines it.
 
-A rotation is linear, and its transpose is the rotation back: the backward pass needs the table
-alone, and is the same operator.
+A rotation is linear and its transpose is the reverse rotation, so the backward pass is the same
+operator and needs only the table.
 
 Legend: B sequences, S positions, H heads, C channels of a head, W of them rotated.
 """
@@ -23,19 +22,19 @@ from ..backend import runs_triton
 def rotate_reference(
     x_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0, back: bool = False
 ) -> Tensor:
-    """Returns scale · x with its first W channels rotated in "half-split" form, by plain operations.
+    """Returns scale · x with its first W channels rotated in "half-split" form, in plain operations.
 
-    Channel c gets x_c · cos_c + x_c' · sin_c of its partner c' in the other half; `back`: minus.
-    Computed in the table's dtype, rounded to x's; what is scaled is rounded before.
+    Channel c becomes x_c · cos_c + x_c' · sin_c, where c' is its partner in the other half. Computed
+    in the table's dtype and rounded to x's; scaled rows are rounded before the rotation.
 
     Source: RoFormer, arXiv 2104.09864, eq. 15.
 
     Args:
         x_BHSC: rows of any strides.
         cos: (S, W), or (B, 1, S, W); W is even.
-        sin: of the same shape, with the first half's sign turned.
-        scale: is multiplied first; 1 costs nothing.
-        back: rotates by the negative angles.
+        sin: same shape as `cos`, with the first half negated.
+        scale: applied first; 1 costs nothing.
+        back: rotate by the negative angles.
     """
     x_BHSC = x_BHSC if scale == 1.0 else x_BHSC * scale
     width = cos.shape[-1]
@@ -46,10 +45,7 @@ def rotate_reference(
 
 
 def runs_fused(backend: str, q_BHSC: Tensor, cos: Tensor) -> bool:
-    """Tells whether `rotate_pair` has a kernel for these rows: with Triton on a GPU, in its dtypes.
-
-    `backend`: the one of the expert layers (`runs_triton`). No channel to rotate is none for it.
-    """
+    """Returns whether `rotate_pair` supports these rows; `backend` is the expert layers'."""
     return (
         cos.shape[-1] > 0
         and cos.dtype == torch.float32
@@ -60,21 +56,20 @@ def runs_fused(backend: str, q_BHSC: Tensor, cos: Tensor) -> bool:
 def rotate_pair(
     q_BHSC: Tensor, k_BHSC: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns queries and keys, scaled and rotated, by one kernel; in float32, rounded once.
+    """Scales and rotates queries and keys in one kernel, in float32, rounded once; differentiable.
 
-    Values are those of `rotate_reference` within rounding, and it is differentiable in both. Results
-    lie in memory as (B, S, H, C), as products make them and attention's kernels read them; so do
-    gradients, which are then rows of (B, S, H·C) without a copy.
+    Values equal `rotate_reference` within rounding. Results and gradients have the memory layout
+    (B, S, H, C), which matrix products write and attention kernels read.
 
     Args:
         q_BHSC: queries of any strides, float32 or bfloat16.
-        k_BHSC: keys of that shape and dtype.
+        k_BHSC: keys of the same shape and dtype.
         cos: (S, W) or (B, 1, S, W), float32, with 0 < W ≤ C even.
-        sin: of the same shape, with the first half's sign turned.
-        scale: of both.
+        sin: same shape as `cos`, with the first half negated.
+        scale: applied to both.
 
     Raises:
-        ValueError: Triton's kernel cannot run on these rows, or shapes do not fit.
+        ValueError: the Triton kernel does not support these rows, or shapes do not fit.
     """
     if not runs_fused("triton", q_BHSC, cos):
         raise ValueError(
@@ -90,7 +85,7 @@ def rotate_pair(
         raise ValueError(
             f"queries {tuple(q_BHSC.shape)} of {q_BHSC.dtype}, keys {tuple(k_BHSC.shape)} of "
             f"{k_BHSC.dtype}, cosines {tuple(cos.shape)} and sines {tuple(sin.shape)} do not fit: "
-            "both want (B, H, S, C), and the table (S, W) or (B, 1, S, W), W even and at most C"
+            "queries and keys must be (B, H, S, C), and the table (S, W) or (B, 1, S, W) with W even and at most C"
         )
     return _rotate_pair(q_BHSC, k_BHSC, cos, sin, scale, False)
 

@@ -1,15 +1,13 @@
-"""A router that chooses by its logits, as one operation: x Wᵀ, the K greatest of each head, their
-gates.
+"""Top-k routing by logits as one operation: x Wᵀ, the K greatest of each head, and their gates.
 
-On a GPU the steps are a product in float32, without tensor cores; a sort of every row; and what the
-gate is made of, each written and read again. `route_top_k` is one kernel of Triton's there
-(triton/router.py, which says how exact its logits are), and three backward, the gradient of the logits
-and its two products (triton/router_gradients.py). Elsewhere it is the operations of torch that these
-replace, in float32; but on a CPU that has the backend `brgemm` all three products go through its
-micro-kernels: of few columns, beside products in bfloat16, they are what torch's own library is
-slowest at.
+In torch on a GPU this is a float32 product without tensor cores, a sort of every row, and the gates'
+operations, each through memory. In Triton, `route_top_k` is one kernel forward (triton/router.py,
+which bounds the error of its logits) and three backward (triton/router_gradients.py). Elsewhere it
+runs in torch operations in float32. On CPUs with the `brgemm` backend its micro-kernels compute all
+three products, which have few columns and are slow in torch's own library.
 
-Legend: B sequences, T rows (B·S, sequence-major), D their width, E = H·A experts, H heads, A experts of a head, K experts chosen.
+Legend: B sequences, T rows (B·S, sequence-major), D width, E = H·A experts, H heads, A experts of a
+head, K experts chosen.
 """
 
 from collections.abc import Callable
@@ -27,15 +25,15 @@ from ..triton.available import reason_against
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Gate = Literal["sigmoid", "softmax", "softmax_of_chosen"]
-WIDEST = 32  # experts of a head up to which softmaxes are quicker in C++
-MOST_EXPERTS = 1024  # of a head: a warp of the kernel has a row of logits in its registers
+WIDEST = 32  # experts of a head up to which softmaxes are faster in C++
+MOST_EXPERTS = 1024  # of a head: a warp keeps a row of logits in registers
 
 
 def can_route(backend: str, x_TD: Tensor, weight_ED: Tensor, *, heads: int = 1) -> bool:
-    """Tells whether there is a kernel for such rows, weights and backend (`kernels.backend`).
+    """Returns whether a kernel supports these rows and weights with this backend (`kernels.backend`).
 
-    It computes in float32: not of float64 rows, nor of weights that are stored in bfloat16. `auto`
-    takes Triton's on CUDA alone, as it takes the backend `triton`, and on CPUs that of `brgemm`.
+    Kernels need float32 weights and float32 or bfloat16 rows. `auto` uses Triton on CUDA and
+    `brgemm` on CPUs.
     """
     device = x_TD.device.type
     if weight_ED.dtype != torch.float32 or x_TD.dtype not in (torch.float32, torch.bfloat16):
@@ -46,7 +44,7 @@ def can_route(backend: str, x_TD: Tensor, weight_ED: Tensor, *, heads: int = 1) 
     return (
         is_tritons
         and weight_ED.shape[0] <= heads * MOST_EXPERTS
-        and torch.version.hip is None  # its warps read what others wrote: to be tried there first
+        and torch.version.hip is None  # warps read other warps' stores, which AMD does not order
         and reason_against(device, torch.float32) is None
     )
 
@@ -60,26 +58,26 @@ def route_top_k(
     heads: int = 1,
     given_THK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Chooses the K experts of each head with the greatest logits, and weighs them.
+    """Selects the K experts with the greatest logits in each head, greatest first, and gates them.
 
-    Of equal logits the kernel takes the lowest expert first, and torch on CPUs any; NaN is greater
-    than any number. The greatest comes first.
+    Among equal logits the kernel selects the lowest expert, torch on CPUs any. NaN is greater than
+    any number.
 
     Args:
-        x_TD: rows, computed with in float32.
+        x_TD: rows, cast to float32.
         weight_ED: float32; head h's experts are h·A … h·A + A − 1.
         top_k: K, at most A.
-        gate: "sigmoid" of the chosen logits; "softmax" over the A experts of the head, of which the
-            K are shown; or "softmax_of_chosen", over these alone.
+        gate: "sigmoid" of the chosen logits, "softmax" over the A experts of the head, or
+            "softmax_of_chosen" over the K chosen ones.
         heads: H, which divides E.
-        given_THK: int64, experts that are taken instead of chosen: the decision of an earlier run.
+        given_THK: int64, experts to use instead of a selection: an earlier run's decision.
 
     Returns:
         Logits (T, H, A) float32; experts (T, H, K) int64, numbered over all heads; gates (T, H, K)
-        float32. The first and the last are differentiable.
+        float32. Logits and gates are differentiable.
 
     Raises:
-        ValueError: an unknown gate; numbers of experts, heads and choices that do not fit.
+        ValueError: an unknown gate, or numbers of experts, heads and choices that do not fit.
     """
     num_experts = weight_ED.shape[0]
     if gate not in get_args(Gate):
@@ -87,7 +85,7 @@ def route_top_k(
     if heads < 1 or num_experts % heads or not 0 < top_k <= num_experts // heads:
         raise ValueError(
             f"top_k={top_k} of each of heads={heads} cannot be chosen among {num_experts} experts: "
-            "give each head as many, and top_k of them at most"
+            "heads must divide the experts, and top_k is at most the experts of a head"
         )
     x_TD = x_TD.to(torch.float32).contiguous()
     logits_TE, experts_THK, gates_THK = _route_top_k(
@@ -140,7 +138,7 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> 
     x_TD, weight_ED, _, _, _, ctx.gate = inputs
     logits_TE, experts_THK, gates_THK = output
     ctx.mark_non_differentiable(experts_THK)
-    ctx.set_materialize_grads(False)  # without a balancing loss there is no gradient of the logits
+    ctx.set_materialize_grads(False)  # without a balancing loss the logits have no gradient
     kept_TE = logits_TE if ctx.gate == "softmax" else None
     ctx.save_for_backward(x_TD, weight_ED, experts_THK, gates_THK, kept_TE)
 
@@ -171,7 +169,7 @@ def _route_top_k_backward(
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weights, empty where they are not wanted."""
+    """Returns the gradients of x and the weights, empty if not requested."""
     made = experts_THK, gates_THK, logits_TE
     if reason_against(x_TD.device.type, torch.float32) is None:
         grads = tuple(None if grad is None else grad.contiguous() for grad in (grad_TE, grad_THK))
@@ -192,7 +190,7 @@ def _route_top_k_backward(
 
 
 def _backward_products(grad_TE: Tensor) -> tuple[Product, Product]:
-    """Returns what computes a · b and aᵀ · b."""
+    """Returns the functions that compute a · b and aᵀ · b."""
     if grad_TE.device.type == "cpu" and _has_brgemm():
         return brgemm.product, brgemm.product_gradient
     return torch.matmul, lambda a, b: a.T @ b
@@ -206,7 +204,7 @@ def _logit_gradient(
     *,
     num_experts: int,
 ) -> Tensor:
-    """Returns the logits' gradient: their own, and what comes back through the gates."""
+    """Returns the logits' gradient: their own plus that through the gates."""
     experts_THK, gates_THK, logits_TE = made
     weighed_THK = grad_THK * gates_THK
     if gate == "sigmoid":
@@ -217,7 +215,7 @@ def _logit_gradient(
         chosen_THK = weighed_THK - gates_THK * weighed_THK.sum(-1, keepdim=True)
     if grad_TE is None:
         grad_TE = gates_THK.new_zeros(len(gates_THK), num_experts)
-    # no expert twice in a row, so nothing depends on the order
+    # no row has an expert twice, so the order of additions does not matter
     grad_TE = grad_TE.scatter_add(1, experts_THK.flatten(1), chosen_THK.flatten(1))
     if logits_TE is None:
         return grad_TE
@@ -253,32 +251,31 @@ def _has_brgemm() -> bool:
 
 @register_flop_formula(torch.ops.moebius.route_top_k)
 def _(x: Any, weight: Any, *_: Any, **_kw: Any) -> int:
-    """Counts the product, two for each multiply-accumulate, however many it is made of."""
+    """Counts one product, two FLOPs per multiply-accumulate, although the kernel computes three."""
     return 2 * x[0] * weight[0] * weight[1]
 
 
 @register_flop_formula(torch.ops.moebius.route_top_k_backward)
 def _(x: Any, weight: Any, *rest: Any, **_kw: Any) -> int:
-    """Counts a product for each gradient that is wanted."""
+    """Counts one product for each requested gradient."""
     return sum(rest[-2:]) * 2 * x[0] * weight[0] * weight[1]
 
 
-# Scores on CPUs: where the greatest stand, and what a balancing loss averages ---------------------
+# Scores on CPUs: top-k, and the averages of a balancing loss --------------------------------------
 #
-# `greatest` takes a third of the time of `torch.topk` for 155 experts of which 12 are chosen, two
-# thirds for 5 of which two are. `softmax_sums` takes 3 ns for each expert of a head with 8, where
-# `torch.softmax`, which goes head by head, takes 18; and it keeps for the backward pass the logits,
-# which are there already, and no probability. Without a compiler, on another device and in another
-# dtype torch's operations do the same.
+# `greatest` takes a third of the time of `torch.topk` for 12 of 155 experts, two thirds for 2 of 5.
+# `softmax_sums` takes 3 ns per expert in heads of 8; `torch.softmax` takes 18. It saves no
+# probabilities for the backward pass, only the existing logits. Without a compiler, on other devices
+# and in other dtypes, torch operations compute the same.
 
 
 def finds_first(scores: Tensor) -> bool:
-    """Tells whether `greatest` takes the first of equal scores, which `torch.topk` leaves open."""
+    """Returns whether `greatest` breaks ties by the lowest index, which `torch.topk` leaves open."""
     return handles(scores, torch.float32)
 
 
 def greatest(scores: Tensor, count: int) -> Tensor:
-    """Returns where the `count` greatest along the last axis stand, the greatest first: int64.
+    """Returns the indices (int64) of the `count` greatest scores along the last axis, greatest first.
 
     NaN is greater than any number.
 
@@ -286,19 +283,19 @@ def greatest(scores: Tensor, count: int) -> Tensor:
         ValueError: `count` is not in 1 … E.
     """
     if not 0 < count <= scores.shape[-1]:
-        raise ValueError(f"the {count} greatest of {scores.shape[-1]} scores: choose 1 to all")
+        raise ValueError(f"count={count} must be 1 to {scores.shape[-1]}, the number of scores")
     if finds_first(scores):
         return _top_k(scores, count)
     return scores.topk(count, dim=-1).indices
 
 
 def softmax_sums_reference(logits_THA: Tensor, batch_size: int) -> Tensor:
-    """Returns what `softmax_sums` does, by plain operations under autograd: its meaning."""
+    """Defines `softmax_sums` in plain operations under autograd."""
     return logits_THA.softmax(-1).unflatten(0, (batch_size, -1)).sum(1)
 
 
 def softmax_sums(logits_THA: Tensor, batch_size: int) -> Tensor:
-    """Returns Σ over the rows of each sequence of softmax(logits), (B, H, A), differentiable."""
+    """Sums softmax(logits) over the rows of each sequence, (B, H, A); differentiable."""
     if logits_THA.shape[-1] <= WIDEST and handles(logits_THA, torch.float32):
         return _softmax_sums(logits_THA, batch_size)
     return softmax_sums_reference(logits_THA, batch_size)

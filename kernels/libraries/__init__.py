@@ -1,1 +1,1 @@
-"""Backends on other libraries' grouped products: torch's `grouped_mm` and MegaBlocks."""
+"""Backends on the grouped products of other libraries: torch's `grouped_mm` and MegaBlocks."""

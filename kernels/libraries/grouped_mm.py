@@ -1,19 +1,15 @@
-"""The expert operations on torch's own grouped product, `torch.nn.functional.grouped_mm`: nothing
-to install, on CUDA and CPU.
+"""The `grouped_mm` backend: `torch.nn.functional.grouped_mm`, on CUDA and CPU, nothing to install.
 
-What is done is in grouped_products.py. On CUDA in bfloat16 the operator is one kernel for all
-experts (from capability 9.0 on; below it is a loop that reads the counts), and nothing here waits
-for the device. On CPUs, in float32 and bfloat16, it is a loop over the experts inside torch: there
-it serves as a second opinion, not for speed.
+grouped_products.py holds the algorithm. On CUDA in bfloat16 the operator is one kernel for all
+experts (from capability 9.0; below, a loop that reads the counts), and nothing here waits for the
+device. On CPUs it is a loop over the experts inside torch, useful for comparison, not for speed.
 
-What the operator asks for, and how it is met:
-  * rows and columns that begin at multiples of 16 bytes: widths that are not such (412 or 82
-    columns of bfloat16) are filled with zero columns in copies of the rows and the weights; the
-    weights' copy costs a pass over them per product;
-  * on CUDA bfloat16 and fewer than 1,024 experts; float64 nowhere (backend.py refuses what cannot
-    be);
-  * what it leaves unwritten is not read: rows past the last expert's, and weight gradients of
-    experts without rows, which on some GPUs are whatever the memory held (pytorch issue 172439).
+The operator's constraints:
+  * it needs rows and columns aligned to 16 bytes. Other widths (412 or 82 columns of bfloat16) are
+    zero-padded in copies of rows and weights; the weights' copy costs a pass over them per product;
+  * on CUDA it needs bfloat16 and fewer than 1,024 experts; it never supports float64;
+  * it leaves rows past the last expert's, and weight gradients of experts without rows,
+    uninitialised (pytorch issue 172439); they are never read.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
 """
@@ -32,29 +28,27 @@ _MAX_GROUPS_ON_CUDA = 1023
 
 
 class GroupedMM(GroupedProducts):
-    """Implements the operations on torch's operator."""
+    """Implements the operations on torch's `grouped_mm`."""
 
     def operators(self, routes: SortedRoutes) -> Operators:
         return _GroupedMM(routes)
 
 
 class _GroupedMM:
-    """Implements `grouped_products.Operators` on torch's operator."""
+    """Implements `grouped_products.Operators` on torch's `grouped_mm`."""
 
     def __init__(self, routes: SortedRoutes) -> None:
-        """Takes the routes' counts.
+        """Stores the routes.
 
         Raises:
-            ValueError: there are more experts than the operator takes.
+            ValueError: there are more experts than the operator supports.
         """
         self._routes = routes
         self._ends_E = routes.starts_E1[1:]
         if self._ends_E.is_cuda and self._ends_E.shape[0] > _MAX_GROUPS_ON_CUDA:
             raise ValueError(
-                f"kernels.backend='grouped_mm' takes at most {_MAX_GROUPS_ON_CUDA} experts on "
-                "CUDA, and these are "
-                f"{self._ends_E.shape[0]}: choose segments or triton, or spread them over more "
-                "ranks"
+                f"kernels.backend='grouped_mm' supports at most {_MAX_GROUPS_ON_CUDA} experts on CUDA, got "
+                f"{self._ends_E.shape[0]}: choose segments or triton, or spread them over more ranks"
             )
 
     def gather_sources(self, x_UD: Tensor) -> Tensor:
@@ -94,7 +88,7 @@ class _GroupedMM:
         into_EDO += sums.masked_fill_(empty_E11, 0)[:, : into_EDO.shape[1], : into_EDO.shape[2]]
 
     def _gather(self, name: str, rows_UD: Tensor, index_N: Tensor) -> Tensor:
-        """Returns rows[index], N + ROW_SLACK of them, in a workspace of that name."""
+        """Gathers rows[index], N + ROW_SLACK of them, into the workspace `name`."""
         rows_UD, num_rows = _aligned(rows_UD), index_N.shape[0]
         out = workspace(name, (num_rows + ROW_SLACK, rows_UD.shape[1]), rows_UD)
         torch.index_select(rows_UD, 0, index_N, out=out[:num_rows])
@@ -102,10 +96,7 @@ class _GroupedMM:
 
 
 def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
-    """Returns the tensor, or a copy with zero columns up to a multiple of 16 bytes.
-
-    `rows`: with as many zero rows as well.
-    """
+    """Returns the tensor, or a copy whose columns (and `rows`) are zero-padded to 16 bytes."""
     step = _ALIGNMENT_BYTES // tensor.element_size()
     columns_to_fill, rows_to_fill = (
         -tensor.shape[-1] % step,

@@ -1,16 +1,15 @@
-"""The expert operations over all sorted rows at once, on a library's grouped matrix product;
-backward by hand.
+"""The expert operations on a library's grouped matrix product, with a hand-written backward.
 
-What a library has are `Operators`; what is done with them is here, once, for torch's own operator
-(grouped_mm.py) and for MegaBlocks' (megablocks.py). Flow of a call:
-  1. all routes' rows are gathered in the order of their experts;
-  2. one grouped product per matrix; the activation, and the gate weight on the narrow side;
-  3. the outputs of a target row are added in route order.
+A library provides `Operators`; this module uses them for torch (grouped_mm.py) and MegaBlocks
+(megablocks.py). Flow of a call:
+  1. gather the rows of all routes in expert order;
+  2. one grouped product per matrix, the activation, and the gate weight on the narrow side;
+  3. sum the outputs of each target row in route order.
 
-Saved for the backward: x, the index and the hidden rows (N × F), or the rows before the activation
-where it is not relu. Two N × D tensors live within a call (the gathered rows and the outputs): they
-cost memory traffic that a kernel which gathers as it multiplies does not have, about half of the
-time on a GPU with hidden layers as narrow as 128.
+Saved for the backward: x, the index and the hidden rows (N × F), or the rows before an activation
+other than relu. A call allocates two N × D tensors, the gathered rows and the outputs. A kernel that
+gathers while it multiplies avoids their memory traffic, about half of the time on a GPU with hidden
+layers as narrow as 128.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
 before the activation (F or 2F), O output width.
@@ -27,44 +26,37 @@ from ..reference import hidden_and_pullback, hidden_in_place
 
 
 class Operators(Protocol):
-    """Declares a library's operations on the rows of one list of routes.
+    """A library's operations on the rows of one list of routes.
 
-    Tensors of sorted rows have at least N rows and at least their columns: what lies beyond is
-    undefined.
+    Tensors of sorted rows may have extra rows and columns, whose values are undefined.
     """
 
     def gather_sources(self, x_UD: Tensor) -> Tensor:
-        """Gathers the source row of every route, in sorted order."""
+        """Gathers the source row of each route in sorted order."""
         ...
 
     def gather_targets(self, grad_TO: Tensor) -> Tensor:
-        """Gathers the target row of every route, in sorted order."""
+        """Gathers the target row of each route in sorted order."""
         ...
 
     def add_to_targets(self, rows_NO: Tensor) -> Tensor:
-        """Sums every target's rows in route order: (T, O)."""
+        """Sums each target's rows in route order, (T, O)."""
         ...
 
     def add_to_sources(self, rows_ND: Tensor, num_sources: int) -> Tensor:
-        """Sums every source's rows in route order: (U, D)."""
+        """Sums each source's rows in route order, (U, D)."""
         ...
 
     def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
-        """Multiplies every row by its expert's matrix: O columns.
-
-        N + ROW_SLACK rows where the rows come from a gather.
-        """
+        """Multiplies each row by its expert's matrix; gathered rows give N + ROW_SLACK rows."""
         ...
 
     def product_transposed(self, rows_NO: Tensor, w_EDO: Tensor) -> Tensor:
-        """Multiplies every row by its expert's matrix, transposed: D columns."""
+        """Multiplies each row by its expert's transposed matrix, D columns."""
         ...
 
     def add_weight_gradient(self, into_EDO: Tensor, rows_ND: Tensor, rows_NO: Tensor) -> None:
-        """Adds an expert's Σ rows_NDᵀ · rows_NO to into[e].
-
-        Nothing is added for an expert without rows.
-        """
+        """Adds Σ rows_NDᵀ · rows_NO over each expert's rows to into[e]."""
         ...
 
 
@@ -92,9 +84,9 @@ class GroupedProducts(Backend):
     ) -> RowGradients:
         """Implements `Backend.mlp_backward`.
 
-        The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no
-        output row is saved for it. Sums over an expert's rows (the biases' gradients) are grouped
-        products as well, with one column: no atomics, so no run differs.
+        Computes the gate's gradient from hidden rows, d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
+        row is saved. The biases' gradients are grouped products with one column, not atomics, so
+        they are deterministic.
         """
         ops, num_routes = self.operators(call), call.num_routes
         gate = call.gates(call.x_UD.dtype)[:, None]
@@ -131,10 +123,7 @@ class GroupedProducts(Backend):
     def linear_backward(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor, into: Into
     ) -> RowGradients:
-        """Implements `Backend.linear_backward`.
-
-        The gate's gradient is taken on whichever side is narrow.
-        """
+        """Implements `Backend.linear_backward`; computes the gate's gradient on the narrow side."""
         ops, num_routes = self.operators(call), call.num_routes
         gate, dtype = call.gates(call.x_UD.dtype)[:, None], call.weight_N.dtype
         _, width_in, width_out = call.w_EDO.shape
@@ -154,9 +143,6 @@ class GroupedProducts(Backend):
 
 
 def _experts(routes: SortedRoutes) -> Tensor:
-    """Returns (N,) int64: the expert at every sorted place.
-
-    No number is asked of the device.
-    """
+    """Returns the expert at each sorted place, (N,) int64, without host synchronisation."""
     places_N = torch.arange(routes.num_routes, device=routes.starts_E1.device, dtype=torch.int32)
     return torch.searchsorted(routes.starts_E1[1:], places_N, right=True)

@@ -1,18 +1,17 @@
-"""The expert operations on MegaBlocks' operators (arXiv 2211.15841): its permutation kernels and
-its grouped products, on CUDA.
+"""The `megablocks` backend: MegaBlocks' permutation kernels and grouped products (arXiv 2211.15841) on CUDA.
 
-MegaBlocks is no dependency: its release asks for one torch version, older than ours. Where it is
-installed (docs/kernels.md has the line, and what it was tried on), this backend drives
-    megablocks.ops.gather      rows into the order of their experts
-    megablocks.ops.scatter     and summed back
+MegaBlocks is not a dependency, because its release pins an older torch. If it is installed
+(docs/kernels.md says how, and what was tested), this backend uses
+    megablocks.ops.gather      gathers rows in expert order
+    megablocks.ops.scatter     sums them back
     grouped_gemm.backend.gmm   the products; trans_b for rows' gradients, trans_a for the weights'
-which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton
-releases). What is done with them is in grouped_products.py. The sort is `permute.sort_routes`,
-once per routing, so forward and backward share it.
+Its own "grouped" layer consists of the same operators; its block-sparse layer does not work with
+current Triton releases. The algorithm is in grouped_products.py, and the sort is
+`permute.sort_routes`, which forward and backward share.
 
-Cost: a product takes its row counts from the host, so every call waits for the device once, unless
-the routes have `per_expert`; and the released library makes one call of cuBLAS per expert and
-product. bfloat16 only.
+Cost: products take their row counts from the host, so every call waits for the device once, unless
+the routes have `per_expert`. The released library makes one cuBLAS call per expert and product.
+bfloat16 only.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
 """
@@ -29,8 +28,7 @@ from ..calls import ROW_SLACK, SortedRoutes
 from ..permute import add_rows
 from .grouped_products import GroupedProducts, Operators
 
-# Without pip's cache: it would give a wheel that was compiled against one torch to an environment
-# with another.
+# Without pip's cache, which could install a wheel that was compiled against another torch.
 INSTALL_LINE = (
     "pip install --no-cache-dir --no-deps --no-build-isolation "
     "stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0"
@@ -39,7 +37,7 @@ INSTALL_LINE = (
 
 @dataclass(frozen=True)
 class Library:
-    """Holds the operators that are used, by their names in MegaBlocks."""
+    """The operators that the backend uses, by their names in MegaBlocks."""
 
     gather: Callable[..., Tensor]
     scatter: Callable[..., Tensor]
@@ -51,28 +49,24 @@ def load_library() -> Library:
     """Imports MegaBlocks' operators.
 
     Raises:
-        ImportError: a part of it is missing, or was compiled against another torch.
+        ImportError: a package is missing, or was compiled against another torch.
     """
     ops, products = import_module("megablocks.ops"), import_module("grouped_gemm.backend")
     return Library(ops.gather, ops.scatter, products.gmm)
 
 
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
-    """Says why MegaBlocks cannot run on such a device in such a dtype; None where it can."""
+    """Returns why MegaBlocks cannot run on a device in a dtype, or None if it can."""
     if device_type == "meta":
         return None
     if device_type != "cuda" or dtype is not torch.bfloat16:
-        return (
-            f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: "
-            "choose segments"
-        )
+        return f"MegaBlocks supports bfloat16 on CUDA, and the weights are {dtype} on {device_type}: choose segments"
     try:
         load_library()
     except ImportError as error:
         return (
-            f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is "
-            f"there: `{INSTALL_LINE}`; "
-            "docs/kernels.md says what that needs"
+            f"MegaBlocks cannot be imported ({error}): compile it against the installed torch with "
+            f"`{INSTALL_LINE}`; docs/kernels.md lists what that needs"
         )
     return None
 
@@ -87,9 +81,9 @@ class MegaBlocks(GroupedProducts):
 class _MegaBlocks:
     """Implements `grouped_products.Operators` on MegaBlocks' operators.
 
-    To MegaBlocks a route's place is its "bin id" (the expert) and the expert's "bin" (where it
-    ends); `indices` are the routes in sorted order, and a route belongs to row index // top_k.
-    Routes without such a rule are handed over as rows of their own.
+    MegaBlocks calls a place's expert its "bin id" and the end of the expert's rows its "bin".
+    `indices` are the routes in sorted order, and a route belongs to row index // top_k. Routes
+    without such a rule are passed as rows of their own.
     """
 
     def __init__(self, routes: SortedRoutes) -> None:
@@ -142,7 +136,7 @@ class _MegaBlocks:
             return rows_UD.new_empty(0, rows_UD.shape[1])
         if index_N is not None:
             rows_UD, per_row = rows_UD.index_select(0, index_N), 1
-        # rows that no route reads would not be accepted
+        # MegaBlocks rejects rows that no route reads
         rows_UD = rows_UD[: num_routes // per_row].contiguous()
         return self._library.gather(
             rows_UD, self._indices_N, self._bin_ids_N, self._bins_E, per_row
@@ -160,7 +154,7 @@ class _MegaBlocks:
 
 
 def _counts_on_host(routes: SortedRoutes) -> Tensor:
-    """Returns (E,) int64 on the CPU: the routes of each expert. The one synchronisation."""
+    """Returns the routes of each expert, (E,) int64 on the CPU: the call's only synchronisation."""
     if routes.per_expert:
         return torch.full((routes.starts_E1.shape[0] - 1,), routes.per_expert, dtype=torch.int64)
     return routes.starts_E1.diff().to("cpu", torch.int64)

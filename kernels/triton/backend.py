@@ -1,13 +1,12 @@
-"""The Triton backend of the expert operations: which kernels a call launches, and in which order.
+"""The `triton` backend: the kernels that a call launches, in order.
 
     first       tile tables and sorted rows, once for all products over a list of routes
-    forward     K1 (activation); K2 in route order; Rd over each target's outputs
-    backward    K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd over each
-                source's; K3 twice
+    forward     K1 (activation); K2 in route order; Rd sums each target's outputs
+    backward    K1 (gradients of hidden rows and gates); K2 with w_up transposed; Rd sums each
+                source's gradients; K3 twice
 
-Nothing is read from the device: grids follow from the number of routes alone, so a call may be
-captured in a CUDA graph. What lives longer than a call is `saved`. In between there is one N × D
-tensor of outputs.
+Grids depend only on the number of routes, so nothing is read from the device and a call can be
+captured in a CUDA graph. Only `saved` outlives a call. A call allocates one N × D tensor of outputs.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
 before the activation (F or 2F), O output width.
@@ -51,13 +50,13 @@ from .weight_gradients import (
 
 
 class TritonKernels(DeferringBackend):
-    """Implements the operations with Triton's kernels, in float32 (exact) and bfloat16."""
+    """Implements the operations with Triton kernels, in float32 (exact) and bfloat16."""
 
     def mlp_forward(self, call: MLPCall) -> tuple[Tensor, Tensor]:
         """Implements `Backend.mlp_forward`.
 
-        Of the saved rows (N + slack, W), those of relu are the hidden rows, those of others the
-        rows before the activation.
+        The saved rows (N + slack, W) are the hidden rows for relu, else the rows before the
+        activation.
         """
         products, x_UD = _Products(call, call.x_UD), call.x_UD
         _, width_in, columns = call.w_up_EDW.shape
@@ -150,10 +149,7 @@ class TritonKernels(DeferringBackend):
     def linear_backward_rows(
         self, call: LinearCall, grad_TO: Tensor, saved: Tensor
     ) -> RowGradients:
-        """Implements `DeferringBackend.linear_backward_rows`.
-
-        The gate's gradient is taken on whichever side is narrow.
-        """
+        """Implements `linear_backward_rows`; computes the gate's gradient on the narrow side."""
         products = _Products(call, grad_TO)
         x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
         source_N, target_N = products.rows.source_N, products.rows.target_N
@@ -187,7 +183,7 @@ class TritonKernels(DeferringBackend):
 
 
 class _Products:
-    """Launches the products over the rows of one call, which share sorted rows and tile tables."""
+    """Launches the products of one call, which share sorted rows and tile tables."""
 
     def __init__(self, call: SortedRoutes, rows: Tensor) -> None:
         self._routes, self._dtype, self._plan = call, rows.dtype, plan_of(call)
@@ -201,17 +197,14 @@ class _Products:
         return choose(kernel, self._dtype, routes.num_routes, routes.num_experts).fit(**widths)
 
     def new_gate_gradient(self, parts: int) -> Tensor:
-        """Allocates a partial sum of every gate's gradient for each column tile, (parts, N)."""
+        """Allocates partial sums of the gates' gradients, one per column tile, (parts, N)."""
         device = self._routes.weight_N.device
         return torch.empty(parts, self._routes.num_routes, dtype=torch.float32, device=device)
 
     def launch(
         self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any
     ) -> None:
-        """Launches one program per row tile and column tile.
-
-        The row tiles' table goes last among the arguments.
-        """
+        """Launches one program per row tile and column tile; the tile table is the last argument."""
         table = self._plan.table(self._routes, tile.rows)
         index = (table.expert_L, table.first_L, self._routes.starts_E1)
         launch(
@@ -238,7 +231,7 @@ class _Products:
         saved: Tensor | None = None,
         grad_gate: Tensor | None = None,
     ) -> None:
-        """Launches K2: outputs in route order, so that each target's stand together."""
+        """Launches K2, which writes outputs in route order so that each target's are contiguous."""
         inner, wide = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
         order_N = self._routes.order_N
         self.launch(
@@ -262,7 +255,7 @@ def _sum_to_sources(out_ND: Tensor, call: SortedRoutes, num_sources: int) -> Ten
 
 
 def _sum_parts(parts: Tensor, call: SortedRoutes) -> Tensor:
-    """Adds up (column tiles, N) to (N,), in order, in the gate weights' dtype."""
+    """Sums (column tiles, N) to (N,) in order, in the gate weights' dtype."""
     return (parts[0] if len(parts) == 1 else parts.sum(0)).to(call.weight_N.dtype)
 
 
@@ -272,7 +265,7 @@ def _sum_parts(parts: Tensor, call: SortedRoutes) -> Tensor:
 def _mlp_weight_gradients(
     calls: Sequence[Deferred[MLPCall]], into: Into | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes both gradients over all calls, added up in float32, and to `into` where given."""
+    """Computes both gradients over all calls, summed in float32, and adds them to `into` if given."""
     first, up, down = calls[0].call, list[Operands](), list[Operands]()
     for each in calls:
         call, rows = each.call, plan_of(each.call).rows(each.call)
@@ -301,13 +294,13 @@ def _linear_weight_gradient(calls: Sequence[Deferred[LinearCall]], into: Into | 
 
 
 def _work(calls: Sequence[SortedRoutes], weights: Tensor) -> Work:
-    """Cuts the rows of all calls, for all matrices of a bank, of which `weights` is one."""
+    """Cuts the rows of all calls into chunks; `weights` is any matrix of the bank."""
     num_rows = sum(call.num_routes for call in calls)
     _, tiles = tile_of(weights, num_rows, None)
     return cut_work([call.starts_E1 for call in calls], num_rows, tiles=tiles)
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Returns the rows contiguous, from a multiple of 16 bytes on."""
+    """Returns the rows contiguous and aligned to 16 bytes."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows

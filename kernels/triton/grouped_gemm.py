@@ -1,21 +1,20 @@
-"""Grouped products over row tiles: one program has one tile of one expert's rows.
+"""Grouped products over row tiles: each program owns one tile of one expert's rows.
 
-K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a
-    whole row of F = 128 columns, so what needs complete rows (the gate's gradient) is taken in the
-    epilogue from registers, without atomics; of wider rows each column tile leaves a partial sum.
-    Four epilogues: activation, gate, and the two backward ones.
-K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays
-    while the program walks over the column tiles. Outputs are stored in route order, so that
-    `sum_rows` (routing.py) reads each target's one after another: deterministic, without atomics.
+K1  `gathered_*` multiplies rows gathered from (U, D) by W[e], to a narrow side. One column tile holds
+    a whole row of F = 128 columns, so the epilogue computes the gate's gradient from registers,
+    without atomics. For wider rows each column tile writes a partial sum. There are four epilogues:
+    activation, gate, and the two of the backward pass.
+K2  `rows_product` multiplies narrow rows by W[e], to wide rows. The narrow tile is read once and
+    reused for all column tiles. Outputs are stored in route order, so `sum_rows` (routing.py) reads
+    each target's consecutively: deterministic, without atomics.
 
-With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is
-the bytes that count. Rows are read through pointers (cp.async on the GPU). All widths are
-compile-time constants, and alignment and masks follow from them: widths that no tile divides are
-masked, not padded in memory, and no packed copy of the weights has to be kept in step with them. A
-width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) pays by narrower copies.
+With F = 128 a product has 128 FLOP per gathered byte, so it is memory-bound on an H200. Rows are read
+through pointers (cp.async on the GPU). Widths are compile-time constants. Widths that no tile divides
+are masked instead of padded, so there is no packed copy of the weights. Widths that are no multiple
+of 16 bytes (412 or 82 columns in bfloat16) are read in narrower copies.
 
-Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F where
-gated), O output width; tiles ROWS × COLUMNS, DEPTH of the inner width at a time.
+Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F if gated), O
+output width; tiles ROWS × COLUMNS, DEPTH steps along the inner width.
 """
 
 from .guard import tl, triton
@@ -37,7 +36,7 @@ def smooth(z, ACT: tl.constexpr):
 
 @triton.jit
 def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
-    """Returns a tile's expert (−1: none), its sorted rows, and which of them are this expert's."""
+    """Returns a tile's expert (−1: none), its sorted rows, and a mask of this expert's rows."""
     expert = tl.load(tile_expert + tile)
     rows = tl.load(tile_first + tile) + tl.arange(0, ROWS)
     return expert, rows, rows < tl.load(starts + tl.maximum(expert, 0) + 1)
@@ -57,9 +56,9 @@ def _product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32.
+    """Computes a[a_rows] (ROWS, K) times the columns `cols` of one expert's w (K, N), in float32.
 
-    w's strides say whether it is transposed.
+    w's strides determine whether it is transposed.
     """
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
@@ -86,10 +85,7 @@ def _two_products(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes the same with the columns `cols` and `cols` + N of w (K, 2N).
-
-    The rows are gathered once for both.
-    """
+    """Computes `_product` with columns `cols` and `cols` + N of w (K, 2N), gathering rows once."""
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
     w_at = w + depth[:, None] * W_K + cols[None, :]
@@ -134,8 +130,7 @@ def gathered_activation(
 ):
     """Computes hidden = a(x[source] · w[e] + bias[e]), (N, F).
 
-    Stores in `saved` what the backward reads: relu's hidden rows, and `hidden` is None; of others
-    the rows before the activation.
+    `saved` receives relu's hidden rows (`hidden` is then None), else the rows before the activation.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
@@ -165,7 +160,7 @@ def gathered_activation(
     if ACT == "relu":
         tl.store(saved_at, tl.maximum(z, 0.0).to(dtype), mask=mask)
     else:
-        z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
+        z = z.to(dtype)  # as the backward reads it, so that both compute the same hidden rows
         tl.store(saved_at, z, mask=mask)
         activated, _ = smooth(z.to(tl.float32), ACT)
         if content is not None:
@@ -192,10 +187,7 @@ def gathered_gate(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes saved = x[source] · w[e], (N, O) in sorted order, and gate · saved.
-
-    The latter goes to out[out_rows].
-    """
+    """Computes saved = x[source] · w[e], (N, O) in sorted order, and out[out_rows] = gate · saved."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -223,7 +215,7 @@ def gathered_gate(
 
 @triton.jit
 def _bias_products(a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Computes (ROWS,): the gathered rows times one expert's bias (K,)."""
+    """Multiplies gathered rows by one expert's bias (K,), returns (ROWS,)."""
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((ROWS,), tl.float32)
     for k in range(0, K, DEPTH):
@@ -259,10 +251,10 @@ def gathered_hidden_gradient(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes a perceptron's d_h = grad[target] · w_down[e]ᵀ, and d_z and the gate's gradient.
+    """Computes a perceptron's d_h = grad[target] · w_down[e]ᵀ, its d_z, and the gate's gradient.
 
-    The gate's gradient is Σ h · d_h, and d_z that of gate · d_h. `grad_gate` (column tiles, N)
-    gets a partial sum per column tile, in route order. With a bias the gate has its share of it.
+    d_z is the gradient of z given gate · d_h. The gate's gradient is Σ h · d_h, plus the bias's part.
+    `grad_gate` (column tiles, N) receives a partial sum per column tile, in route order.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
@@ -334,7 +326,7 @@ def gathered_input_gradient(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Computes d_x = grad[target] · w[e]ᵀ of a matrix whose input is narrow.
+    """Computes d_x = grad[target] · w[e]ᵀ for a matrix with a narrow input.
 
     The gate's gradient is Σ x · d_x, and out[out_rows] = gate · d_x.
     """
@@ -376,7 +368,7 @@ def gathered_input_gradient(
 
 @triton.jit
 def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr):
-    """Writes gate · (output + bias) to rows of their own."""
+    """Stores gate · (output + bias) in the rows `places`."""
     mask = live[:, None] & (cols < OUT)[None, :]
     if bias is not None:
         values = tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0)
@@ -411,8 +403,8 @@ def rows_product(
 ):
     """Computes out[out_rows] = gate · (a[a_rows] · w[e] + bias[e]), (…, O).
 
-    Rows of None are the sorted rows themselves. `w` (E, K, O), or (E, O, K) if TRANSPOSED. With
-    `saved` (N, K) in sorted order, grad_gate[gate_places] = Σ saved · a[a_rows].
+    Row indices of None mean the sorted rows. `w` is (E, K, O), or (E, O, K) if TRANSPOSED. With
+    `saved` (N, K) in sorted order, also computes grad_gate[gate_places] = Σ saved · a[a_rows].
     """
     W_K: tl.constexpr = 1 if TRANSPOSED else OUT
     W_N: tl.constexpr = K if TRANSPOSED else 1

@@ -1,4 +1,4 @@
-"""Imports Triton for this package, or names its pip line; launches its kernels."""
+"""Imports Triton for this package, or says how to install it; launches kernels."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -6,7 +6,7 @@ import torch
 
 from .available import INSTALL_LINE, interpreted
 
-# Triton's own types say `constexpr` of what its functions take and give as plain numbers.
+# Triton's own types declare plain numbers as `constexpr`.
 if TYPE_CHECKING:
 
     class _Anything(type):
@@ -31,7 +31,7 @@ INTERPRETED = interpreted()
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
-    """Runs `num_programs` programs of a kernel on its tensors' device; 0 is no error."""
+    """Launches `num_programs` programs of a kernel on its tensors' device; 0 launches nothing."""
     if num_programs:
         with torch.cuda.device_of(next(value for value in args if value is not None)):
             kernel[(num_programs,)](*args, **meta)

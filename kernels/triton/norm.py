@@ -1,12 +1,11 @@
 """Residual, norm and casts: one pass over the rows forward, one backward, and a sum of partial sums.
 
-    forward     s = x + y; n = norm(s); and copies of n and s as products read them
-    backward    all gradients of n and of s are added in float32; dx, dy; partial sums of the
-                weight's and the bias's
-    sum         those partial sums, in order
+    forward     s = x + y; n = norm(s); low-precision copies of n and s
+    backward    adds all gradients of n and s in float32; dx, dy; partial sums for weight and bias
+    sum         adds the partial sums in order
 
-Bound by memory: a row is read once and lives in registers, whatever is made of it; its variance is
-taken there in a second pass, around the mean. Statistics and sums are float32 in every dtype.
+The kernels are memory-bound. A row is read once and stays in registers, where a second pass takes
+its variance around the mean. Statistics and sums are float32 in every dtype.
 
 Legend: T rows, D columns, P programs of the backward pass.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from .guard import launch, tl, triton
 
 _ELEMENTS = 2048  # of a program's tile, unless one row has more
-_PROGRAMS = 512  # of the backward pass: by shapes alone, so that sums do not depend on the GPU
+_PROGRAMS = 512  # of the backward pass; fixed, so that sums do not depend on the GPU
 _SUM_ROWS, _SUM_COLUMNS = 64, 32
 
 
@@ -39,7 +38,7 @@ def _add_norm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Adds, normalises and casts a tile of whole rows; what is None is not given or not wanted."""
+    """Adds, normalises and casts a tile of whole rows; None marks absent inputs and outputs."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     cols = tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (cols < WIDTH)[None, :]
@@ -88,7 +87,7 @@ def _add_norm_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Makes the rows' gradients, tile after tile, and this program's part of the weight's."""
+    """Computes the rows' gradients tile by tile, and this program's partial sums."""
     cols = tl.arange(0, COLUMNS)
     w = tl.full((COLUMNS,), 1.0, tl.float32)
     if weight is not None:
@@ -142,7 +141,7 @@ def _sum_partial(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums some columns over all rows, in one order."""
+    """Sums a tile of columns over all rows in a fixed order."""
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     of_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
     of_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -169,9 +168,9 @@ def add_norm(
     outputs: tuple[Tensor | None, ...],
     statistics: tuple[Tensor, Tensor],
 ) -> None:
-    """Fills `outputs` (x + y, the norm, and a copy of each in low precision) where they are given.
+    """Fills `outputs` (x + y, the norm, a low-precision copy of the norm and of the sum) unless None.
 
-    `statistics`: mean and inverse deviation of every row, (T,) float32.
+    `statistics` receives each row's mean and inverse deviation, (T,) float32.
     """
     num_rows, width = x_TD.shape
     tile = _tile(width)
@@ -197,10 +196,8 @@ def add_norm_backward(
 ) -> None:
     """Fills dx and dy (`outputs`) and the gradients of weight and bias (`parameters`).
 
-    A bias comes with a weight.
-
-    `gradients`: of the sum, of the norm, of a copy of the norm, and of a second copy: of the norm,
-    or of the sum.
+    `gradients` are those of the sum, the norm, a copy of the norm, and a second copy of either. A
+    bias requires a weight.
     """
     num_rows, width = s_TD.shape
     tile = _tile(width, backward=True)
@@ -229,7 +226,7 @@ def add_norm_backward(
 
 
 def _tile(width: int, *, backward: bool = False) -> dict[str, int]:
-    """Returns rows, columns and warps: 32 elements of a tile for every thread, backward 16."""
+    """Returns rows, columns and warps: 32 elements per thread, 16 in the backward pass."""
     columns = max(16, triton.next_power_of_2(width))
     rows = max(1, _ELEMENTS // columns)
     per_warp = 512 if backward else 1024

@@ -1,8 +1,8 @@
-"""Rotation of queries and keys: one pass over the rows of both.
+"""Rotates queries and keys in one memory-bound pass over both.
 
-Bound by memory. A program takes a tile of whole rows of both, so that cosines and sines are read
-once for the two; a row's other half is read a second time, from the cache. Rows are counted as
-(sequence, position, head), the order in which results lie and, as a rule, what is rotated.
+A program processes a tile of whole rows of both, so cosines and sines are read once. The partner
+half of a row is read a second time, from the cache. Rows are numbered (sequence, position, head),
+the memory order of the results and usually of the inputs.
 
 Legend: R rows, C channels of a head, W of them rotated.
 """
@@ -16,7 +16,7 @@ _ELEMENTS = 2048  # of a program's tile of queries, and of keys
 
 @triton.jit
 def _turned(rows, at, partner_at, cos, sin, mask, turns, SCALE: tl.constexpr, BACK: tl.constexpr):
-    """Rotates a tile whose channels and their partners stand there; what does not turn is scaled."""
+    """Rotates a tile, given the offsets of channels and partners; other channels are only scaled."""
     x = tl.load(rows + at, mask=mask, other=0.0).to(tl.float32) * SCALE
     partner = tl.load(rows + partner_at, mask=mask & turns, other=0.0).to(tl.float32) * SCALE
     return tl.where(turns, x * cos - partner * sin if BACK else x * cos + partner * sin, x)
@@ -49,7 +49,7 @@ def _rotate_pair(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Scales and rotates a tile of rows of q and of k; the four strides of each are in elements."""
+    """Scales and rotates a tile of rows of q and k; strides are in elements."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     cols = tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows) & (cols < WIDTH)
@@ -81,7 +81,7 @@ def rotate_pair(
     scale: float,
     back: bool,
 ) -> None:
-    """Fills `outputs`, which lie as (B, S, H, C), with the `pair` (B, H, S, C) scaled and rotated.
+    """Scales and rotates `pair` (B, H, S, C) into `outputs`, whose memory layout is (B, S, H, C).
 
     `table`: cosine and sine, (S, W) or (B, 1, S, W).
     """

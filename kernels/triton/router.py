@@ -1,27 +1,26 @@
-"""The router in one kernel: logits on tensor cores, top-k, gate.
+"""The router in one kernel: logits on tensor cores, top-k, gates.
 
-A program has a block of rows. It walks over the experts' columns, writes their logits, waits for its
-own warps, and reads the logits of whole rows back from the cache to choose from them: what chooses
-needs complete rows, what multiplies wants tiles, and 565 experts' logits do not stay in registers.
+A program owns a block of rows. It computes the logits tile by tile, stores them, synchronises its
+warps, and reads whole rows back from the cache to select from. Selection needs complete rows, and the
+logits of 565 experts do not fit in registers.
 
-Each product of float32 numbers is three products of bfloat16 numbers (bf16x3). x is split into
-h = bfloat16(x) and l = bfloat16(x − h), and so is w:
+Each float32 product is three bfloat16 products (bf16x3). x is split into h = bfloat16(x) and
+l = bfloat16(x − h), and so is w:
 
     x·w  ≈  l_x·h_w + h_x·l_w + h_x·h_w          (summed in float32)
 
-bfloat16 has 8 bits, so |x − h| ≤ 2⁻⁸|x| and |x − h − l| ≤ 2⁻¹⁶|x|. What is left out are the rests
-of both sides and l_x·l_w, each about 2⁻¹⁶|x·w| at most: together less than 3.01 · 2⁻¹⁶|x·w|. So with
-D products a logit is off by less than `BOUND` · Σ|x·w|, beside the rounding of a float32 sum. That is
-the worst case; rests have either sign, and of random rows a logit is some 2⁻¹⁷ · √Σ(x·w)² off.
-TensorFloat-32 in three products would have 2⁻²⁰ instead of 2⁻¹⁴, in twice the time. The split is
-written out here, not asked of `tl.dot`: its names for it differ between chips and releases, and its
-interpreter has none. (The method: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
-Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.) A row that has an infinity
-gets NaN where float32 had kept it.
+bfloat16 has 8 bits, so |x − h| ≤ 2⁻⁸|x| and |x − h − l| ≤ 2⁻¹⁶|x|. The omitted terms are both
+remainders and l_x·l_w, each at most about 2⁻¹⁶|x·w|: together less than 3.01 · 2⁻¹⁶|x·w|. A logit's
+error is therefore below `BOUND` · Σ|x·w|, plus the rounding of a float32 sum. On random rows, where
+the signs of remainders vary, it is about 2⁻¹⁷ · √Σ(x·w)². TensorFloat-32 in three products would have
+2⁻²⁰ instead of 2⁻¹⁴, in twice the time. The split is explicit because `tl.dot`'s names for it differ
+between chips and releases, and the interpreter supports none. (Method: Henry, Tang and Heinecke,
+"Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations",
+arXiv 1904.06376.) A row with an infinity yields NaN where float32 would keep the infinity.
 
-Ties: the lowest expert first. NaN is greater than any number, as `torch.topk` has it.
+Ties select the lowest expert. NaN is greater than any number, as in `torch.topk`.
 
-Legend: T rows, D their width, E experts, H heads, A experts of a head, K experts chosen.
+Legend: T rows, D width, E experts, H heads, A experts of a head, K experts chosen.
 """
 
 import torch
@@ -30,8 +29,8 @@ from torch import Tensor
 from .guard import INTERPRETED, launch, tl, triton
 from .tiles import Tile, round_up, router_tile, target
 
-BOUND = 2.0**-14  # of a logit, times Σ|x·w|
-_SELECTED = 1024  # logits that a warp chooses from at a time
+BOUND = 2.0**-14  # largest error of a logit, times Σ|x·w|
+_SELECTED = 1024  # logits that a warp selects from at a time
 _SPLIT = 1024
 
 
@@ -39,8 +38,8 @@ _SPLIT = 1024
 def round_to_bfloat16(x, EMULATED: tl.constexpr):
     """Rounds float32 to bfloat16, to nearest, ties to even.
 
-    The interpreter's own rounding is wrong, and so are its products; there the result stays float32,
-    whose products of such numbers are exact, as a tensor core's are.
+    The interpreter's bfloat16 rounding and products are wrong. There the result stays float32, whose
+    products of such numbers are exact, like a tensor core's.
     """
     if EMULATED:
         bits = x.to(tl.int32, bitcast=True)
@@ -62,10 +61,7 @@ def split_block(
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Writes a block of h and l of the weights, (2, ROWS, WIDTH).
-
-    They are zero where there is no expert or channel.
-    """
+    """Writes a block of the weights' h and l, (2, ROWS, WIDTH), zero in padding rows and columns."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     expert, channel = at // WIDTH, at % WIDTH
     mask = (expert < E) & (channel < D)
@@ -87,7 +83,7 @@ def _split(
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Writes h and l of the weights."""
+    """Writes the weights' h and l."""
     split_block(w, parts, tl.program_id(0), E, D, ROWS, WIDTH, BLOCK, EMULATED)
 
 
@@ -104,7 +100,7 @@ def _logits(
 ):
     """Computes a tile of x Wᵀ, (ROWS, COLUMNS) float32, in three products, the small ones first.
 
-    `low`: how far behind h of the weights their l stands.
+    `low` is the offset from the weights' h to their l.
     """
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -129,10 +125,10 @@ def _select(
     SELECT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Finds the K greatest of each row, the greatest first, and where they stand: (SELECT, SLOTS).
+    """Finds the K greatest values of each row, greatest first, and their places: (SELECT, SLOTS).
 
-    By integers of the same order: those of negative numbers have all bits but the sign turned over.
-    NaN is the greatest, and what has been taken, or is none of the A, is the least.
+    Compares integers of the same order, in which negative numbers have all bits but the sign
+    flipped. NaN is the greatest; selected and padding entries are the least.
     """
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # −0 is 0
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -153,7 +149,7 @@ def _select(
 
 @triton.jit
 def _gates(values, chosen, slot_mask, GATE: tl.constexpr):
-    """Weighs the chosen logits `chosen` (SELECT, SLOTS) of the rows `values`."""
+    """Computes the gates of the chosen logits `chosen` (SELECT, SLOTS) of the rows `values`."""
     if GATE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-chosen))
     if GATE == "softmax_of_chosen":
@@ -187,13 +183,13 @@ def route(
     SLOTS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Writes logits (T, H·A), the experts (T, H, K) and the gates (T, H, K) of a block of rows.
+    """Writes logits (T, H·A), experts (T, H, K) and gates (T, H, K) of a block of rows.
 
-    Experts that are `given` are taken instead of chosen.
+    Uses the `given` experts instead of a selection, if any.
     """
     E: tl.constexpr = HEADS * A
     TILES: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
-    # Offsets within a block of rows have 32 bits; where the block begins has 64.
+    # Offsets within a block of rows are 32-bit; the block's own offset is 64-bit.
     first = tl.program_id(0) * ROWS
     num_left = tl.minimum(ROWS, num_rows - first)
     x += first.to(tl.int64) * D
@@ -210,11 +206,11 @@ def route(
         total = _logits(x_at, w_at, TILES * COLUMNS * WIDTH, D, ROWS, COLUMNS, DEPTH, EMULATED)
         at = logits + row[:, None] * E + cols[None, :]
         tl.store(at, total, mask=(row < num_left)[:, None] & (cols < E)[None, :])
-    # What other warps of this program wrote is read now. On NVIDIA's chips bar.sync orders it; AMD's
-    # barrier waits for no store, so the kernel is not taken there (kernels/fused/router.py).
+    # Reads other warps' stores. NVIDIA's bar.sync orders them; AMD's barrier does not wait for stores,
+    # so this kernel is not used there (kernels/fused/router.py).
     tl.debug_barrier()
-    # A head of a row is a line of A logits. Of a chunk each lane of a warp has one, and a warp has
-    # whole lines: nothing is exchanged between warps.
+    # One head of one row is a line of A logits. Each lane of a warp holds one logit of a chunk, and a
+    # warp holds whole lines, so warps exchange nothing.
     slots = tl.arange(0, SLOTS)
     bins = tl.arange(0, CHUNKS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
     for part in range(0, ROWS * HEADS, SELECT):
@@ -246,7 +242,7 @@ def route_top_k(
     heads: int,
     gate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what `kernels.router.route_top_k` says, of contiguous float32 rows and weights."""
+    """Implements `kernels.fused.router.route_top_k` for contiguous float32 rows and weights."""
     num_rows = x_TD.shape[0]
     num_experts = weight_ED.shape[0]
     per_head = num_experts // heads
@@ -306,5 +302,5 @@ def _tile(num_rows: int, num_experts: int) -> Tile:
 
 
 def new_parts(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns room for h and l of float32 numbers, (2, rows, columns)."""
+    """Allocates h and l of float32 numbers, (2, rows, columns)."""
     return like.new_empty(2, rows, columns, dtype=torch.float32 if INTERPRETED else torch.bfloat16)

@@ -1,26 +1,23 @@
-"""The router's backward pass: the gradient of the logits, and its two products, on tensor cores.
+"""The router's backward pass: the gradient g of the logits and its two products, on tensor cores.
 
-  1. `logit_gradient`: what comes back through the gates is added to what the logits have of their own
-     (a balancing loss). It is written as two bfloat16 numbers, h and l, padded with zeros to whole
-     tiles, so that the products copy it as it is. The same launch splits the weights, as forward did:
-     kept since then they would cost every use of a router its own copy.
-  2. `row_gradient`: grad_x = g W.
-  3. `weight_gradient`: gᵀ x, as xᵀ g, for x is float32, is split in registers, and only a product's
-     first operand is taken from there. Its result is a few tiles, so rows are dealt to several
-     programs for each; the float32 sums that these write are added in order.
+  1. `logit_gradient` adds the gradient through the gates to the logits' own (of a balancing loss). It
+     writes g as two bfloat16 numbers, h and l, zero-padded to whole tiles. The same launch splits the
+     weights again: saving the forward's split would cost a copy per use of a router.
+  2. `row_gradient` computes grad_x = g W.
+  3. `weight_gradient` computes gᵀ x as xᵀ g. x is split in registers, and only a product's first
+     operand can come from there. The result has few tiles, so several programs share the rows of each
+     and their float32 sums are added in order.
 
-The products are three of bfloat16 numbers (bf16x3), as in router.py, and as exact: with g as step 1
-has it, in float32, a gradient is off by less than `router.BOUND` · Σ|g·w|, or Σ|g·x|, beside the
-rounding of a float32 sum. g itself is a sum of a few float32 terms, each rounded a few times. Nothing
-is added by atomics, and a row has each expert at most once: equal inputs have equal gradients, bit for
-bit.
+Products are three bfloat16 products (bf16x3), as exact as in router.py: given g in float32, the error
+of a gradient is below `router.BOUND` · Σ|g·w|, or Σ|g·x|, plus the rounding of a float32 sum. There
+are no atomics, and a row has each expert at most once, so gradients are deterministic.
 
-An infinity in g, x or the weights becomes NaN in the sums that it is part of, where float32 may keep
-it: it is not finite either way. So does a number beyond bfloat16's greatest, 3.39 · 10³⁸. A NaN of g
-stays in its row of grad_x and in its expert's row of grad_W.
+An infinity in g, x or the weights, or a number beyond bfloat16's greatest (3.39 · 10³⁸), becomes NaN
+in its sums, where float32 might keep the infinity. A NaN in g stays within its row of grad_x and its
+expert's row of grad_W.
 
-Legend: T rows, D their width, E experts, H heads, A experts of a head, K experts chosen, G (DEEP)
-columns of g, which are E and padding, W (WIDTH) those of the weights. A line is one head of one row.
+Legend: T rows, D width, E experts, H heads, A experts of a head, K experts chosen, G (DEEP) padded
+columns of g, W (WIDTH) padded columns of the weights. A line is one head of one row.
 """
 
 import torch
@@ -35,7 +32,7 @@ _ELEMENTS = 2048  # of a program of `logit_gradient`
 
 @triton.jit
 def _store_split(out, low, at, value, mask, EMULATED: tl.constexpr):
-    """Writes h of float32 numbers, and l so far behind it."""
+    """Writes h of float32 numbers, and l at the offset `low` from it."""
     high = round_to_bfloat16(value, EMULATED)
     tl.store(out + at, high, mask=mask)
     rest = round_to_bfloat16(value - high.to(tl.float32), EMULATED)
@@ -68,13 +65,13 @@ def logit_gradient(
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Writes h and l of the logits' gradient, (2, T, DEEP), of a block of lines.
+    """Writes h and l of the logits' gradient, (2, T, DEEP), for a block of lines.
 
-    Programs from `num_blocks` on write h and l of the weights, (2, DEEP, WIDTH).
+    Programs from `num_blocks` on write the weights' h and l, (2, DEEP, WIDTH).
     """
     E: tl.constexpr = HEADS * A
     block = tl.program_id(0)
-    if parts is not None:  # noqa: SIM102 - the first is known as it is compiled, the second not
+    if parts is not None:  # noqa: SIM102 - only the first condition is known at compile time
         if block >= num_blocks:
             split_block(weight, parts, block - num_blocks, E, D, DEEP, WIDTH, BLOCK, EMULATED)
             return
@@ -107,7 +104,7 @@ def logit_gradient(
         if grad_logits is not None:
             chosen += tl.load(grad_logits + line_at + place, mask=slot_mask, other=0.0)
         _store_split(out, low, out_at + cols[None, :], grad, mask, EMULATED)
-        tl.debug_barrier()  # the chosen ones go over what other threads of this program wrote
+        tl.debug_barrier()  # the chosen entries overwrite other threads' stores
         _store_split(out, low, out_at + place, chosen, slot_mask, EMULATED)
     else:
         _store_split(out, low, out_at + cols[None, :], grad, mask, EMULATED)
@@ -168,7 +165,7 @@ def weight_gradient(
     DEPTH: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Computes a tile of xᵀ g over some of the rows; writes it, turned, into their sums (…, E, D).
+    """Computes a tile of xᵀ g over a part of the rows and stores it transposed, (parts, E, D).
 
     ROWS are channels here, and COLUMNS experts.
     """
@@ -211,15 +208,17 @@ def route_top_k_backward(
     gate: str,
     wants: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of x and of the weights, those that are wanted.
+    """Computes the requested gradients of x and the weights.
+
+    All tensors are contiguous float32 except the experts.
 
     Args:
-        x_TD, weight_ED: what was routed; contiguous float32, as all here but the experts are.
-        made: what came out, the experts (T, H, K) int64, their gates, and the logits (T, E), which
-            are read for the gate "softmax" alone.
-        grads: of the logits (T, E), and of the gates (T, H, K); one of them may be absent.
-        gate: as in `kernels.router.route_top_k`.
-        wants: whether the gradient of x is wanted, and that of the weights.
+        x_TD, weight_ED: the forward's inputs.
+        made: the forward's outputs: experts (T, H, K) int64, gates, and logits (T, E), which only the
+            gate "softmax" reads.
+        grads: of the logits (T, E) and the gates (T, H, K); one of them may be None.
+        gate: as in `kernels.fused.router.route_top_k`.
+        wants: whether to compute the gradients of x and of the weights.
     """
     num_rows, num_experts = len(x_TD), len(weight_ED)
     if not num_rows:
@@ -245,7 +244,7 @@ def _logit_gradient(
     deep: int,
     gate: str,
 ) -> Tensor:
-    """Returns h and l of the logits' gradient, (2, T, G), and writes those of the weights."""
+    """Returns h and l of the logits' gradient, (2, T, G), and fills `parts_2GW`."""
     experts_THK, gates_THK, logits_TE = made
     grad_TE, grad_THK = grads
     num_rows, heads, top_k = experts_THK.shape
@@ -332,7 +331,7 @@ def _weight_gradient(g_2TG: Tensor, x_TD: Tensor, weight_ED: Tensor, tile: Tile)
 
 
 def _tiles(num_rows: int, num_experts: int, width: int) -> tuple[Tile, Tile]:
-    """Returns the tiles of grad_x and of the weights' gradient."""
+    """Returns the tiles for grad_x and for the weights' gradient."""
     if INTERPRETED:
         return Tile(16, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1)
     return router_gradient_tiles(target(), num_rows, num_experts, width)

@@ -1,21 +1,18 @@
-"""Sorting routes by expert, and what the grouped products read of that order: without a word to the
-host.
+"""Sorts routes by expert and prepares the order for the grouped products, without host synchronisation.
 
-  1. `sort_routes`: a histogram per block of routes; one scan per expert over the blocks; a stable
-     scatter. Three small kernels.
-  2. `TileTable`: which expert and which first row a program of a grouped product has. Its length is
-     fixed, ceil(N/rows) + E, so grids are static and the whole may be captured in a CUDA graph; the
-     programs left over find expert −1 and end.
-  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product
-     reads one index per row.
-  4. `sum_rows` (Rd): every target's outputs summed in route order and float32, rounded once. It is
-     bound by memory, and reads every output once: they stand in route order, so where each target
-     has equally many they are one stream and no index is read.
+  1. `sort_routes`: a histogram per block of routes, one scan per expert over the blocks, and a stable
+     scatter: three small kernels.
+  2. `TileTable`: each program's expert and first row in a grouped product. Its length is fixed,
+     ceil(N/rows) + E, so grids are static and can be captured in a CUDA graph. Surplus programs find
+     expert −1 and exit.
+  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so a product reads
+     one index per row.
+  4. `sum_rows` (Rd): sums each target's outputs in route order and float32, and rounds once. It is
+     memory-bound. Outputs are in route order, so targets with equally many routes need no index.
 
-What follows from a sorting is made once (`plan_of`), however many products there are over its
-routes, in the forward pass and in the backward pass.
+All products over one list of routes, forward and backward, share these tables (`plan_of`).
 
-Integers all through, and integer atomics alone: two runs agree bit for bit.
+All atomics are on integers, so runs agree bit for bit.
 
 Legend: N routes, E experts, B blocks of routes, L entries of a table, U target rows, O columns.
 """
@@ -29,14 +26,14 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from ..calls import SortedRoutes
 from .guard import launch, tl, triton
 
-# routes per program of the sort: the comparison of all with all in a block stays in registers
+# routes per program of the sort: comparing all pairs of a block stays in registers
 _BLOCK = 256
 _COMPARED = 32
 _SCAN = 1024
 _LEAST_BINS = 128
 _COLUMNS = 1024  # of a program that sums rows
 _ELEMENTS = 4096  # of its tile
-_COMPARISONS = 8192  # of a program of the tile table: more would not stay in registers
+_COMPARISONS = 8192  # of a program of the tile table: more would not fit in registers
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks"])
@@ -50,7 +47,7 @@ def _histogram(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Counts the routes of each expert in one block, and adds the counts up over all blocks."""
+    """Counts the routes of each expert in one block and adds the counts to the totals."""
     block = tl.program_id(0)
     route = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_N + route, mask=route < num_routes, other=E).to(tl.int32)
@@ -70,10 +67,7 @@ def _scan(
     BINS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Computes where expert e's rows start, and in place of its counts where each block's start.
-
-    Program e does that for expert e.
-    """
+    """Computes expert e's first row (one program per expert), and turns its block counts into offsets."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     base = tl.sum(tl.load(totals_E + bins, mask=bins < expert, other=0))
@@ -98,7 +92,7 @@ def rank_in_block(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """How many earlier routes of the block have the key of each; `own` are those of the block."""
+    """Counts for each route the earlier routes of its block with the same key; `own` are the keys."""
     lane = tl.arange(0, BLOCK)
     rank = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, BLOCK, COMPARED):
@@ -122,10 +116,7 @@ def _scatter(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """Writes every route's place.
-
-    It is its expert's base for this block, plus the earlier routes of the block with that expert.
-    """
+    """Writes every route's place: its expert's base in this block plus its rank within the block."""
     block = tl.program_id(0)
     route = block * BLOCK + tl.arange(0, BLOCK)
     live = route < num_routes
@@ -185,9 +176,9 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class TileTable:
-    """Lists row tiles in expert order; entries past the last tile have expert −1.
+    """Row tiles in expert order; entries past the last tile have expert −1.
 
-    A tile that is not its expert's first has a `slot`, counted over all experts; expert e's are
+    Every tile but an expert's first has a `slot`, numbered over all experts; expert e's slots are
     slots_E1[e] … slots_E1[e+1]−1.
     """
 
@@ -216,7 +207,7 @@ def _tile_table(
     LEAST: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Finds the expert, first row and slot of some entries of the table."""
+    """Finds the expert, first row and slot of a block of table entries."""
     bins = tl.arange(0, BINS)
     starts = tl.load(starts_E1 + bins, mask=bins < E, other=0)
     counts = tl.load(starts_E1 + bins + 1, mask=bins < E, other=0) - starts
@@ -240,10 +231,7 @@ def _tile_table(
 
 
 def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
-    """Cuts every expert's rows into tiles of `rows`.
-
-    `least`=1 gives an expert without rows one (empty) tile.
-    """
+    """Cuts each expert's rows into tiles of `rows`; `least`=1 gives empty experts one empty tile."""
     num_experts = starts_E1.shape[0] - 1
     length = triton.cdiv(num_rows, rows) + num_experts
     expert_L, first_L, slot_L, slots_E1 = (
@@ -271,10 +259,7 @@ def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Holds what the sorted places read and write.
-
-    Those are rows of the source and of the target (int32), and the gate weights.
-    """
+    """Source row, target row (int32) and gate weight of every sorted place."""
 
     source_N: Tensor
     target_N: Tensor
@@ -313,7 +298,7 @@ def _sorted_rows(
 
 
 def sorted_rows(routes: SortedRoutes) -> SortedRows:
-    """Reads the indices of N routes once: 12 bytes are written for each."""
+    """Resolves source row, target row and gate weight of N sorted places; 12 bytes each."""
     num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
     source_N, target_N = (
         torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2)
@@ -336,9 +321,9 @@ def sorted_rows(routes: SortedRoutes) -> SortedRows:
 
 
 class RoutePlan:
-    """Holds what all products over one list of sorted routes share, each made when first asked for.
+    """Tables that all products over one list of sorted routes share, each created on first use.
 
-    It holds none of the list's own tensors, for it is kept as long as one of them.
+    It holds no strong reference to the list's tensors, because it lives as long as one of them.
     """
 
     def __init__(self, routes: SortedRoutes) -> None:
@@ -348,29 +333,29 @@ class RoutePlan:
         self._tables: dict[int, TileTable] = {}
 
     def is_of(self, routes: SortedRoutes) -> bool:
-        """Returns whether it was made for these very tensors."""
+        """Returns whether this plan was made for these very tensors."""
         known = [None if each is None else each() for each in self._of]
         same = all(a is b for a, b in zip(known, _lists(routes), strict=True))
         return same and self._rules == (routes.per_source, routes.per_target)
 
     def rows(self, routes: SortedRoutes) -> SortedRows:
-        """Returns what the sorted places read and write; 12 bytes for each, kept with the routes."""
+        """Returns the rows and gates of the sorted places; 12 bytes each, kept with the routes."""
         if self._rows is None:
             self._rows = sorted_rows(routes)
         return self._rows
 
     def table(self, routes: SortedRoutes, rows: int) -> TileTable:
-        """Returns the table of tiles of so many rows."""
+        """Returns the table for tiles of `rows` rows."""
         if rows not in self._tables:
             self._tables[rows] = tile_table(routes.starts_E1, routes.num_routes, rows=rows)
         return self._tables[rows]
 
 
-_plans = WeakTensorKeyDictionary()  # by `starts_E1`, which a pass keeps as long as its routes
+_plans = WeakTensorKeyDictionary()  # by `starts_E1`, which lives as long as the pass's routes
 
 
 def plan_of(routes: SortedRoutes) -> RoutePlan:
-    """Returns the plan of these routes: the one that was made for the same tensors, if any was."""
+    """Returns the plan of these routes, created once for the same tensors."""
     found = _plans.get(routes.starts_E1)
     if found is None or not found.is_of(routes):
         found = _plans[routes.starts_E1] = RoutePlan(routes)
@@ -394,7 +379,7 @@ def _sum_equal(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums a tile of rows that have `PER` routes each, one after another."""
+    """Sums a tile of rows that have `PER` consecutive routes each."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = ((tl.program_id(0) // TILES) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -409,7 +394,7 @@ def _sum_equal(
 
 @triton.jit
 def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums one row's routes, which `routes` lists from starts[row] on."""
+    """Sums one row's routes, which `routes` lists from starts[row]."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -421,10 +406,10 @@ def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_rows(outputs_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
-    """Sums the outputs of every row's routes: (num_rows, O).
+    """Sums the outputs of each row's routes, (num_rows, O); rows without routes are zero.
 
-    Those are the routes with index u or, by the rule, n // per_row = u. A row without a route is
-    zero. With one route for each row the result is the outputs themselves.
+    Row u's routes have index u or, with `per_row`, n // per_row = u. With one route per row this
+    returns the outputs themselves.
     """
     if per_row == 1:
         return outputs_NO

@@ -1,13 +1,12 @@
-"""Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape,
-never while a model runs.
+"""Tiles of the grouped products: a fixed table {kernel, precision, load} -> tile.
 
-No autotuning at import or first use: it would try configurations on every rank of a job, at every
-new shape, and two ranks may choose differently. `benchmarks/gpu/tune_tiles.py` measures on a GPU
-and writes the table anew; `ORIGIN` says where its entries come from. What the compiler says of each
-for sm_90 (wgmma, no spills, shared memory) is tested without a GPU.
+There is no autotuning: it would try configurations on every rank at every new shape, and two ranks
+could choose differently. `benchmarks/gpu/tune_tiles.py` measures on a GPU and rewrites the table;
+`ORIGIN` says where its entries come from. Tests compile each entry without a GPU and check the
+result (tensor cores, no spills, shared memory).
 
-Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or
-"many".
+Load is "few" below 300 rows per expert on average, where a tile of 128 rows would be a third empty,
+else "many".
 """
 
 from dataclasses import dataclass, replace
@@ -22,9 +21,9 @@ from .available import interpreted
 
 @dataclass(frozen=True)
 class Tile:
-    """Holds the sides of a program's tile, and the warps and stages of its pipeline.
+    """The sides of a program's tile, and its warps and pipeline stages.
 
-    rows, columns: of the program's result; depth: the step along the inner width.
+    `rows` and `columns` are the sides of the result, `depth` the step along the inner width.
     """
 
     rows: int
@@ -34,25 +33,22 @@ class Tile:
     stages: int
 
     def fit(self, **widths: int) -> "Tile":
-        """Shrinks each side to the next power of two of what there is.
-
-        16 at least: what the tensor cores take.
-        """
+        """Shrinks sides to the next power of two of the actual widths, but at least 16."""
         return replace(
             self,
             **{side: min(getattr(self, side), _power(width)) for side, width in widths.items()},
         )
 
     def options(self) -> dict[str, Any]:
-        """Returns warps and stages as Triton's launch takes them."""
+        """Returns warps and stages as Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 Table = dict[tuple[str, str, str], Tile]  # by kernel, precision, load
 FEW = 300  # rows per expert
 ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
-# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2;
-# ragged: K3 (_small: with an activation, or widths of no multiple of 16 bytes).
+# gather: K1 forward; gather_back: K1 backward; …_two: gated activations; rows: K2;
+# ragged: K3 (_small: with an activation, or widths that are no multiple of 16 bytes).
 TILES: dict[tuple[str, str, str], Tile] = {
     ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 3),
     ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
@@ -83,9 +79,9 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("ragged", "fp32", "many"): Tile(64, 64, 32, 8, 3),
     ("ragged", "fp32", "few"): Tile(64, 64, 32, 8, 3),
 }
-# What other chips than those of sm_90 (H100, H200) have instead, by what the compiler says of each;
-# not measured. Without wgmma fewer registers are left; sm_89 (L4, L40, RTX 4000), sm_86, which is
-# alike, and sm_120 (RTX 5000) have 99 KiB of shared memory, gfx942 (MI300) 64, gfx950 (MI350) 160.
+# Entries of chips other than sm_90 (H100, H200), chosen by compiler output, not measured. Without
+# wgmma fewer registers are free. Shared memory is 99 KiB on sm_86, sm_89 (L4, L40, RTX 4000) and
+# sm_120 (RTX 5000), 64 KiB on gfx942 (MI300), and 160 KiB on gfx950 (MI350).
 _WITHOUT_WGMMA: Table = {
     ("gather", "bf16", "many"): Tile(128, 64, 64, 8, 3),
     ("gather", "bf16", "few"): Tile(64, 64, 64, 4, 3),
@@ -120,18 +116,17 @@ OTHERS: dict[str, Table] = {
     },
 }
 TARGETS = ("sm_90", *OTHERS)
-_WAVE = 128 * 128  # rows from which on routers have 128 for a program on every multiprocessor
-# Of a router's gradients: enough programs for every multiprocessor, and the fewest rows that one of
-# them adds up.
+_WAVE = 128 * 128  # rows that give every multiprocessor a router program of 128 rows
+# A router's gradients: programs that fill every multiprocessor, and the fewest rows of one program.
 _PROGRAMS, _LEAST_ROWS = 128, 256
-_FEW_REGISTERS = ("sm_80", "sm_89", "sm_120")  # both operands of a product are in registers
+_FEW_REGISTERS = ("sm_80", "sm_89", "sm_120")  # products keep both operands in registers
 INTERPRETED = interpreted()
-# The interpreter pays for programs and elements alike; small tiles give small cases several.
+# Small tiles give the tests' small cases several tiles.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)
 
 
 def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Tile:
-    """Returns the table's tile for a kernel, of rows in that dtype."""
+    """Returns a kernel's tile for rows of a dtype on this process's GPU."""
     if INTERPRETED:
         return _INTERPRETED
     return tile_of(target(), entry_of(kernel, dtype, num_rows, num_experts))
@@ -140,18 +135,18 @@ def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> 
 def entry_of(
     kernel: str, dtype: torch.dtype, num_rows: float, num_experts: float
 ) -> tuple[str, str, str]:
-    """Returns the entry of the table that a kernel takes: kernel, precision, load."""
+    """Returns a kernel's key in the table: kernel, precision, load."""
     load = "few" if num_rows < FEW * num_experts else "many"
     return kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load
 
 
 def tile_of(target: str, entry: tuple[str, str, str]) -> Tile:
-    """Returns the tile of an entry on a target."""
+    """Returns the tile of a table entry on a target."""
     return OTHERS.get(target, {}).get(entry) or TILES[entry]
 
 
 def router_tile(target: str, num_rows: float, num_experts: float) -> Tile:
-    """Returns the tile of a router's logits on a target, by rows and by experts of all heads."""
+    """Returns the tile of a router's logits on a target; `num_experts` counts all heads."""
     columns = 64 if num_experts <= 64 else 128
     if num_rows >= _WAVE and target not in _FEW_REGISTERS:
         return Tile(128, columns, 32, 8, 3)
@@ -161,9 +156,9 @@ def router_tile(target: str, num_rows: float, num_experts: float) -> Tile:
 def router_gradient_tiles(
     target: str, num_rows: float, num_experts: float, width: int
 ) -> tuple[Tile, Tile]:
-    """Returns the tiles of a router's backward pass on a target: of grad_x and of grad_W.
+    """Returns the tiles of a router's backward pass on a target: for grad_x and grad_W.
 
-    The first one's depth is along experts, whose number is padded to it. The second one's rows are
+    The depth of the first runs along experts, which are padded to it. The rows of the second are
     channels, its columns experts.
     """
     if target in _FEW_REGISTERS:
@@ -181,19 +176,19 @@ def router_gradient_tiles(
 
 
 def tiles_of_weights(num_experts: int, width: int, tile: Tile) -> int:
-    """Returns how many tiles the gradient of a router's weights (E, D) has."""
+    """Returns the number of tiles of a router's weight gradient (E, D)."""
     return ceil(width / tile.rows) * ceil(num_experts / tile.columns)
 
 
 def rows_of_part(num_rows: float, num_experts: int, width: int, tile: Tile) -> int:
-    """Returns how many rows a program adds up of a tile of a router's weights' gradient."""
+    """Returns how many rows one program sums for a tile of a router's weight gradient."""
     parts = max(1, _PROGRAMS // tiles_of_weights(num_experts, width, tile))
     return max(_LEAST_ROWS, round_up(ceil(num_rows / parts), tile.depth))
 
 
 @lru_cache(maxsize=1)
 def target() -> str:
-    """Returns whose tiles this process takes: those of its GPU's kind, or of the next older one."""
+    """Returns the target of this process's GPU: its own column of the table or the next older one."""
     if not torch.cuda.is_available():
         return "sm_90"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -203,9 +198,9 @@ def target() -> str:
 
 
 def target_of(capability: int) -> str:
-    """Returns the column of the table for a compute capability of NVIDIA's, such as 90.
+    """Returns the table's column for an NVIDIA compute capability such as 90.
 
-    The last known one before it; 86 and 87 have the shared memory of 89.
+    Unknown ones use the next older column; 86 and 87 have the shared memory of 89.
     """
     if 80 < capability < 89:
         return "sm_89"
@@ -214,7 +209,7 @@ def target_of(capability: int) -> str:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Returns the least multiple that is no smaller."""
+    """Rounds up to a multiple."""
     return -(-number // multiple) * multiple
 
 

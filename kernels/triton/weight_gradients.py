@@ -1,19 +1,16 @@
-"""K3: the weights' gradients, ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one call
-or several at once.
+"""K3: weight gradients as ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one or more calls.
 
-  1. `_write_addresses`: where every call has its operands, in one table;
-  2. `_list_rows`: for every expert the rows of the first call, then those of the second …, as
-     addresses: 20 bytes for each;
-  3. `ragged_product`: one loop over that list. Work is cut into (expert, chunk of its rows, tile of
-     dW), so that an expert with many rows does not hold up the rest. The first chunk of an expert
-     writes dW; later ones write tiles of their own, which
-  4. `_add_chunks` adds in order: deterministic, and no traffic at all where no expert has more than
-     one chunk.
+  1. `_write_addresses` writes the addresses of all calls' operands into one table.
+  2. `_list_rows` lists the row addresses of every expert, call after call: 20 bytes per row.
+  3. `ragged_product` loops over that list. Work is cut into (expert, chunk of its rows, tile of dW),
+     so an expert with many rows does not delay the others. An expert's first chunk writes dW; later
+     chunks write separate tiles.
+  4. `_add_chunks` adds these in order: deterministic, and no traffic unless an expert has several
+     chunks.
 
-Several calls (the repeats of a layer group in a Universal Transformer) are one launch: dW is then
-read and written once for all of them, not once for each, and the copies of one call's last rows
-overlap with the next one's first. The activation is applied to u, and the gate to the narrower of
-both, on their way to the tensor cores, so nothing but what the forward saved is needed.
+Several calls (the repeats of a layer group in a Universal Transformer) share one launch, so dW is
+read and written once, and loads overlap across calls. The kernel applies the activation to u, and
+the gate to the narrower of u and v, as it loads them, so it needs only what the forward saved.
 
 Legend: C calls, N routes of all calls, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH
 rows at a time; CHUNK rows of an expert.
@@ -33,16 +30,16 @@ from .routing import TileTable, tile_table
 from .tiles import Tile, choose
 
 _LEAST_CHUNK = 2048
-_PROGRAMS = 4 * 132  # of K3: fewer would leave multiprocessors of large GPUs without work
+_PROGRAMS = 4 * 132  # of K3: fewer would leave multiprocessors of large GPUs idle
 _FIELDS = 6
 _LISTED = 512  # rows of an expert that are listed at a time
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Holds one call's share: dW[e] += Σ gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
+    """One call's operands of dW[e] += Σ gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
 
-    The sum is over expert e's sorted rows n. Rows of None are n itself.
+    The sum runs over expert e's sorted rows n. A row index of None means n itself.
     """
 
     u: Tensor
@@ -55,7 +52,7 @@ class Operands:
 
 @triton.jit
 def _write_addresses(table, tensors):
-    """Writes the addresses of all calls' operands into the table; nothing where there is none."""
+    """Writes the addresses of all calls' operands into the table, skipping absent ones."""
     for field in tl.static_range(len(tensors)):
         if tensors[field] is not None:
             tl.store(table + field, tensors[field].to(tl.int64))
@@ -78,7 +75,7 @@ def _list_rows(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Lists the rows that one call has for one expert, behind those of the calls before it."""
+    """Appends one call's rows of one expert to the list, after those of earlier calls."""
     call = tl.program_id(0) // E
     expert = tl.program_id(0) % E
     to = tl.load(total_starts + expert)
@@ -122,10 +119,7 @@ def _operand(
     DTYPE: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    """Loads (DEPTH, columns): gate · a(the listed rows), zero where not live.
-
-    What has no activation and no gate is passed on as it is.
-    """
+    """Loads a (DEPTH, columns) tile of gate · a(listed rows), zero where not live."""
     mask = live[:, None] & (cols < WIDTH)[None, :]
     rows = tl.load(rows_at + place, mask=live, other=0).to(tl.pointer_type(DTYPE))
     at = tl.multiple_of(rows, ALIGNED)[:, None] + cols[None, :]
@@ -223,7 +217,7 @@ def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True)
 class Work:
-    """Holds what the products of a pass share: how the rows of all calls are cut into chunks."""
+    """How the rows of all calls are cut into chunks; shared by the products of a pass."""
 
     table: TileTable
     total_starts_E1: Tensor
@@ -237,10 +231,10 @@ class Work:
 
 
 def cut_work(starts_CE1: Sequence[Tensor], num_rows: int, *, tiles: int) -> Work:
-    """Cuts rows into chunks of twice an expert's mean load, so that few experts have a second one;
-    into smaller ones where there would be too few programs, but of 2048 rows at least.
+    """Cuts rows into chunks of twice an expert's mean load, so that few experts have several.
 
-    `tiles`: of one expert's gradient, as many programs as it has chunks.
+    Chunks shrink, to 2048 rows at least, if there would be too few programs. `tiles` is the number
+    of tiles, and thus programs per chunk, of one expert's gradient.
     """
     total_starts = (
         starts_CE1[0]
@@ -257,12 +251,9 @@ def cut_work(starts_CE1: Sequence[Tensor], num_rows: int, *, tiles: int) -> Work
 
 
 def tile_of(weights: Tensor, num_rows: int, activation: str | None) -> tuple[Tile, int]:
-    """Returns the tile of a gradient that is shaped as the weights (E, M, K), and how many of them
-    one expert has.
-    """
+    """Returns the tile of a gradient shaped like the weights (E, M, K), and the tiles per expert."""
     num_experts, tall, wide = weights.shape
-    # narrow copies want more addresses, an activation more values: neither leaves the registers for
-    # large tiles
+    # narrow copies need registers for addresses, an activation for values: large tiles do not fit
     small = activation is not None or any(
         width * weights.element_size() % 16 for width in (tall, wide)
     )
@@ -281,9 +272,9 @@ def ragged_gradient(
     into: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Computes (E, M, K), shaped as the weights: the sum over the calls.
+    """Computes the gradient summed over the calls, (E, M, K), and adds it to `into` if given.
 
-    It is added to `into` where given. `activation`: of u; None: rows as they are.
+    `activation` applies to u; None leaves the rows unchanged.
     """
     if into is not None and not into.is_contiguous():
         return into.add_(ragged_gradient(calls, work, weights, activation=activation))
@@ -335,9 +326,9 @@ def ragged_gradient(
 def _listed(
     calls: Sequence[Operands], work: Work, element: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Lists every expert's rows of all calls: addresses of u's and v's (N,) int64, and gates (N,).
+    """Lists every expert's rows of all calls: addresses in u and v, (N,) int64, and gates (N,).
 
-    Kernels write them: a copy from the host could not be captured in a CUDA graph.
+    Kernels write the list, because a CUDA graph cannot capture a copy from the host.
     """
     sample, num_experts = calls[0], work.total_starts_E1.shape[0] - 1
     table, u_at_N, v_at_N = (
@@ -375,7 +366,7 @@ def _listed(
 
 
 def _alignment(rows: Tensor) -> int:
-    """Returns a power of two, at most 16, that the address of every row is a multiple of."""
+    """Returns the alignment of every row's address in bytes: a power of two, at most 16."""
     assert rows.data_ptr() % 16 == 0, "rows must begin at a multiple of 16 bytes"
     return math.gcd(16, rows.shape[1] * rows.element_size())
 
@@ -391,7 +382,7 @@ def _sum_segments(
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums one tile of columns over one expert's rows, weighed by their gates."""
+    """Sums one tile of columns over one expert's rows, weighted by their gates."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -416,10 +407,7 @@ def _sum_segments(
 def segment_sums(
     rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor
 ) -> Tensor:
-    """Computes a bias's gradient (E, O): Σ over an expert's rows of gate · rows.
-
-    For the few models whose experts have biases.
-    """
+    """Computes a bias's gradient, Σ gate · rows over each expert's rows, (E, O)."""
     width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
     out = rows.new_empty(num_experts, width)
     columns = min(128, max(16, triton.next_power_of_2(width)))

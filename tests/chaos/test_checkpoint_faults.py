@@ -189,7 +189,7 @@ def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     said = reasons(run_dir)
     assert f"the checkpoint of step {newest.step} was damaged and renamed step_" in said
     assert f"the run continues from step {before.step}: " in said
-    assert "__1_0.distcp does not fit its checksum" in said
+    assert "__1_0.distcp does not match its checksum" in said
     assert list((run_dir / "checkpoints").glob(f"{newest.path.name}.damaged-*"))
 
 

@@ -119,7 +119,7 @@ def test_what_is_not_whole_is_shown_as_such(
     code, [_, first, second, third], _ = run(capfd, "ls", str(run_dir))
     assert code == 0
     assert re.search(r"__0_0\.distcp has 4 bytes instead of \d+", first)
-    assert "is no whole checkpoint: cannot read manifest.json" in second
+    assert "is not a complete checkpoint: cannot read manifest.json" in second
     assert "step_00000015.g0.tmp: being written, or abandoned" in third
 
 
@@ -195,13 +195,13 @@ def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixt
     code, lines, said = run(capfd, "verify", str(run_dir))
     assert code == 2
     assert lines == ["step_00000005: DAMAGED", "step_00000010: DAMAGED"]
-    assert "__0_0.distcp does not fit its checksum" in said
-    assert "index.json does not fit its checksum" in said
+    assert "__0_0.distcp does not match its checksum" in said
+    assert "index.json does not match its checksum" in said
     assert ".metadata is missing" in said
     flip(checkpoint(run_dir, 5) / "index.json")
     code, lines, said = run(capfd, "verify", str(run_dir), "--step", "5")
     assert code == 2
     assert (
-        "__0_0.distcp does not fit its checksum: bytes have changed (it holds experts 0-5 of model."
+        "__0_0.distcp does not match its checksum: bytes have changed (it holds experts 0-5 of model."
         in said
     )

@@ -300,7 +300,7 @@ def test_render_shows_every_rank_and_the_links_of_its_groups():
         "  ep                  2       4  inside a node                0-1",
         "  expert_replicas     4       2  between nodes (2 × 2 ranks)  0, 2, … 6",
     ]
-    with pytest.raises(ValueError, match="nodes of 3 ranks cannot make up a world of 4"):
+    with pytest.raises(ValueError, match="3 ranks per node do not divide a world of 4 ranks"):
         render_layout(Layout(dp_replicate=2, ep=2), ranks_per_node=3)
 
 

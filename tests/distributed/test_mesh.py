@@ -169,7 +169,7 @@ def wrong_world():
 def test_a_layout_of_another_size_is_refused():
     with pytest.raises(
         RankFailed,
-        match=r"dp_replicate 2 × efsdp 1 × ep 2\) is of another size than the world of 2 ranks",
+        match=r"dp_replicate 2 × efsdp 1 × ep 2\) does not fit the world of 2 ranks",
     ):
         run_ranks(wrong_world, 2)
 

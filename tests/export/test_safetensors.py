@@ -201,11 +201,11 @@ def test_from_the_command_line(
         (["nowhere", "--out", "out"], "nowhere: has no checkpoint"),
         (
             ["RUN", "--out", "out", "--step", "3"],
-            "has no checkpoint of step 3; there are those of 7",
+            "has no checkpoint of step 3; it has those of 7",
         ),
         (
             ["CHECKPOINT", "--out", "out", "--step", "7"],
-            "is one checkpoint: a step can be chosen of a run folder only",
+            "is a checkpoint: give a run folder to select a step",
         ),
         (["RUN", "--out", "out", "--max-shard-size", "much"], "'much' is not a size: write 5GB"),
     ],

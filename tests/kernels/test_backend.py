@@ -109,8 +109,8 @@ def test_routes_are_sorted_by_torch_there(monkeypatch: pytest.MonkeyPatch) -> No
     ("hip", "name", "capability", "reason"),
     [
         ("6.4", "gfx942:sramecc+:xnack-", (9, 4), None),
-        ("6.4", "gfx90a", (9, 0), "compiled for gfx942 and gfx950, and this is gfx90a"),
-        (None, "", (7, 5), "capability of 8.0 at least, and this GPU has 7.5"),
+        ("6.4", "gfx90a", (9, 0), "support gfx942 and gfx950, and this GPU is gfx90a"),
+        (None, "", (7, 5), "compute capability 8.0, and this GPU has 7.5"),
         (None, "", (12, 0), None),
     ],
 )

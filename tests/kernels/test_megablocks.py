@@ -41,7 +41,7 @@ def test_the_error_names_the_part_that_is_missing_and_the_line_that_installs_it(
     ("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)], ids=str
 )
 def test_other_devices_and_dtypes_are_refused(device: str, dtype: torch.dtype) -> None:
-    told = f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device}"
+    told = f"MegaBlocks supports bfloat16 on CUDA, and the weights are {dtype} on {device}"
     with pytest.raises(ValueError, match=told):
         resolve_backend("megablocks", torch.device(device), dtype)
 

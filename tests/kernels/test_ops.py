@@ -141,9 +141,9 @@ def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> 
     ("changes", "told"),
     [
         ({"activation": "tanh"}, "activation='tanh' is unknown: choose relu, gelu, silu, swiglu"),
-        ({"activation": "swiglu"}, r"w_up has shape \(2, 4, 2\); .* wants \(2, 4, 4\)"),
-        ({"b_up_EF": torch.zeros(2, 3)}, r"b_up_EF has shape \(2, 3\); .* wants \(2, 2\)"),
-        ({"b_down_EO": torch.zeros(2, 3)}, r"b_down_EO has shape \(2, 3\); .* wants \(2, 4\)"),
+        ({"activation": "swiglu"}, r"w_up has shape \(2, 4, 2\); .* needs \(2, 4, 4\)"),
+        ({"b_up_EF": torch.zeros(2, 3)}, r"b_up_EF has shape \(2, 3\); .* needs \(2, 2\)"),
+        ({"b_down_EO": torch.zeros(2, 3)}, r"b_down_EO has shape \(2, 3\); .* needs \(2, 4\)"),
         ({"backend": "cuda9"}, "'cuda9' is unknown: choose auto, reference, segments"),
     ],
 )
@@ -160,5 +160,5 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     calls: tuple[Any, ...] = (routed_mlp, routed_linear)
     for call in calls:
         weights = [w_up, w_down] if call is routed_mlp else [w_up]
-        with pytest.raises(ValueError, match="per_expert=2 is not that of 3 routes over 2 experts"):
+        with pytest.raises(ValueError, match="per_expert=2 does not fit 3 routes over 2 experts"):
             call(torch.zeros(3, 4), *weights, replace(routes, per_expert=2))

@@ -105,7 +105,7 @@ def test_routes_that_came_and_name_what_did_not_are_refused(column: int, number:
     metadata_N4.view(torch.int32)[7, column] = number
     with pytest.raises(IndexError, match="rows, routes and targets of every source are"):
         sends.unpack_sends(metadata_N4, counts.counts_P3, 7)
-    with pytest.raises(IndexError, match="120 routes came"):
+    with pytest.raises(IndexError, match="some of the 120 received routes"):
         sends.unpack_sends(metadata_N4, counts.counts_P3[:-1], 7)
 
 

@@ -264,7 +264,7 @@ def test_ranks_need_not_divide_the_experts(
 def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts get copies when they move",
+        match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts are replicated when they are rebalanced",
     ):
         MeshConfig(ep=2, replicas=1)
     with pytest.raises(ValueError, match=r"mesh.rebalance_every=5 with mesh.sharding='fsdp'"):

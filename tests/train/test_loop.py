@@ -196,7 +196,7 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
             tmp_path / str(every),
         )
         assert found[0][0] == found[1][0]
-        assert found[0][0].startswith("rows were changed or exchanged under way: rank 0 got")
+        assert found[0][0].startswith("rows were changed or swapped in transit: rank 0 received")
         spoiled = found[0][1]
         assert 0 < spoiled < trusting[0][1]
         assert (every == 1) == (spoiled == 1)

@@ -634,10 +634,10 @@ def wrong_call(directory, which):
             "1, False) on rank 1",
         ),
         ("name", "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and absent on rank 1"),
-        ("unknown", "said to be held in part, but not among the tensors: ['experts.w_down']"),
+        ("unknown", "there are shards of ['experts.w_down'], but no such tensors"),
         (
             "outside",
-            "embed.weight has shape [11, 4] here, in which there is no block of (12, 4) at (0, 0)",
+            "embed.weight has shape [11, 4] here, which has no block of (12, 4) at (0, 0)",
         ),
     ],
 )
@@ -720,7 +720,7 @@ def repeat(index):
     chunks_of(index, "experts.w_up").append(chunks_of(index, "experts.w_up")[0])
 
 
-NO_BLOCKS = r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks"
+NO_BLOCKS = r"experts.w_up has shape \[8, 3, 2\], and parts that are not blocks"
 
 
 @pytest.mark.parametrize(
@@ -774,7 +774,7 @@ def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten
     for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts):
         assert kind == "CheckpointError"
         assert (
-            "experts.w_up has shape [3, 3, 2] here, in which there is no block of (4, 3, 2) at (0, 0, 0)"
+            "experts.w_up has shape [3, 3, 2] here, which has no block of (4, 3, 2) at (0, 0, 0)"
             in message
         )
     for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts, {}, 6):
@@ -782,14 +782,14 @@ def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten
         assert "experts.w_up: shape [8, 3, 2] in the checkpoint, [6, 3, 2] here" in message
     for _, message in run_ranks(error_of_load, 2, saved, 2, other_names):
         assert "missing in the checkpoint: head.weight" in message
-        assert "in the checkpoint but not asked for: embed.weight" in message
+        assert "in the checkpoint but not requested: embed.weight" in message
         assert "rng: uint8 in the checkpoint, int64 here" in message
         assert "norm.scale: shape [5] in the checkpoint, [3] here" in message
 
 
 def test_a_part_can_be_asked_for(saved):
     part = {"embed.weight": torch.zeros(11, 4)}
-    with pytest.raises(CheckpointError, match=r"not asked for: experts\.w_up"):
+    with pytest.raises(CheckpointError, match=r"not requested: experts\.w_up"):
         load(saved, part)
     load(saved, part, allow_unexpected=True)
     assert torch.equal(part["embed.weight"], whole_state(50)["embed.weight"])
@@ -844,9 +844,9 @@ def as_dtype(name):
 @pytest.mark.parametrize(
     ("forge", "dtype", "told"),
     [
-        (in_place_of_a_tensor, torch.float32, "not the tensor that index.json promises"),
+        (in_place_of_a_tensor, torch.float32, "not the tensor that index.json lists"),
         # copied into what is asked for, it would be cast without a word
-        (as_dtype("int32"), torch.int32, "not the tensor that index.json promises"),
+        (as_dtype("int32"), torch.int32, "not the tensor that index.json lists"),
         (as_dtype("float31"), torch.float32, "embed.weight: float31 in the checkpoint"),
     ],
 )
@@ -859,7 +859,7 @@ def test_a_tensor_that_is_not_the_promised_one_is_refused(saved, forge, dtype, t
 def test_a_directory_in_the_place_of_a_file_is_told(saved):
     (saved / "__1_0.distcp").unlink()
     (saved / "__1_0.distcp").mkdir()
-    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is no file"):
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is not a file"):
         open_verified(saved)
 
 
@@ -936,7 +936,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path):
     (tmp_path / "step_00000001").mkdir()
     with pytest.raises(
         CorruptCheckpointError,
-        match=r"no whole checkpoint: cannot read manifest.json: No such file",
+        match=r"not a complete checkpoint: cannot read manifest.json: No such file",
     ):
         read_meta_and_load(tmp_path / "step_00000001")
     assert latest(tmp_path / "absent") is None

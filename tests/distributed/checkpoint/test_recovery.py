@@ -143,8 +143,8 @@ def test_with_none_left_nothing_is_moved_and_the_error_lists_all(saved):
     assert sorted(saved.rglob("*")) == before
     places = [told[0].index(f"step_000000{step}") for step in (30, 20, 10)]
     assert places == sorted(places)
-    assert "no whole checkpoint left" in told[0]
-    assert "not started from its beginning" in told[0]
+    assert "no intact checkpoint left" in told[0]
+    assert "does not silently restart from step 0" in told[0]
 
 
 def test_a_run_whose_checkpoints_were_all_set_aside_does_not_start_anew(saved):
@@ -232,8 +232,8 @@ def save_on_a_bad_disk(directory, options):
 def test_what_does_not_read_back_is_never_committed(saved):
     for told, record in run_ranks(save_on_a_bad_disk, 2, saved, {}):
         assert told == record
-        assert "does not read as it was written; is the disk sound?" in told
-        assert "__1_0.distcp does not fit its checksum" in told
+        assert "reads back differently from what was written; is the disk faulty?" in told
+        assert "__1_0.distcp does not match its checksum" in told
         assert "step_00000030 is still there" in told
     assert [each.step for each in list_checkpoints(saved)] == STEPS
     assert not list(saved.glob("*.tmp"))

@@ -122,7 +122,7 @@ def test_another_runs_copies_are_not_taken(tmp_path: Path, run_dir: Path, place:
     other = tmp_path / "elsewhere" / "mine"
     other.mkdir(parents=True)
     second = SecondCopy(place, other, keep_last=2)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of another run than"):
+    with pytest.raises(CheckpointError, match="holds the checkpoints of another run, not of"):
         second.claim()
     assert not (other / MARK).exists()
     (other / MARK).write_bytes(fsspec.filesystem("memory").cat_file(f"{second.url}/run.json"))
@@ -145,7 +145,7 @@ def test_a_place_that_cannot_be_reached_is_told_at_the_first_start_and_later_bor
     second.claim()
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "exists", unreachable)
     second.claim()
-    assert "going on without it" in caplog.text
+    assert "continuing without it" in caplog.text
     with pytest.raises(CheckpointError, match="cannot be read"):
         second.steps()
 
@@ -213,4 +213,4 @@ def test_damaged_here_and_there_means_the_one_before(run_dir: Path, tmp_path: Pa
     shutil.rmtree(place / "mine" / "step_00000010")
     told = run_ranks(save_and_go_on, 1, run_dir, place, [])[0]
     assert f"the copy in file://{place}/mine: " in told
-    assert "no whole checkpoint left" in told
+    assert "no intact checkpoint left" in told

@@ -116,7 +116,7 @@ def test_what_a_killed_attempt_left_is_removed_and_told(
     with caplog.at_level(logging.WARNING):
         write(out)
     assert os.listdir(out.parent) == ["out"]
-    assert f"{abandoned} was left by a process that was killed; it is removed" in caplog.text
+    assert f"{abandoned} was left by a killed process; removing it" in caplog.text
 
 
 def test_what_belongs_to_another_directory_stays(abandoned: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced
         CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/"
     ) as told:
         write(tmp_path / "out")
-    assert "nothing was left" not in str(told.value)
+    assert "it was removed" not in str(told.value)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out" / "file").read_text() == "all"
 
@@ -215,4 +215,4 @@ def test_what_cannot_be_deleted_is_told_and_no_error(
 ) -> None:
     monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda path, ignore_errors: None)
     checkpoint_folder.discard(tmp_path)
-    assert f"{tmp_path} could not be deleted; it holds nothing that is needed" in caplog.text
+    assert f"{tmp_path} could not be deleted; it is no longer needed" in caplog.text

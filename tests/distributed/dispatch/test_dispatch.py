@@ -257,9 +257,7 @@ def wrong_count() -> str:
     with start_process("cpu", timeout_s=20) as process:
         dispatcher = make_dispatcher("alltoall", one_group(process.world_size, process).ep_group)
         routes = slot_routes(16, num_experts=EXPERTS, device=torch.device("cpu"))
-        with pytest.raises(
-            ValueError, match="per_expert=3 is not that of 16 routes over 8 experts"
-        ):
+        with pytest.raises(ValueError, match="per_expert=3 does not fit 16 routes over 8 experts"):
             dispatcher.dispatch(torch.zeros(16, WIDTH), replace(routes, per_expert=3))
         return "refused"
 

@@ -371,9 +371,9 @@ def test_rows_that_change_under_way_are_noticed_on_all_ranks() -> None:
     results = run_ranks(changed_row, 4)
     assert all(messages == results[0] for messages in results)
     exchanged, altered = results[0]
-    assert "rank 0 got" in exchanged
+    assert "rank 0 received" in exchanged
     assert "position 0 of those of rank 0" in exchanged
-    assert "another in its bits" in altered
+    assert "differs in its bits" in altered
 
 
 def routes_out_of_range() -> list[str]:
@@ -702,7 +702,7 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         "'fastest' is not a dispatcher: choose auto, local, allgather",
         "groups between and inside nodes",
         "check_every=-1",
-        "an expert map for 4 ranks, but the group has 3",
+        "the expert map is for 4 ranks, but the group has 3",
         "3 nodes × 3 ranks are not the EP group's 3",
         "2 experts are too few for 3 ranks",
         "[2, 1]",
@@ -710,5 +710,5 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     for messages in run_ranks(refused, 3):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
-    with pytest.raises(ValueError, match="experts in slots"):
+    with pytest.raises(ValueError, match="experts are in slots"):
         ExpertMap((2, 2), (0, 4))

@@ -71,18 +71,18 @@ def test_auto_is_what_the_slowest_rank_has_faster(what: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("nodes", "no memory is shared: the ranks are on several nodes"),
+        ("nodes", "no shared memory: the ranks are on several nodes"),
         (
             "gpu",
-            "no memory is shared: rows are on cuda, and the memory is the CPU's",
+            "no shared memory: rows are on cuda, and shared memory needs them on the CPU",
         ),
-        ("compiler", "no memory is shared: rank 1: there is no C++ compiler"),
+        ("compiler", "no shared memory: rank 1: there is no C++ compiler"),
     ],
 )
 def test_where_no_memory_can_be_shared_auto_is_dedup_and_says_why(what: str, why: str) -> None:
     assert run_ranks(chosen, 2, "auto", what) == [("dedup", False, why)] * 2
     with pytest.raises(
-        RankFailed, match=r'mesh\.dispatcher="symmetric" cannot be had: .*; use "dedup"'
+        RankFailed, match=r'mesh\.dispatcher="symmetric" cannot run here: .*; use "dedup"'
     ):
         run_ranks(chosen, 2, "symmetric", what)
 

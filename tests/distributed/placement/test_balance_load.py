@@ -180,7 +180,7 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
         (((2, 2), (0, 0, 1, 2)), r"slots \[0\] have two experts"),
         (((2, 2), (0, 1, 2), ((0, 1),)), r"slots \[1\] have two experts"),
         (((2, 2), (0, 2, 3), ((0, 1),)), r"expert 0 is twice on one rank: in slots \(0, 1\)"),
-        (((2, 2), None, ((0, 3),)), "every slot has an expert of its own"),
+        (((2, 2), None, ((0, 3),)), "every slot has its own expert"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(arguments, words):

@@ -191,7 +191,7 @@ def test_a_leader_that_came_and_said_nothing_is_told_from_one_that_did_not_come(
     assert second.await_result("digest").startswith("rank 0 of 2 did not come")
     store.set("it/digest/0", "")
     assert second.await_result("digest") == (
-        "rank 0 came, but did not say within 0.1 s whether the ranks agree on the run"
+        "rank 0 came, but did not report within 0.1 s whether the ranks agree on the run"
     )
 
 

@@ -158,7 +158,7 @@ def test_a_killed_rank_is_said_to_be_gone(tmp_path, monkeypatch):
         run_ranks(outlive, 2, one_ends, "killed", tmp_path / "told", timeout_s=20)
     text = (tmp_path / "told").read_text()
     assert "all_reduce no. 2 of group 'ep of ranks 0-1'" in text
-    assert "rank 1 gave no answer (its process has died" in text
+    assert "rank 1 gave no answer (the process has died" in text
     assert "Connection closed by peer" in text or "Connection reset" in text
 
 
@@ -350,7 +350,7 @@ class SilentStore:
 
 def test_a_rank_that_cannot_tell_why_it_ends_says_so_in_its_log(caplog):
     diagnosis.report_exception(GoneStore(), 3, ValueError("no"))  # pyright: ignore[reportArgumentType]
-    assert "rank 3 could not tell the others why it ends: Broken pipe" in caplog.text
+    assert "rank 3 could not report to the others why it ends: Broken pipe" in caplog.text
 
 
 def test_a_rank_whose_store_ends_before_it_asks_nobody_any_more(caplog, monkeypatch):

@@ -102,7 +102,7 @@ def test_without_torchrun_it_is_a_world_of_one(alone):
         value = torch.ones(2)
         dist.all_reduce(value)
         assert torch.equal(value, torch.ones(2))
-        with pytest.raises(RuntimeError, match="in a world already"):
+        with pytest.raises(RuntimeError, match="already in a world"):
             start_process("cpu")
     assert not dist.is_initialized()
     stop_process()  # twice is harmless
@@ -279,7 +279,7 @@ def test_a_store_on_all_interfaces_must_be_asked_for_and_says_so(caplog, monkeyp
     store = serve("127.0.0.1", port)
     store.set("key", "value")
     socket.create_connection(("127.0.0.1", port), timeout=2).close()
-    assert "listens on all interfaces and answers anybody" in caplog.text
+    assert "listens on all interfaces and answers anyone" in caplog.text
     assert "which other machines cannot reach" in caplog.text
 
 
@@ -319,9 +319,9 @@ def test_a_rank_beyond_the_world_is_explained(alone):
         ("cpu", 8, 1, "cpu"),
         ("cpu", 1, 4, "cpu"),
         ("cuda", 2, 2, "cuda:0"),
-        ("auto", 1, 4, r"rank 0 sees 1 GPUs, and its node has 4 ranks.*train\.device=cpu"),
+        ("auto", 1, 4, r"rank 0 sees 1 GPUs, but its node has 4 ranks.*train\.device=cpu"),
         ("gpu", 0, 1, r"device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
-        ("cuda", 0, 1, r"'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"),
+        ("cuda", 0, 1, r"'cuda' was requested, but rank 0 sees 0 GPUs and its node has 1 ranks"),
     ],
 )
 def test_the_device_is_chosen_for_the_whole_node_or_refused(

@@ -127,7 +127,9 @@ def late() -> str:
 
 def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     said = run_ranks(late, 2)[0]
-    assert "exchange no. 1 of the ranks 0-1 does not end: rank 1 did not come within 0.5 s" in said
+    assert (
+        "exchange no. 1 of the ranks 0-1 did not complete: rank 1 did not come within 0.5 s" in said
+    )
 
 
 def disagreeing() -> str:

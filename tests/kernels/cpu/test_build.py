@@ -111,6 +111,6 @@ def test_a_folder_that_cannot_be_written_is_told(
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     monkeypatch.setattr(cpp_library.os, "access", lambda path, _mode: path != folder)
     assert library.reason_against() == (
-        f"nothing can be compiled into {folder}, which is not yours to write: name another in "
+        f"{folder} is not writable, so nothing can be compiled there: name another folder in "
         "TORCH_EXTENSIONS_DIR"
     )

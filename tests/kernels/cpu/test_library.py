@@ -45,7 +45,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [
         (EVERY_FLAG - {"avx2"}, "", F32, "for float32 this CPU has no avx2"),
         (EVERY_FLAG - {"avx512_bf16"}, "", BF16, "this CPU has no avx512_bf16"),
-        (EVERY_FLAG, "", torch.float64, "for float32 and bfloat16, not float64"),
+        (EVERY_FLAG, "", torch.float64, "supports float32 and bfloat16, not float64"),
         (EVERY_FLAG, "AVX", F32, r"no avx2, .* \(with ONEDNN_MAX_CPU_ISA=AVX\)"),
         (EVERY_FLAG, "avx2_vnni", BF16, r"avx512vl \(with ONEDNN_MAX_CPU_ISA=avx2_vnni"),
         (EVERY_FLAG, "AVX512_CORE", BF16, r"avx512_bf16 \(with ONEDNN_MAX_CPU_ISA"),
@@ -69,8 +69,8 @@ def test_a_cpu_or_dtype_that_cannot_is_told(
 @pytest.mark.parametrize(
     ("owner", "name", "value", "told"),
     [
-        (library.platform, "machine", lambda: "aarch64", "x86-64 alone, and this CPU is aarch64"),
-        (brgemm, "addresses", lambda: None, "has no at::native::cpublas::brgemm"),
+        (library.platform, "machine", lambda: "aarch64", "x86-64 only, and this CPU is aarch64"),
+        (brgemm, "addresses", lambda: None, "lacks at::native::cpublas::brgemm"),
         (torch.backends.mkldnn, "is_available", lambda: False, "built without oneDNN"),
         (os, "environ", os.environ | {"CXX": "no-such"}, r"no C\+\+ compiler 'no-such': .* CXX"),
     ],

@@ -80,7 +80,7 @@ def test_scores_at_the_ends_and_none() -> None:
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_a_count_that_does_not_fit_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"the {count} greatest of 5 scores: choose 1 to all"):
+    with pytest.raises(ValueError, match=f"count={count} must be 1 to 5"):
         greatest(torch.zeros(2, 5), count)
 
 

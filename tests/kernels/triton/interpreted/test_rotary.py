@@ -125,7 +125,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (k, make_table(rows._replace(length=5), batched=False)),
         (k, make_table(rows._replace(width=10), batched=False)),
     ):
-        with pytest.raises(ValueError, match=r"do not fit: both want \(B, H, S, C\)"):
+        with pytest.raises(
+            ValueError, match=r"do not fit: queries and keys must be \(B, H, S, C\)"
+        ):
             rotate_pair(q, keys, *wrong)
     with pytest.raises(ValueError, match=r"of torch.float64 on cpu .*: use rotate_reference"):
         rotate_pair(q.double(), k.double(), *table)
