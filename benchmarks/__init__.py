@@ -1,1 +1,1 @@
-"""What is measured; every script runs as `python -m benchmarks.NAME` from the project's folder."""
+"""Benchmarks; run each one as `python -m benchmarks.NAME` from the project's folder."""

@@ -1,33 +1,33 @@
-"""The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
+"""Measures the data pipeline on one core: prepare, read, shuffle, random access, first batch,
+memory.
 
     python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only prepare read ...]
                               [--rounds 7] [--prepare-rounds 3] [--steady]
 
-Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
-drawn with a seed (real English; a record batch holds as many tokens as a quarter of the corpus, so
-some paragraphs stand twice in it, which zstd likes). It is prepared as `moebius prepare` does, BPE
-of 8,000 ids, seq_len 1,024. Then, each taking turns with the others for the machine's speed drifts,
-in processor seconds of one thread:
+The text is `--input`, or documents made of paragraphs drawn with a seed from the embedded corpus.
+(That is real English. A record batch holds as many tokens as a quarter of the corpus, so some
+paragraphs occur twice in it, which helps zstd.) It is prepared as by `moebius prepare`: BPE with
+8,000 ids, seq_len 1,024. These readers then take turns, because the machine's speed drifts; times
+are processor seconds of one thread:
 
 memmap    rows of all tokens in one uint16 file, at random places, as int64: the limit of any loader
-decode    every record batch in order, checked and decoded, and nothing else
-floor     what reading by hand in Python comes to: windows of record batches, checked and decoded once
-          each, whose rows are joined in a random order as int64 batches; no order, masks or ids
-fitted    the same floor where each row is joined from the pieces of its plan
-concat    shuffled, checked, int64 batches in the order of training, rows cut from the stream
+decode    every record batch in order, checked and decoded, nothing else
+floor     minimal reading in Python: windows of record batches, checked and decoded once each, whose
+          rows are joined in random order as int64 batches; no order, masks or ids
+fitted    the same floor, with each row joined from the pieces of its plan
+concat    shuffled, checked int64 batches in training order, rows cut from the stream
 best_fit  the same, packed so that no document is cut
 random    single rows at random places of the order, from one reader: milliseconds a row
 
-Every round of `concat` and `best_fit` opens the folder anew, which is part of its time; `--steady`
-adds what the same rounds take from a folder that was opened and read once before the clock starts.
-`first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
-the index take: what they grow by with the tokens, from one segment opened to all, and the fixed part
-beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
-of what a folder of thousands of such shards takes, in many small segments and in few of the usual size.
-`prepare` compares preparations by two processes, and on a Ray of two CPUs, with two processes that
-only read and encode the same text, in turns (data_prepare.py). Prints a table and writes
-results/data.json; with `--only` the parts that are named, of which the file says when and from which
-commit they are.
+Every round of `concat` and `best_fit` opens the folder again, within its time; `--steady` adds
+rounds on a folder that was opened and read once before the clock starts. `first` opens the loader
+at g = 0 and g = 10⁹ and waits for a batch. `memory` reports the order and the index: growth with
+tokens, from one opened segment to all, and the fixed part, mostly windows and refs of the order.
+`many_shards` reports everything for a folder of thousands of such shards, in many small segments
+and in few of the usual size. `prepare` compares preparation by two processes, and on a Ray with two
+CPUs, with two processes that only read and encode the same text, in turns (data_prepare.py). Prints
+a table and writes results/data.json; with `--only` it updates only the named parts, with date and
+commit.
 """
 
 import argparse
@@ -84,7 +84,7 @@ GOALS = {
 
 @dataclass
 class Reading:
-    """One way to read, and how long each round took."""
+    """Holds one way to read and the time of each round."""
 
     name: str
     tokens: int  # of a round
@@ -94,22 +94,26 @@ class Reading:
 
     @property
     def fastest(self) -> float:
-        """Tokens per processor second in the fastest round."""
+        """Returns tokens per processor second in the fastest round."""
         return self.tokens / min(self.times_s)
 
     @property
     def steady(self) -> float | None:
-        """Tokens per processor second in the fastest round of an opened folder, if measured."""
+        """Returns tokens per processor second in the fastest round on an opened folder, if
+        measured.
+        """
         return self.tokens / min(self.steady_s) if self.steady_s else None
 
     @property
     def median(self) -> float:
-        """Tokens per processor second in the median round."""
+        """Returns tokens per processor second in the median round."""
         return self.tokens / statistics.median(self.times_s)
 
     @property
     def on_the_clock(self) -> float:
-        """Tokens per second in the fastest round, for those that work in other processes."""
+        """Returns tokens per second of wall time in the fastest round, for readers in other
+        processes.
+        """
         return self.tokens / min(self.wall_s)
 
 
@@ -163,7 +167,7 @@ def parse() -> argparse.Namespace:
 
 
 def write_text(folder: Path, num_bytes: int) -> Path:
-    """Writes documents of 1 to 40 paragraphs that are drawn from the embedded corpus."""
+    """Writes documents of 1 to 40 paragraphs drawn from the embedded corpus."""
     paragraphs = [part for text in embedded_documents() for part in text.split("\n\n") if part]
     rng, size = np.random.default_rng(0), 0
     path = folder / "text.jsonl"
@@ -180,7 +184,7 @@ def write_text(folder: Path, num_bytes: int) -> Path:
 
 
 def prepared(source: PrepareConfig, shards: Path, folder: Path, *, rounds: int) -> dict[str, Any]:
-    """Prepares the folder that all else reads; says how fast, beside bare tokenisation."""
+    """Prepares the folder that all readers use; reports its speed beside bare tokenization."""
     began = time.perf_counter()
     with LocalPool(2) as pool:
         prepare(source, shards, pool=pool)
@@ -268,7 +272,7 @@ def decoded(stores: Sequence[TokenStore]) -> int:
 
 
 def floor_of_cut_rows(stores: Sequence[TokenStore]) -> int:
-    """Reads rows that are cut from the stream with as little as can be: what bounds `concat`."""
+    """Reads rows cut from the stream with minimal work: the bound of `concat`."""
     rng, read = np.random.default_rng(0), 0
     for store in stores:
         for first in range(0, store.num_batches, WINDOW_BATCHES):
@@ -282,7 +286,7 @@ def floor_of_cut_rows(stores: Sequence[TokenStore]) -> int:
 
 
 def floor_of_fitted_rows(config: DataConfig) -> int:
-    """Reads the rows of plans with as little as can be: what bounds `best_fit`."""
+    """Reads the rows of plans with minimal work: the bound of `best_fit`."""
     read, samples = 0, OrderedSamples(config, open_fetcher(config))
     prepared = samples.prepared
     for source in prepared.manifest.sources:
@@ -309,7 +313,7 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
 
 
 def window_of(store: TokenStore, first: int, end: int) -> np.ndarray:
-    """Decodes record batches one behind the other."""
+    """Decodes consecutive record batches."""
     starts = store.batch_starts - store.batch_starts[first]
     window = np.empty(int(starts[end]), dtype=store.token_dtype)
     for batch in range(first, end):
@@ -318,7 +322,7 @@ def window_of(store: TokenStore, first: int, end: int) -> np.ndarray:
 
 
 def as_batches(parts: list[memoryview], window: np.ndarray) -> int:
-    """Joins parts as int64, so many at a time; returns how many tokens that were."""
+    """Joins parts as int64 batches; returns the number of tokens."""
     read = 0
     for first in range(0, len(parts), BATCH):
         joined = b"".join(parts[first : first + BATCH])
@@ -327,7 +331,7 @@ def as_batches(parts: list[memoryview], window: np.ndarray) -> int:
 
 
 class OpenFolder:
-    """Reads the first batches of the order, as often as it is asked for."""
+    """Reads the first batches of the order, repeatedly."""
 
     def __init__(self, config: DataConfig):
         self._skipped = SkipList()
@@ -353,7 +357,7 @@ def in_order(config: DataConfig, num_rows: int) -> int:
 
 
 def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
-    """Reads single rows at random places of the order, milliseconds each."""
+    """Reads single rows at random places of the order; milliseconds each."""
     skipped, times = SkipList(), []
     samples = OrderedSamples(config, open_fetcher(config, skipped))
     for first in np.random.default_rng(0).integers(0, 10**6, count).tolist():
@@ -366,7 +370,7 @@ def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
 
 
 def first_batch_s(config: DataConfig, start: int) -> float:
-    """Opens a loader where a run stands, and waits for its first batch; seconds on the clock."""
+    """Opens a loader at a run's position and waits for its first batch; seconds of wall time."""
     from moebius.data_pipeline.read.loader import Loader  # and torch: not in a pool's processes
 
     began = time.perf_counter()
@@ -376,9 +380,9 @@ def first_batch_s(config: DataConfig, start: int) -> float:
 
 
 def memory(config: DataConfig, folder: Path) -> dict[str, Any]:
-    """What the order and the index take in memory: by the tokens of the segments, and besides.
+    """Measures the memory of order and index: per token of the segments, and fixed.
 
-    The segments of another folder are the first of the same chain of manifests: it ends earlier.
+    The other folder holds the first segments of the same chain of manifests.
     """
     first_segment = config.model_copy(update={"directory": str(folder / "first_segment")})
     Path(first_segment.directory).mkdir()
@@ -410,9 +414,9 @@ def memory(config: DataConfig, folder: Path) -> dict[str, Any]:
 def many_shards(
     config: DataConfig, folder: Path, *, copies: int, segment_tokens: int
 ) -> dict[str, float]:
-    """Opens all of a folder that names the shards of another one many times; says what it takes.
+    """Opens a folder that names another one's shards many times; reports its memory.
 
-    The same files under other numbers: what is kept in memory does not know the difference.
+    These are the same files under other numbers, which makes no difference to the memory.
     """
     manifest = read_manifest(config.directory)
     units: dict[int, list[ShardEntry]] = {}
@@ -449,9 +453,9 @@ def num_train_tokens(config: DataConfig) -> int:
 
 
 def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
-    """Opens all segments of a folder and their orders; returns bytes of arrays, and of all else.
+    """Opens all segments of a folder and their orders; returns bytes of arrays and of the rest.
 
-    `in_use`: with the windows and refs of the order that are kept once it was gone through.
+    `in_use`: includes windows and refs of the order, kept after reading it once.
     """
     num_rows = num_train_tokens(config) // SEQ_LEN
     gc.collect()

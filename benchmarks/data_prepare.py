@@ -1,15 +1,15 @@
-"""What preparing costs beside only reading and encoding the same text, for `benchmarks.data`.
+"""Compares preparing with only reading and encoding the same text, for `benchmarks.data`.
 
 Rounds of four, each with two processes:
 
-bare         every split read and encoded, and nothing kept; the processes are there and warm
-local        `prepare` from nothing: its processes start, and import what they need
-local again  once more into another folder, by the same processes
-ray          `prepare` on a Ray of two CPUs whose workers are there, and have imported what they need
+bare         every split read, encoded and discarded; the processes are warm
+local        `prepare` from scratch: its processes start and import what they need
+local again  again into another folder, by the same processes
+ray          `prepare` on a Ray with two CPUs and warm workers
 
-Each is seconds on the clock, and processor seconds of all of its processes beside them: of Ray those
-of its workers and of this process apart from those of its own servants. This module and its parent
-import little, as the command `moebius prepare` does: a process of the pool imports them once more.
+Each is reported in seconds of wall time and in processor seconds of all its processes; with Ray,
+its own servants are counted apart from its workers and this process. This module and its parent
+import little, like `moebius prepare`, because a process of the pool imports them again.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ _SETTLE_S = 60
 
 @dataclass
 class Timed:
-    """One way to get through all of the text, and what each round took."""
+    """Holds one way to process all text, and the time of each round."""
 
     wall_s: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
@@ -50,9 +50,9 @@ def compare(config: PrepareConfig, folder: Path, rounds: int) -> dict[str, Any]:
     """Prepares into new folders in every way, all of them in each round.
 
     Args:
-        config: with a tokenizer that is there, so that the way of every document is compared.
-        folder: takes what is prepared.
-        rounds: how often.
+        config: with an existing tokenizer, so that only the processing of documents is compared.
+        folder: receives the prepared folders.
+        rounds: number of rounds.
     """
     found: dict[str, Timed] = {}
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def _figures(found: dict[str, Timed]) -> dict[str, Any]:
 
 
 def _ratio(bare: list[float], other: list[float]) -> float:
-    """Returns the median over the rounds: what is measured side by side is compared."""
+    """Returns the median ratio over the rounds, each of which measures side by side."""
     pairs = zip(bare, other, strict=True)
     return round(statistics.median(one / two for one, two in pairs), 3)
 
@@ -95,14 +95,14 @@ def _ratio(bare: list[float], other: list[float]) -> float:
 
 
 class Bare:
-    """Is two processes that read and encode, and keep nothing. Use it as a context manager."""
+    """Runs two processes that read and encode, and keep nothing; a context manager."""
 
     def __init__(self, config: PrepareConfig):
         self._jobs = [(config, split) for split in plan_splits(config)]
         self._pool: Pool = multiprocessing.get_context("spawn").Pool(2)
 
     def measure(self, timed: Timed) -> None:
-        """Goes through all of the text once."""
+        """Processes all text once."""
         self._pool.map(encode, self._jobs[:2], chunksize=1)  # everything is imported and loaded
         began = time.perf_counter()
         processor_s = self._pool.map(encode, self._jobs, chunksize=1)
@@ -118,7 +118,7 @@ class Bare:
 
 
 def encode(job: tuple[PrepareConfig, InputSplit]) -> float:
-    """Reads and encodes a split; returns the processor seconds that it took."""
+    """Reads and encodes a split; returns the processor seconds."""
     began = time.process_time()
     config, split = job
     tokenizer, pending = tokenizer_of(Path(config.tokenizer)), list[str]()
@@ -135,7 +135,7 @@ def encode(job: tuple[PrepareConfig, InputSplit]) -> float:
 
 
 def _local(config: PrepareConfig, folder: Path, found: dict[str, Timed]) -> None:
-    """Prepares twice with one pool: while its processes start, and when they are there."""
+    """Prepares twice with one pool: with starting processes, then with warm ones."""
     cold, warm = (found.setdefault(name, Timed()) for name in ("local", "local again"))
     before, began = _ended_s(), time.perf_counter()
     with LocalPool(2) as pool:
@@ -154,13 +154,13 @@ def _seconds(config: PrepareConfig, folder: Path, pool: TaskPool) -> float:
 
 
 def _ended_s() -> float:
-    """Returns the processor seconds of this process and of its children that have ended."""
+    """Returns the processor seconds of this process and its ended children."""
     found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in found)
 
 
 def _living_s() -> float:
-    """Returns the processor seconds of this process and of its children that live."""
+    """Returns the processor seconds of this process and its living children."""
     return _taken_s(lambda process: True) + time.process_time()
 
 
@@ -180,7 +180,7 @@ def _taken_s(counts: Callable[[psutil.Process], bool]) -> float:
 
 
 class Cluster:
-    """Is a Ray of two CPUs on this machine, whose workers and servants have started."""
+    """Runs a Ray with two CPUs on this machine, with workers and servants started."""
 
     def __init__(self) -> None:
         import ray
@@ -227,7 +227,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def _cluster(stack: ExitStack) -> Cluster | None:
-    """Starts a Ray that ends with the stack; None: it is not installed."""
+    """Starts a Ray that ends with the stack; None if it is not installed."""
     try:
         import ray
     except ImportError:

@@ -1,20 +1,21 @@
-"""What dispatch and combine cost beside the bare exchange of the same bytes.
+"""Compares dispatch and combine with the bare exchange of the same bytes.
 
     python -m benchmarks.dispatch [--ranks 2 4 8] [--seconds 4]
 
-Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine (stand-ins
-for the experts between them, not counted) against the floor: `all_to_all_single` of exactly the
-rows that the dispatcher sends and gets back, with splits known and rows in place; for allgather its
-own two collectives; for one that sends without collectives those of a dispatcher that sends the
-same rows. Both by turns, pass by pass, because a shared machine's speed drifts; the slowest rank's
-time in each pass, and medians over passes. Beside time, the processor time of all ranks: on a
-machine that is busy with other things it says more than time does. `local` on one rank says what is
-left without an exchange. Goals: `dedup` sends exactly Σ over tokens of their distinct destination
-ranks and takes ≤ 1.25 × the floor for rows of 4 KiB × 2,048 tokens per rank; `symmetric` ≤ 0.75 ×
-that floor, and ≤ 0.7 × for 512 tokens of 512 bytes. Whole training steps are in expert_parallel.py.
+For each world, number of experts per token (K) and dispatcher, it times one forward pass of
+dispatch and combine (without the stand-ins for the experts between them). The floor is
+`all_to_all_single` of exactly the rows that the dispatcher sends and receives, with known splits
+and rows in place. For allgather the floor uses its own two collectives; for a dispatcher without
+collectives, those of one that sends the same rows. Both alternate pass by pass, because a shared
+machine's speed drifts. Each pass counts the slowest rank's time; results are medians over passes.
+The processor time of all ranks is reported too and is more reliable on a busy machine. `local` on
+one rank shows the cost without an exchange. Goals: `dedup` sends exactly Σ over tokens of their
+distinct destination ranks and takes ≤ 1.25 × the floor for rows of 4 KiB × 2,048 tokens per rank;
+`symmetric` takes ≤ 0.75 × that floor, and ≤ 0.7 × for 512 tokens of 512 bytes. expert_parallel.py
+measures whole training steps.
 
-Ranks are processes of this machine over Gloo. Exits with 1 where a goal is missed. Takes some 15
-minutes on 2 busy cores; writes results/dispatch.json.
+Ranks are processes of this machine over Gloo. Exits with 1 if a goal is missed. Takes about 15
+minutes on 2 busy cores and writes results/dispatch.json.
 """
 
 import argparse
@@ -56,7 +57,7 @@ WARM_UP, FEWEST = 2, 5  # passes
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: T tokens per rank of D float32 numbers, K experts each."""
+    """Describes one measurement: T tokens per rank of D float32 numbers, K experts each."""
 
     num_ranks: int
     tokens: int
@@ -66,7 +67,7 @@ class Point:
 
 
 def points(num_ranks: int) -> list[Point]:
-    """K swept at the goal's shape; narrow rows beside it, where latency is what counts."""
+    """Sweeps K at the goal's shape, and adds narrow rows, where latency dominates."""
     if num_ranks == 1:
         return [Point(1, 2048, 1024, 4, "local")]
     names = [
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def launch(num_ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """What rank 0 of a world of that size found."""
+    """Returns what rank 0 of a world of that size measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [
@@ -149,7 +150,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 @dataclass
 class Spent:
-    """Seconds, and seconds of processors."""
+    """Holds seconds of wall time and of processors."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -186,7 +187,7 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
 
 
 def build_dispatcher(point: Point, group: dist.ProcessGroup) -> Any:
-    """The dispatcher of a point, with the groups and the memory that it wants. Collective."""
+    """Builds a point's dispatcher with the groups and memory it needs. Collective."""
     return make_dispatcher(
         point.dispatcher,
         group,
@@ -198,14 +199,16 @@ def build_dispatcher(point: Point, group: dist.ProcessGroup) -> Any:
 
 @cache
 def node_groups(group: dist.ProcessGroup) -> NodeGroups:
-    """One pair for all points: an idle group of Gloo's wakes a thread a hundred times a second, which
-    whatever is measured beside it would pay for. Collective.
+    """Returns one pair of groups for all points. Collective.
+
+    An idle Gloo group has a thread that wakes a hundred times a second and would slow every
+    measurement.
     """
     return build_node_groups(group, PER_NODE, timeout_s=120)
 
 
 def open_memory(point: Point, group: dist.ProcessGroup) -> Outbox | None:
-    """This rank's memory for the others, if the dispatcher wants it. Collective."""
+    """Opens this rank's memory to the others, if the dispatcher needs it. Collective."""
     if not needs_outbox(point.dispatcher):
         return None
     found = open_outbox(group, timeout_s=120)
@@ -215,7 +218,7 @@ def open_memory(point: Point, group: dist.ProcessGroup) -> Outbox | None:
 
 
 def summary(spent: Tensor) -> dict[str, Any]:
-    """Of every pass the slowest rank's time and all ranks' processor time."""
+    """Returns the slowest rank's time and all ranks' processor time of every pass."""
     wall, cpu = spent[:, :2].double().contiguous(), spent[:, 2:].double().contiguous()
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu)
@@ -236,7 +239,7 @@ def summary(spent: Tensor) -> dict[str, Any]:
 
 
 def rows(point: Point, dispatcher: Any, routes: Routes) -> dict[str, int]:
-    """Rows of a pass over all ranks, beside what they must and what they might be."""
+    """Returns the rows of a pass over all ranks, with their lower and upper bounds."""
     stats = None if isinstance(dispatcher, LocalDispatcher) else dispatcher.stats()
     sent = 0 if stats is None else stats.rows_sent // stats.passes
     wanted = torch.zeros(routes.num_targets, point.num_ranks, dtype=torch.bool)
@@ -248,7 +251,7 @@ def rows(point: Point, dispatcher: Any, routes: Routes) -> dict[str, int]:
 
 
 def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
-    """Tokens that choose evenly."""
+    """Returns tokens that choose experts evenly."""
     generator = torch.Generator().manual_seed(process.rank)
     num_experts = EXPERTS_PER_RANK * point.num_ranks
     scores = torch.rand(point.tokens, num_experts, generator=generator)
@@ -258,7 +261,7 @@ def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
 
 
 def one_pass(dispatcher: Any, x: Tensor, routes: Routes) -> Spent:
-    """Dispatch and combine; the experts' stand-in works between them and is left out."""
+    """Times dispatch and combine, without the stand-in for the experts between them."""
 
     def arrive() -> tuple[Dispatched, Tensor, Routes]:
         dispatched = dispatcher.dispatch(x, routes)
@@ -273,7 +276,7 @@ def one_pass(dispatcher: Any, x: Tensor, routes: Routes) -> Spent:
 
 
 def stand_in(x_UD: Tensor, routes: Routes) -> Tensor:
-    """What experts would leave: a row for every target."""
+    """Returns a row for every target, in place of the experts' outputs."""
     if routes.per_source == routes.per_target == 1:
         return x_UD
     return x_UD.new_zeros(routes.num_targets, x_UD.shape[1]).index_add_(
@@ -284,8 +287,10 @@ def stand_in(x_UD: Tensor, routes: Routes) -> Tensor:
 def bare_motions(
     point: Point, dispatcher: Any, group: dist.ProcessGroup, x: Tensor, routes: Routes
 ) -> list[tuple[AllToAll, Tensor]]:
-    """The all-to-alls of rows in a pass; of one that needs none, those of the first dispatcher of
-    the table that sends the same rows by them.
+    """Returns the all-to-alls of rows in a pass.
+
+    For a dispatcher without all-to-alls, those of the first one in the table that sends the same
+    rows.
     """
     seen = wide_motions(dispatcher, x, routes)
     entry = DISPATCHERS.get(point.dispatcher)
@@ -297,7 +302,7 @@ def bare_motions(
 
 
 def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllToAll, Tensor]]:
-    """The all-to-alls of rows in a pass, in order."""
+    """Returns the all-to-alls of rows in a pass, in order."""
     seen: list[tuple[AllToAll, Tensor]] = []
     start = AllToAll.start
 
@@ -317,9 +322,7 @@ def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllTo
 def make_floor(
     point: Point, group: dist.ProcessGroup, x: Tensor, motions: list[tuple[AllToAll, Tensor]]
 ) -> Callable[[], None]:
-    """The same bytes with nothing around them. For allgather, whose bytes go by other collectives:
-    those.
-    """
+    """Exchanges the same bytes with nothing around them; for allgather with its own collectives."""
 
     def gather_and_scatter() -> None:
         ReduceScatter(group).start(AllGather(group).start(x).wait()).wait()
@@ -336,7 +339,7 @@ def make_floor(
 
 
 def print_report(figures: list[dict[str, Any]]) -> bool:
-    """Prints all points; whether the goals are met."""
+    """Prints all points and returns whether the goals are met."""
     table = Table(
         "ranks",
         "tokens × width",
@@ -371,7 +374,7 @@ def print_report(figures: list[dict[str, Any]]) -> bool:
 
 
 def verdict_of(point: dict[str, Any]) -> str:
-    """Of dispatchers with goals, where they have one."""
+    """Returns the verdict on a dispatcher with a goal."""
     if point["dispatcher"] not in ("dedup", "symmetric"):
         return ""
     if point["rows_sent"] != point["distinct_destinations"]:

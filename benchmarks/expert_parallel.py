@@ -1,21 +1,21 @@
-"""What a training step costs with the experts spread over ranks, beside pure data parallelism.
+"""Compares a training step with expert parallelism to pure data parallelism.
 
     python -m benchmarks.expert_parallel [--ranks 4] [--degrees 1 2 4] [--rounds 20] [--steps 2]
     python -m benchmarks.expert_parallel --ranks 8 --degrees 1 8 --dispatchers dedup
 
-Steps of the recipe smoke (train/loop.py: all but the data), one micro-batch per rank, on as many
-ranks every time: EP 1, where every rank has all experts and gradients alone are exchanged, which is
-pure data parallelism; and every other degree with every dispatcher of the table. All ways are built
-in the same processes and take turns, in another order in every round, so that a machine's drift
-touches all of them. A turn is some steps between two barriers. Of it count the slowest rank's time;
-the processor time of all ranks (user and system, the threads of Gloo too), which says more than
-time where ranks share cores; and their context switches, voluntary (somebody waited) and not
-(somebody was pushed aside).
+It runs steps of the recipe smoke (train/loop.py without the data), one micro-batch per rank, always
+on the same number of ranks. EP 1, where every rank has all experts and only gradients are
+exchanged, is pure data parallelism; every other degree runs with every dispatcher. All variants are
+built in the same processes and take turns, in another order in every round, so that a machine's
+drift affects all of them. A turn is some steps between two barriers. It reports the slowest rank's
+time; the processor time of all ranks (user and system, including Gloo's threads), which is more
+reliable if ranks share cores; and their context switches, voluntary (waiting) and involuntary
+(preempted).
 
-Ratios are medians over rounds of a way's turn ÷ the turn of EP 1 of the same round, with quartiles.
-Goals, of the quickest dispatcher with EP on all ranks: 1.15 in processor time (1.3 on 8 ranks) and
-1.25 in time. Exits with 1 where one is missed. Writes results/expert_parallel.json, or the name
-that was given; some 5 minutes on 2 cores.
+Ratios are medians over rounds of a variant's turn ÷ EP 1's turn in the same round, with quartiles.
+Goals for the fastest dispatcher with EP on all ranks: 1.15 in processor time (1.3 on 8 ranks) and
+1.25 in time. Exits with 1 if one is missed. Writes results/expert_parallel.json, or the given name;
+takes about 5 minutes on 2 cores.
 """
 
 import argparse
@@ -56,7 +56,7 @@ WARM_UP = 2  # turns
 
 @dataclass(frozen=True)
 class Way:
-    """How the experts are spread, and what moves the rows."""
+    """Describes how experts are spread, and the dispatcher."""
 
     ep: int
     dispatcher: str
@@ -68,7 +68,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn took, per step: of the slowest rank, and of all ranks together."""
+    """Holds the cost of a turn per step: of the slowest rank, and of all ranks."""
 
     wall_s: float
     processor_s: float
@@ -77,7 +77,7 @@ class Turn:
 
 
 def ways_of(degrees: Sequence[int], dispatchers: Sequence[str]) -> list[Way]:
-    """EP 1 first, the others by degree; groups between nodes want a node more than one."""
+    """Returns EP 1 first, then the others by degree; node groups need more than one node."""
     spread = [
         Way(ep, name)
         for ep in degrees
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def launch(options: argparse.Namespace) -> dict[str, list[Turn]]:
-    """All turns by way, as rank 0 found them."""
+    """Returns all turns by variant, as rank 0 measured them."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "turns.json"
         command = [
@@ -162,7 +162,7 @@ def run_rank(options: argparse.Namespace) -> None:
 def by_turns(
     ways: Sequence[Way], process: Process, folder: Path, *, rounds: int, steps: int
 ) -> dict[str, list[Turn]]:
-    """Lets all ways take turns; a collective call, with the same turns on all ranks."""
+    """Lets all variants take turns, the same turns on all ranks. Collective."""
     with shared_groups():
         runs = {way.name: build_run(way, process, folder) for way in ways}
     turns: dict[str, list[Turn]] = {name: [] for name in runs}
@@ -180,9 +180,9 @@ def by_turns(
 def shared_groups() -> Iterator[None]:
     """Lets runs that take turns share groups of the same ranks for the same use.
 
-    A group of Gloo has a thread that wakes a hundred times a second, whether anybody uses it or
-    not. With groups of their own for every way 50 such threads per rank would wake in every turn,
-    where a run alone has three: as many switches again, in all ways alike.
+    A Gloo group has a thread that wakes a hundred times a second even if idle. With separate groups
+    for every variant, 50 such threads per rank would wake in every turn instead of a normal run's
+    three.
     """
     made: dict[Any, Any] = {}
     new_group = dist.new_group
@@ -201,7 +201,7 @@ def shared_groups() -> Iterator[None]:
 
 
 def build_run(way: Way, process: Process, folder: Path) -> tuple[Run, Batch]:
-    """A run without data, and one batch for all of its steps: one micro-batch per rank."""
+    """Builds a run without data, and one batch (one micro-batch per rank) for all its steps."""
     if needs_nodes(way.dispatcher):
         process = replace(process, ranks_per_node=PER_NODE)
     changes = [
@@ -223,7 +223,7 @@ def build_run(way: Way, process: Process, folder: Path) -> tuple[Run, Batch]:
 
 
 def take_turn(run: Run, batch: Batch, steps: int) -> Turn:
-    """Makes some steps between two barriers. Collective."""
+    """Runs some steps between two barriers. Collective."""
     dist.barrier()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     for _ in range(steps):
@@ -248,7 +248,7 @@ def take_turn(run: Run, batch: Batch, steps: int) -> Turn:
 
 
 def summary(turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
-    """Medians of a way, and its ratios to data parallelism, round by round."""
+    """Returns a variant's medians and its ratios to data parallelism, round by round."""
     return {
         "wall_s": statistics.median(turn.wall_s for turn in turns),
         "fastest_wall_s": min(turn.wall_s for turn in turns),
@@ -263,18 +263,18 @@ def summary(turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
 
 
 def ratio(values: Sequence[float]) -> dict[str, float]:
-    """The median with its quartiles."""
+    """Returns the median with its quartiles."""
     lower, _, upper = statistics.quantiles(values, n=4)
     return {"median": statistics.median(values), "lower": lower, "upper": upper}
 
 
 def goals_of(ranks: int) -> dict[str, float]:
-    """The greatest ratios that are good enough."""
+    """Returns the highest acceptable ratios."""
     return MANY_GOALS if ranks >= MANY_RANKS else GOALS
 
 
 def show(found: dict[str, dict[str, Any]], ranks: int) -> list[str]:
-    """Prints all ways; returns what of the goals the quickest with EP on all ranks misses."""
+    """Prints all variants; returns the goals that the fastest one with EP on all ranks misses."""
     table = Table(
         *("way", "ms a step", "÷ DP", "processor ms", "÷ DP", "switches", "forced"),
         title=f"a step of smoke on {ranks} ranks; processors and context switches of all ranks",
@@ -305,7 +305,7 @@ def show(found: dict[str, dict[str, Any]], ranks: int) -> list[str]:
 
 
 def spelled(value: dict[str, float]) -> str:
-    """A ratio as it is printed, with its quartiles."""
+    """Formats a ratio with its quartiles."""
     return f"{value['median']:.2f} ({value['lower']:.2f} to {value['upper']:.2f})"
 
 

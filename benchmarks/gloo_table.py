@@ -1,18 +1,16 @@
-"""How long collectives take: message size × ranks → time, the table that `moebius plan --measured`
-reads.
+"""Measures collectives by message size and ranks, as a table for `moebius plan --measured`.
 
     python -m benchmarks.gloo_table [--worlds 2 4 8] [--rounds 31]
     torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl
 
-The second has one world: torchrun's, on GPUs.
+The second command measures one world, torchrun's, on GPUs.
 
-Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share
-included), the gathered result, the input of a reduce-scatter, the tensor of an all-reduce. A time
-is that of one call in a series of calls long enough to measure (40 ms), the slowest rank's; of
-`--rounds` series, spread over the run because the machine's speed drifts, the median.
+Bytes are those of the whole tensor on one rank: an all-to-all's input (including the rank's own
+share), the gathered result, a reduce-scatter's input, an all-reduce's tensor. A time is the slowest
+rank's time per call, in a series of calls long enough to measure (40 ms). It is the median of
+`--rounds` series, spread over the run because the machine's speed drifts.
 
-Takes about 7 minutes on 2 cores, which must be idle, and writes results/gloo_table.json (nccl:
-nccl_table.json).
+Takes about 7 minutes on 2 idle cores and writes results/gloo_table.json (nccl: nccl_table.json).
 """
 
 import argparse
@@ -57,7 +55,7 @@ def main() -> None:
 
 
 def on_processes(world: int, rounds: int) -> list[Row]:
-    """The rows of one world of Gloo processes on this machine."""
+    """Returns the rows of one world of Gloo processes on this machine."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -76,7 +74,7 @@ def _rank(rank: int, world: int, port: int, rounds: int, results: Any) -> None:
 
 
 def on_gpus(rounds: int) -> list[Row]:
-    """The rows of torchrun's world; empty on every rank but the first."""
+    """Returns the rows of torchrun's world; empty on every rank but the first."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -86,7 +84,7 @@ def on_gpus(rounds: int) -> list[Row]:
 
 
 def measure(rounds: int, device: torch.device) -> list[Row]:
-    """Collective: every operation at every size."""
+    """Measures every operation at every size. Collective."""
     calls = {(op, size): make(size, device) for op, make in OPERATIONS.items() for size in SIZES}
     counts = {key: _enough_calls(call, device) for key, call in calls.items()}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
@@ -105,13 +103,13 @@ def measure(rounds: int, device: torch.device) -> list[Row]:
 
 
 def _enough_calls(call: Callable[[], Any], device: torch.device) -> int:
-    """How many calls fill a series, the same on every rank."""
+    """Returns how many calls fill a series, the same on every rank."""
     _series(call, 3, device)  # connections are made at the first call
     return max(3, min(MAX_CALLS, int(SERIES_S / _series(call, 5, device))))
 
 
 def _series(call: Callable[[], Any], count: int, device: torch.device) -> float:
-    """Seconds of one call, of the slowest rank."""
+    """Returns the seconds of one call on the slowest rank."""
     dist.barrier()
     _wait_for(device)
     start = time.perf_counter()
@@ -167,7 +165,7 @@ OPERATIONS: dict[str, Callable[[int, torch.device], Callable[[], Any]]] = {
 
 
 def show(rows: list[Row]) -> None:
-    """One line per size, one column per operation and world."""
+    """Prints one line per size and one column per operation and world."""
     columns = sorted({(row["op"], row["world"]) for row in rows})
     found = {(row["op"], row["world"], row["bytes"]): row["seconds"] for row in rows}
     table = Table(

@@ -15,11 +15,11 @@ _RESET_PEAK = "5"  # of proc(5): the peak of resident memory becomes what is res
 
 
 def saved_bytes(forward: Callable[[], Tensor], *, beside: Iterable[Tensor]) -> tuple[Tensor, int]:
-    """The result, and the bytes of all storages that were saved for the pass back, each counted
+    """Returns the result, and the bytes of all storages saved for the backward pass, each counted
     once.
 
     Args:
-        beside: tensors whose storages do not count: the weights, which are there anyway.
+        beside: tensors whose storages do not count, such as weights.
     """
     ignored = {tensor.untyped_storage().data_ptr() for tensor in beside} | {0}
     kept: dict[int, int] = {}
@@ -36,11 +36,11 @@ def saved_bytes(forward: Callable[[], Tensor], *, beside: Iterable[Tensor]) -> t
 
 
 def peak_bytes(work: Callable[[], Any], device: torch.device) -> int | None:
-    """Returns the most memory that `work` needed above what was there before; None: not readable.
+    """Returns the most memory that `work` needed on top of what was in use; None if unreadable.
 
-    On a GPU what torch's allocator gave out. On a CPU the process's resident memory, with whatever
-    libraries need for themselves; what was freed before is given back to the system first, or it
-    would hide what `work` takes. Within some MiB.
+    On a GPU this is torch's allocated memory. On a CPU it is the process's resident memory,
+    including libraries' own; freed memory is returned to the system first, as it would hide new
+    use. Exact to some MiB.
     """
     gc.collect()
     if device.type == "cuda":

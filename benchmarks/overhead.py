@@ -1,22 +1,22 @@
-"""What the whole stack costs beside the bare model step.
+"""Measures the cost of the whole stack on top of the bare model step.
 
     python -m benchmarks.overhead [--pairs 3] [--steps 60] [--long-steps 2000]
 
-Four questions, one run:
+One run answers four questions:
   1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷
-     the bare step of equally many ranks under plain torchrun: forward, backward, reduction,
-     clipping, update on one fixed batch. In pairs, one after the other, because the machine's speed
-     drifts. Goal: ≤ 1.05. Means over all counted steps, so that saves and what they slow down are
-     in them; evaluations are not.
-  2. Seconds a step that ranks waited for data after the first batch, all ranks added up. Goal:
+     the bare step on the same number of ranks under plain torchrun: forward, backward, reduction,
+     clipping, update on one fixed batch. Measured in pairs, because the machine's speed drifts.
+     Goal: ≤ 1.05. Means over all counted steps include saves and their effects, but not
+     evaluations.
+  2. Seconds per step that ranks waited for data after the first batch, summed over ranks. Goal:
      below 1 ms.
-  3. Memory of all processes together (proportional set size, so that shared pages count once).
-     Goal: < 4 GiB.
-  4. Unshared memory of every process over a long run of a small model: median of its second quarter
+  3. Memory of all processes (proportional set size, so that shared pages count once). Goal: < 4
+  GiB. 4. Unshared memory of every process in a long run of a small model: median of its second
+  quarter
      against the median of its last quarter. Goal: none grows by more than 8 MiB.
 
-Exits with 1 where a goal is missed. Takes about 12 minutes on 2 cores and writes
-results/overhead.json; with --long-steps 0 it takes half of that, leaves question 4 out, and writes
+Exits with 1 if a goal is missed. Takes about 12 minutes on 2 cores and writes
+results/overhead.json. With --long-steps 0 it skips question 4, takes half the time and writes
 results/overhead_step.json.
 """
 
@@ -135,7 +135,7 @@ def make_config(scratch: Path, *changes: str) -> Config:
 
 
 def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[str, Any]:
-    """One job through the whole stack; times from its own metrics, memory from outside."""
+    """Runs one job through the whole stack, with times from its metrics and memory from outside."""
     open_run(config, run_dir)
     watcher = MemoryWatcher(sample_every_s)
     watcher.start()
@@ -160,8 +160,8 @@ def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[s
 
 
 def time_bare(config: Config, run_dir: Path) -> float:
-    """Mean step of the same ranks under plain torchrun: no Ray, no loader, no metrics, no
-    checkpoints.
+    """Returns the mean step of the same ranks under plain torchrun, without Ray, loader, metrics
+    and checkpoints.
     """
     open_run(config, run_dir)
     command = [
@@ -208,7 +208,7 @@ def run_bare(run_dir: Path) -> None:
 
 
 class MemoryWatcher:
-    """Samples the memory of this process and all it has started, until stopped."""
+    """Samples the memory of this process and its descendants until stopped."""
 
     def __init__(self, every_s: float) -> None:
         self.peak_bytes = 0
@@ -225,8 +225,8 @@ class MemoryWatcher:
         self._thread.join()
 
     def growth(self) -> list[dict[str, Any]]:
-        """Per process that lived through half of the run or more: unshared memory in its second and
-        in its last quarter.
+        """Returns the unshared memory in the second and last quarter, per process that lived
+        through half of the run or more.
         """
         out = []
         longest = max(
@@ -271,7 +271,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def print_report(figures: dict[str, Any]) -> bool:
-    """Prints figures beside goals; whether all goals are met."""
+    """Prints figures beside goals and returns whether all goals are met."""
     rows = [
         ("step in the stack ÷ bare step (median of pairs)", figures["ratio_median"], 1.05),
         ("wait for data after the first batch, s per step", figures["data_wait_s_per_step"], 0.001),

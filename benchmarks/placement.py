@@ -1,18 +1,16 @@
-"""How much evener ranks become when experts are placed by their load: packing alone, and with
-copies of hot experts.
+"""Measures how far placement evens out ranks: packing alone, and with copies of hot experts.
 
     python -m benchmarks.placement [--steps 160]
 
-Two small models train on the embedded corpus without balancing losses, a MoEUT that
-   takes 8 of 64 feed-forward experts (sigmoid gates), and the same with one of 64 (softmax gates,
-   which collapses). Their own metrics tell the load of every expert, step by step and depth step by
-   depth step. Every bank is placed by the loads of one window of steps and judged on the next
-   window, as `mesh.rebalance_every` does it: on loads that the decision has not seen. For EP 2, 4,
-   8, for 0, 1, 2 replicas per rank, for windows of 5 and 20 steps; judged early (steps 21 to 60,
-   where routing changes fast) and late (101 on).
-The figure is the hottest rank's load over the mean of its EP group, in the mean over banks and
-judged steps: once for a bank's depth steps added up, once for every depth step alone (a rank waits
-in each of them). Takes about 5 minutes on 2 cores; writes results/placement.json.
+Two small models train on the embedded corpus without balancing losses: a MoEUT with 8 of 64
+feed-forward experts (sigmoid gates), and one with 1 of 64 (softmax gates, which collapses). Their
+metrics record every expert's load by step and depth step. Every bank is placed by the loads of one
+window of steps and judged on the next window, which the decision has not seen, as with
+`mesh.rebalance_every`: for EP 2, 4, 8, for 0, 1, 2 replicas per rank, and for windows of 5 and 20
+steps; early (steps 21 to 60, where routing changes fast) and late (from 101).
+The figure is the hottest rank's load over the mean of its EP group, averaged over banks and judged
+steps: once for a bank's depth steps summed, once for every depth step alone (a rank waits in each).
+Takes about 5 minutes on 2 cores and writes results/placement.json.
 """
 
 import argparse
@@ -87,7 +85,7 @@ def main() -> None:
 def train(
     scratch: Path, name: str, steps: int, *changes: str
 ) -> tuple[list[dict[str, Any]], Config]:
-    """The train lines of one run on one rank."""
+    """Returns the train lines of one run on one rank."""
     own = (
         *changes,
         f"train.steps={steps}",
@@ -115,7 +113,7 @@ def train(
 
 
 def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank]]:
-    """By kind, the banks of all group members."""
+    """Returns the banks of all group members by kind."""
     found = {}
     for kind, prefix in KINDS.items():
         load_SLE = np.array([line[f"{prefix}expert_load"] for line in lines])
@@ -127,7 +125,7 @@ def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank
 
 
 def judge_all(banks: list[Bank]) -> Iterator[dict[str, Any]]:
-    """A row for every EP degree, number of replicas, window and span."""
+    """Returns a row for every EP degree, number of replicas, window and span."""
     for ep, replicas, every, span in itertools.product(DEGREES, REPLICAS, WINDOWS, SPANS):
         yield {
             "ep": ep,
@@ -139,7 +137,7 @@ def judge_all(banks: list[Bank]) -> Iterator[dict[str, Any]]:
 
 
 def judge(banks: list[Bank], ep: int, replicas: int, every: int, span: str) -> dict[str, float]:
-    """Factors of the span's steps, each under the expert map that the window before has led to."""
+    """Returns the factors of the span's steps, each under the expert map of the previous window."""
     found: dict[str, list[float]] = {
         name: [] for name in ("before", "after", "before_depth", "after_depth")
     }

@@ -1,30 +1,30 @@
-"""How long a job stands still after a kill, and how long it takes to start, phase by phase.
+"""Measures how long a job stands still after a kill, and how long it takes to start, by phase.
 
     python -m benchmarks.recovery [--runs 5] [--only rank,node] [--minutes 9] [--no-save]
 
 A simulated cluster of 3 nodes trains the recipe `smoke` on 2 of them, 2 ranks each, with a
-checkpoint every 3 steps; the third node is a spare. One victim after the other is killed with
-SIGKILL a few steps after the last recovery:
+checkpoint every 3 steps; the third node is a spare. One victim after the other gets SIGKILL a few
+steps after the last recovery:
 
     rank, agent, template, actor   a process of that layer
     hang         a rank is stopped (SIGSTOP); a step may take 5 s (job.limits.step_s)
-    supervisor   its process; told is when the job is watched again, with `next_step`, the first
-                 step after the kill: the ranks do not wait for a supervisor
-    node         the raylet and all below it, at once; a new spare joins afterwards
+    supervisor   its process; counts until the job is watched again, with `next_step`, the first step
+                 after the kill, because ranks do not wait for a supervisor
+    node         the raylet and everything below it, at once; a new spare joins afterwards
 
-The time counts from the kill to the time stamp of the first new step in metrics.jsonl, both on this
-machine's clock; the phases are those of the journal (details.phases_s of RUNNING), and `detect` is
-what lies between the kill and the supervisor's seeing it. Besides:
+The time runs from the kill to the time stamp of the first new step in metrics.jsonl, both on this
+machine's clock. Phases come from the journal (details.phases_s of RUNNING); `detect` is the time
+between the kill and its detection by the supervisor. In addition:
 
-    submit       a cluster of one's own is started and the data prepared
-    submit again to the cluster that is up, with the data there
+    submit       starts a cluster of its own and prepares the data
+    submit again to the running cluster, with prepared data
 
-Both count from the call of `submit` to the first step; `before` is what no phase tells, and
-`program`, which is not counted, the start of Python and the imports before the call.
+Both count from the call of `submit` to the first step; `before` is the time outside all phases.
+`program`, the start of Python and the imports before the call, is not counted.
 
-All are done in rounds, until --runs or --minutes are used up. A sample that fails is told and
-counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json;
-with --only those of the victims that are named, beside what the file says of the others.
+All are measured in rounds until --runs or --minutes are reached. A failed sample is reported and
+counted, and the job restarted. Medians go to benchmarks/results/recovery.json; --only updates the
+named victims.
 
 Cost: 90 s per round on two quiet cores.
 """
@@ -86,7 +86,7 @@ submit(asked, Path(run_dir), address=address or None, detach=bool(address), cons
 
 @dataclass(frozen=True)
 class Recovery:
-    """What one kill cost."""
+    """Holds the cost of one kill."""
 
     victim: str
     seconds: float  # from the kill to the first new step
@@ -95,7 +95,7 @@ class Recovery:
 
 
 def config_for(data: Path) -> Config:
-    """Returns the recipe with checkpoints every 3 steps and without a drill of its own."""
+    """Returns the recipe with checkpoints every 3 steps and without a rehearsed failure."""
     recipe = smoke().model_dump()
     recipe["train"] |= {"steps": 1_000_000, "log_every": 1, "eval_every": 0}
     recipe["checkpoint"] |= {"every": 3}
@@ -110,7 +110,7 @@ def config_for(data: Path) -> Config:
 
 
 class Observer:
-    """Reads a run folder while the run goes on, and kills what belongs to it."""
+    """Reads the folder of a running job, and kills its processes."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -118,21 +118,22 @@ class Observer:
         self._steps: list[tuple[float, int]] = []  # when, and which
 
     def await_steps(self, number: int) -> None:
-        """Waits until so many steps were made since now."""
+        """Waits until that many steps have passed."""
         began = time.time()
         self._await(lambda: len(self.steps_since(began)) >= number or None)
 
     def start_of(self, began: float) -> tuple[float, dict[str, float]]:
-        """Waits for the first step after `began`; returns its time, and the journal's phases."""
+        """Waits for the first step after `began`; returns its time and the journal's phases."""
         entry = self._await(lambda: self._entry(began, "phases_s"))
         first = entry["details"]["first_step"]
         made = [when for when, step in self.steps_since(began) if step == first]
         return (made or [entry["time"]])[0], dict(entry["details"]["phases_s"])
 
     def takeover_of(self, began: float) -> tuple[float, dict[str, float]]:
-        """Waits for the next supervisor; returns when it watched, and when the next step came.
+        """Waits for the next supervisor; returns when it started watching, and the time of the next
+        step.
 
-        Where a new generation had to follow, its start counts.
+        If a new generation had to follow, its start counts.
         """
         entry = self._await(lambda: self._entry(began, "unwatched_s"))
         if entry["state"] == "RECOVERING":
@@ -141,7 +142,7 @@ class Observer:
         return entry["time"], {"next_step": next_step - began}
 
     def steps_since(self, began: float) -> list[tuple[float, int]]:
-        """Returns time and number of the steps that were made since then."""
+        """Returns time and number of the steps since then."""
         self._steps += [
             (line["time"], line["step"])
             for line in self._metrics.read()
@@ -150,7 +151,7 @@ class Observer:
         return [made for made in self._steps if made[0] > began]
 
     def pid_of(self, victim: str, cluster: StandingCluster) -> int:
-        """Returns the process that is to be killed."""
+        """Returns the process to kill."""
         if victim == "supervisor":
             return next(pid for pid in processes.descendants(cluster.host_pid) if _supervises(pid))
         found = processes.find(str(self.run_dir), generation=read_generation(self.run_dir))
@@ -164,7 +165,7 @@ class Observer:
         return psutil.Process(agent).ppid() if victim == "template" else _parent(found[agent])
 
     def last_node(self) -> int:
-        """Returns the number of a node that the job uses, and that is not the cluster's head."""
+        """Returns a node used by the job that is not the cluster's head."""
         generation = read_generation(self.run_dir)
         attempts = self.run_dir.glob(f"logs/g{generation:03d}/node*/assignment.json")
         addresses = [json.loads(path.read_text())["address"] for path in attempts]
@@ -196,10 +197,10 @@ def _parent(marks: Mapping[str, str]) -> int:
 
 
 class Bench:
-    """The cluster, the job that is shot at, and the samples."""
+    """Holds the cluster, the victim job and the samples."""
 
     def __init__(self, folder: Path):
-        """Takes where all is kept."""
+        """Takes the folder for all files."""
         self._folder = folder
         self._cluster: StandingCluster | None = None
         self._observer: Observer | None = None
@@ -229,7 +230,7 @@ class Bench:
                 stop(run_dir, now=True, timeout_s=30)
 
     def end(self) -> None:
-        """Ends the cluster and all in it."""
+        """Ends the cluster and everything in it."""
         self._observer = None
         if self._cluster is not None:
             cluster, self._cluster = self._cluster, None
@@ -281,13 +282,13 @@ class Bench:
 
 
 def _recovery(victim: str, seconds: float, phases: Mapping[str, float], rest: str) -> Recovery:
-    """Returns a recovery in which `rest` is the time that no phase of the journal tells."""
+    """Returns a recovery in which `rest` is the time outside all phases of the journal."""
     told = sum(value for phase, value in phases.items() if phase not in NOT_COUNTED)
     return Recovery(victim, seconds, {rest: seconds - told, **phases})
 
 
 def measure(runs: int, victims: Sequence[str], bench: Bench, *, minutes: float) -> list[Recovery]:
-    """Takes samples in rounds until there are enough, or time is up; failures are among them."""
+    """Takes samples in rounds until there are enough or time is up; includes failures."""
     found: list[Recovery] = []
     deadline = time.monotonic() + 60 * minutes
     try:
@@ -312,7 +313,7 @@ def measure(runs: int, victims: Sequence[str], bench: Bench, *, minutes: float) 
 
 
 def medians(found: list[Recovery]) -> dict[str, dict[str, Any]]:
-    """Returns per victim the median of the whole and of each phase, and what has failed."""
+    """Returns the medians of the whole and of each phase per victim, and the failures."""
     return {
         victim: _median([entry for entry in found if entry.victim == victim])
         for victim in dict.fromkeys(entry.victim for entry in found)
@@ -336,7 +337,7 @@ def _median(mine: list[Recovery]) -> dict[str, Any]:
 
 
 def draw(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns the table of medians: a column for each victim, a row for each phase."""
+    """Returns the table of medians, with a column per victim and a row per phase."""
     table = Table("", *figures, title="medians, in seconds")
     _row(table, "to the first step", [entry.get("seconds") for entry in figures.values()])
     told = {phase for entry in figures.values() for phase in entry.get("phases_s", ())}

@@ -1,4 +1,4 @@
-"""Writes a benchmark's figures, with the hardware, versions, commit and command that made them."""
+"""Writes a benchmark's figures with hardware, versions, commit and command."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _ABOUT = ("environment", "measured", "note")  # of a file with parts, beside the
 
 
 def environment() -> dict[str, Any]:
-    """Returns the machine and the software that a figure was measured on."""
+    """Returns the machine and the software of a measurement."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -52,7 +52,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the sources; "unknown" where they were copied without their history."""
+    """Returns the commit of the sources; "unknown" for a copy without history."""
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
@@ -70,7 +70,7 @@ def _git(*words: str) -> str:
 
 
 def _version(library: str) -> str | None:
-    """Returns the version of a library; None where it is not installed."""
+    """Returns the version of a library; None if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -95,17 +95,17 @@ def save_parts(
     under: str = "",
     folder: Path = RESULTS,
 ) -> Path:
-    """Writes parts of FOLDER/NAME.json anew, and leaves its other parts as they are.
+    """Updates parts of FOLDER/NAME.json and leaves the others.
 
-    `measured` says of every part on what, from which commit, with which command and when; of parts
-    that were written before there was such a note, what the whole file said.
+    `measured` records machine, commit, command and time of every part. Parts older than this record
+    get the whole file's.
 
     Args:
         name: of the file.
-        parts: what was measured, by names.
-        others: what is said beside it, which replaces what was said before.
-        under: the entry that the parts stand in; "": the file itself.
-        folder: where it is.
+        parts: the measured parts by name.
+        others: further entries, which replace earlier ones.
+        under: the entry that holds the parts; "": the file itself.
+        folder: the file's folder.
     """
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -124,7 +124,9 @@ def save_parts(
 
 
 def _command() -> str:
-    """How this program was started, without where it lies: `python -m benchmarks.data --rounds 7`."""
+    """Returns how this program was started, without its path: `python -m benchmarks.data --rounds
+    7`.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     # of a package, `python -m PACKAGE` runs PACKAGE.__main__
     module = spec.name.removesuffix(".__main__") if spec else None

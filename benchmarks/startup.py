@@ -1,15 +1,15 @@
-"""How long commands take to answer, and what the processes of a job import before they work.
+"""Measures how long commands take to answer, and the imports of a job's processes.
 
     python -m benchmarks.startup [--runs 15] [--before FOLDER]
 
-Each case is a process of its own, started again and again, the cases in turn: wall time, processor
-time and peak memory, each as the least and the median. Files are in the page cache after the first
-round, which does not count. `import torch` and a bare Python stand beside them. `--before` names a
-folder that holds another version of the package as FOLDER/moebius, and measures the same cases
-there. On a busy machine believe the processor times and the least wall time.
+Each case is a separate process, started repeatedly, with the cases taking turns. It reports minimum
+and median of wall time, processor time and peak memory. The first round, which fills the page
+cache, does not count. `import torch` and a bare Python serve as references. `--before` names a
+folder with another version of the package as FOLDER/moebius, and measures the same cases there. On
+a busy machine, trust the processor times and the minimum of wall time.
 
-The measuring process imports no torch until it has measured: Linux counts the memory of a parent at
-the moment of the fork as the child's, so no figure is below this process's 15 MiB.
+The measuring process imports no torch before measuring: Linux counts a parent's memory at the fork
+as the child's, so no figure is below this process's 15 MiB.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 @dataclass(frozen=True)
 class Case:
-    """One process to measure."""
+    """Describes one process to measure."""
 
     name: str
     code: str
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of a process cost."""
+    """Holds the cost of one start of a process."""
 
     wall_s: float
     processor_s: float
@@ -61,7 +61,7 @@ class Start:
 
 
 def cases(run_dir: Path) -> list[Case]:
-    """Everything that is measured; the commands look at the finished run of `run_dir`."""
+    """Returns all cases; the commands look at the finished run of `run_dir`."""
     run = str(run_dir)
     commands = [
         ("--help",),
@@ -79,10 +79,10 @@ def cases(run_dir: Path) -> list[Case]:
 
 
 def measure(case: Case, packages: Path) -> Start:
-    """Starts the process once and waits for its end; `packages` holds the package `moebius`.
+    """Starts the process once and waits for its end; `packages` contains the package `moebius`.
 
     Raises:
-        RuntimeError: it ended with an exit code other than 0.
+        RuntimeError: its exit code is not 0.
     """
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -100,7 +100,7 @@ def measure(case: Case, packages: Path) -> Start:
 
 
 def summarise(starts: list[Start]) -> dict[str, Any]:
-    """The least and the median of every figure."""
+    """Returns minimum and median of every figure."""
     figures: dict[str, Any] = {}
     for name, digits in (("wall_s", 3), ("processor_s", 3), ("peak_mib", 1)):
         values = [getattr(start, name) for start in starts]
@@ -112,7 +112,7 @@ def summarise(starts: list[Start]) -> dict[str, Any]:
 
 
 def write_run(folder: Path) -> Path:
-    """A small finished run, as its job leaves it behind."""
+    """Writes a small finished run, as a job leaves it."""
     log = folder / "logs" / "g001" / "node0" / "rank0.log"
     log.parent.mkdir(parents=True)
     log.write_text("a line of a log\n" * 100, encoding="utf-8")
@@ -128,7 +128,7 @@ def write_run(folder: Path) -> Path:
 
 
 def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Writes JSON lines, each with the time that every reader expects."""
+    """Writes JSON lines, each with the time that all readers expect."""
     text = "".join(json.dumps({"time": time.time(), **line}) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
 
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure_all(
     measured: list[Case], versions: dict[str, Path], runs: int
 ) -> dict[str, dict[str, Any]]:
-    """Figures of every case in every version; the first round only fills the page cache."""
+    """Returns the figures of every case and version; the first round only fills the page cache."""
     starts: dict[tuple[str, str], list[Start]] = {}
     for attempt in range(runs + 1):
         for version, packages in versions.items():
@@ -171,13 +171,13 @@ def _measure_all(
 
 
 def _commit_of(folder: Path) -> str:
-    """The commit that a folder stands at."""
+    """Returns a folder's commit."""
     command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _show(figures: dict[str, dict[str, Any]]) -> None:
-    """Prints a line for every case: least wall time, median processor time, peak memory."""
+    """Prints a line per case: minimum wall time, median processor time, peak memory."""
     for version, by_case in figures.items():
         print(f"{version:22}  wall (min)  processor (median)  peak memory")
         for name, one in by_case.items():

@@ -1,19 +1,18 @@
-"""A whole training step of a MoEUT beside the dense model of equal parameters, both at their best
-settings.
+"""Compares a MoEUT's training step with that of the dense model of equal parameters.
 
     python -m benchmarks.step                    (44M, sequences of 256, batches of 8, on CPU)
     python -m benchmarks.step --device cuda      (44M and 244M, sequences of 1,024)
     python -m benchmarks.step --threads 2 --precision bfloat16 --pairs 2 --no-compile
 
-The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random
-tokens that is new in every step. Each side first tries what it has: every backend of its experts;
-float32 products through oneDNN, where that is exact; its best way so far with compiled dense parts.
-The fastest of each then run by turns in one process, so that a machine's drift touches both; ratio
-= median over pairs, with its quartiles. One process for every number of threads and precision.
-Memory is what a step needs above weights and moments: activations, gradients, workspaces. What
-there is no time for is left out, and said.
+The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, with new random tokens
+in every step. Each side first tries its options: every backend of its experts; float32 products
+through oneDNN, if exact; its best option so far with compiled dense parts. The fastest of each then
+alternate in one process, so that a machine's drift affects both; the ratio is the median over
+pairs, with its quartiles. Every number of threads and precision has its own process. Memory is a
+step's need on top of weights and moments: activations, gradients, workspaces. What does not fit
+into the time is skipped and reported.
 
-Writes results/step_cpu.json (or step_gpu.json). About 10 minutes on 2 cores.
+Writes results/step_cpu.json (or step_gpu.json). Takes about 10 minutes on 2 cores.
 """
 
 import argparse
@@ -54,7 +53,7 @@ CANNOT = (ValueError, RuntimeError, ImportError, NotImplementedError)
 
 @dataclass(frozen=True)
 class Case:
-    """What one process compares."""
+    """Describes what one process compares."""
 
     size: str  # of the published recipes: "44m" is moeut_44m against dense_44m
     device: Literal["cpu", "cuda"]
@@ -74,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Way:
-    """Settings that one side may run with."""
+    """Holds settings that one side can run with."""
 
     backend: str = "auto"
     compiled: bool = False
@@ -159,7 +158,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
-    """The case's figures, or why there are none."""
+    """Returns the case's figures, or why there are none."""
     if seconds <= 0:
         return {"why_not": "no time left (--limit)"}
     with tempfile.TemporaryDirectory() as folder:
@@ -218,21 +217,21 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 class Clock:
-    """How much of a case's time has gone."""
+    """Measures how much of a case's time has passed."""
 
     def __init__(self, seconds: float) -> None:
         self._started, self._seconds = time.monotonic(), seconds
 
     def is_before(self, part: float) -> bool:
-        """Whether less than that part of the time has gone."""
+        """Tells whether less than that share of the time has passed."""
         return time.monotonic() - self._started < part * self._seconds
 
 
 def best_run(
     case: Case, side: str, process: Process, folder: Path, clock: Clock, until: float
 ) -> tuple[Run, Way, list[dict[str, Any]]]:
-    """The fastest way that a side has, ready to go on, and what was tried, as far as that part of
-    the time allows.
+    """Returns a side's fastest option, ready to continue, and all tried within that share of the
+    time.
     """
     tried: list[dict[str, Any]] = []
     best: tuple[float, Way, Run] | None = None
@@ -262,7 +261,7 @@ def best_run(
 
 
 def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
-    """What to try next, given the best so far."""
+    """Yields what to try next, given the best so far."""
     backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
     for name in backends:
         yield lambda _, name=name: Way(name)
@@ -293,7 +292,7 @@ def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> R
 
 
 def new_batch(case: Case, run: Run) -> Batch:
-    """Random tokens, other ones in every step: so is the routing."""
+    """Returns random tokens, different in every step, and so is the routing."""
     shape = (1, case.batch, case.seq_len + 1)
     seed = torch.Generator().manual_seed(run.progress.step)
     return Batch(
@@ -320,7 +319,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def by_turns(case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock) -> dict[str, Any]:
-    """Steps of both sides in turns, two of each at least."""
+    """Alternates steps of both sides, at least two of each."""
     times: dict[str, list[float]] = {side: [] for side in runs}
     for number in range(case.pairs):
         if number >= 2 and not clock.is_before(0.85):
@@ -342,7 +341,7 @@ def by_turns(case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock) -> dict
 
 
 def state_bytes(run: Run) -> int:
-    """Weights and moments."""
+    """Returns the bytes of weights and moments."""
     moments = [
         value
         for state in run.optimizer.state.values()

@@ -1,9 +1,9 @@
-"""Checks anybody's expert-parallel layer against one rank and diagnoses faults by measurement.
+"""Checks any expert-parallel layer against a single rank and diagnoses faults by measurement.
 
     python -m moebius_conform mylayers.py:build
 
-conform/README.md describes the contract and the classes of faults. The package needs torch, numpy and
-rich; it imports nothing of moebius.
+conform/README.md describes the contract and the classes of faults. The package needs torch, numpy
+and rich; it imports nothing from moebius.
 """
 
 from .contract import Layer, Shard

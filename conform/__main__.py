@@ -1,6 +1,6 @@
 """Checks an expert-parallel layer: python -m moebius_conform MODULE:NAME.
 
-Exit codes: 0 conforms; 1 does not; 2 could not be tried.
+Exit codes: 0 conforms; 1 does not conform; 2 could not be checked.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(SCENES))
         return 0
     if given.layer is None:
-        _parser().error("which layer? MODULE:NAME or FILE.py:NAME")
+        _parser().error("no layer given: pass MODULE:NAME or FILE.py:NAME")
     try:
         report = check(
             given.layer,
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moebius_conform",
-        description="Checks an expert-parallel layer against one rank, and names what is wrong.",
-        epilog="exit codes: 0 conforms, 1 does not, 2 could not be tried",
+        description="Checks an expert-parallel layer against one rank, and diagnoses faults.",
+        epilog="exit codes: 0 conforms, 1 does not conform, 2 could not be checked",
     )
     parser.add_argument("layer", nargs="?", metavar="MODULE:NAME", help="or FILE.py:NAME")
     parser.add_argument(
@@ -56,21 +56,25 @@ def _parser() -> argparse.ArgumentParser:
         "--skip", action="append", default=[], metavar="SCENE", help="leave a scene out"
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="SCENE", help="play this scene alone"
+        "--only",
+        action="append",
+        default=[],
+        metavar="SCENE",
+        help="play only this scene; repeatable",
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
         metavar="SECONDS",
-        help="a world hangs if no rank begins anything for so long (%(default)g)",
+        help="seconds without progress on any rank that count as a hang (%(default)g)",
     )
     parser.add_argument(
         "--preload",
         action="append",
         default=[],
         metavar="MODULE",
-        help="import it once, before ranks are forked: for heavy libraries that start no thread",
+        help="import it once, before ranks are forked; for heavy libraries that start no thread",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--list", action="store_true", help="print the scenes' names")
@@ -83,7 +87,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, as 1,2,4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers of ranks, such as 1,2,4"
+        )
     return numbers
 
 

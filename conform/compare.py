@@ -1,4 +1,4 @@
-"""What came out of the ranks, beside what one rank says it must be, piece by piece."""
+"""Compares the ranks' results with a single rank's, piece by piece."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ RTOL = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
 @dataclass(frozen=True)
 class World:
-    """What must be known of the layer to compare: the plan of `rank.describe`, and the shards."""
+    """Holds what comparing needs of the layer: the plan of `rank.describe`, and the shards."""
 
     size: int
     plan: Mapping[str, Any]
@@ -27,26 +27,26 @@ class World:
 
     @property
     def own_tokens(self) -> bool:
-        """Whether every rank has rows of its own."""
+        """Tells whether every rank has its own rows."""
         return self.plan["contract"]["tokens"] == "own"
 
     @property
     def rtol(self) -> float:
-        """The relative error from which a piece counts as wrong."""
+        """Returns the relative error from which a piece counts as wrong."""
         return self.plan["contract"]["rtol"] or RTOL.get(self.plan["dtype"], 1e-4)
 
     @property
     def scale(self) -> float:
-        """The factor from the sum of the ranks' losses to what gradients of weights are of."""
+        """Returns the factor from the sum of the ranks' losses to the loss of weight gradients."""
         mean = self.plan["contract"]["scaling"] == "mean" and self.own_tokens
         return 1 / self.size if mean else 1.0
 
     def experts(self) -> dict[str, int | None]:
-        """Returns the reference's expert parameters: the dimension of experts, None if listed."""
+        """Returns the reference's expert parameters with the dimension of experts; None if listed."""
         return {shard.full: shard.dim for rank in self.shards for shard in rank.values() if shard}
 
     def owner(self, expert: int) -> int | None:
-        """Returns the rank that holds an expert; None where all ranks hold all."""
+        """Returns the rank that holds an expert; None if all ranks hold all."""
         count = self.plan["facts"]["num_experts"]
         for rank, shards in enumerate(self.shards):
             for shard in shards.values():
@@ -60,7 +60,9 @@ class World:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of one rank, or a sum over ranks (`rank` None), and how to find it elsewhere."""
+    """Holds one tensor of one rank, or a sum over ranks (`rank` None), and how to select it
+    elsewhere.
+    """
 
     quantity: str
     kind: Kind
@@ -71,12 +73,12 @@ class Piece:
 
     @property
     def error(self) -> float:
-        """The relative error in the 2-norm, where the reference is finite; infinity for NaN."""
+        """Returns the relative error in the 2-norm where the reference is finite; infinity for NaN."""
         return relative_error(self.got, self.want)
 
 
 def relative_error(got: Array, want: Array) -> float:
-    """Returns |got - want| / |want|, with a floor of 0.01 per element for a `want` of zeros."""
+    """Returns |got - want| / |want|, with a floor of 0.01 per element if `want` is zero."""
     if got.shape != want.shape:
         return float("inf")
     counts = np.isfinite(want)
@@ -140,7 +142,7 @@ def _parameter_pieces(
 
 
 def _pattern(shard: Shard) -> str:
-    """The name of all members of a list of experts: experts.*.w1."""
+    """Returns the common name of a list of experts: experts.*.w1."""
     if shard.dim is not None:
         return shard.full
     return ".".join("*" if part.isdecimal() else part for part in shard.full.split("."))

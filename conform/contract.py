@@ -1,9 +1,9 @@
-"""The contract between the kit and a layer: what a user must say, and how a layer is named.
+"""Defines the contract between the kit and a layer: what a user declares, and how a layer is named.
 
-Least of all: a function `build(group)` that returns the layer of this rank, whose router is a
-linear map named `gate` or `router`, and whose experts' weights are stacked or listed. What is
-sharded, and how, is read off the shapes: the kit compares them with those of the same function's
-layer for a group of one rank. Everything else is a field of `Layer` with a default.
+At minimum it is a function `build(group)` that returns this rank's layer, with a linear router
+named `gate` or `router` and stacked or listed expert weights. The kit infers sharding from shapes,
+by comparing with the layer of the same function on a group of one rank. Everything else is a field
+of `Layer` with a default.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class ContractError(ValueError):
-    """The layer cannot be tried as it is described; the message says what to change."""
+    """Reports a layer that cannot be checked as described; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a parameter of one rank lies in the reference's.
+    """Locates a parameter of one rank in the reference's parameter.
 
-    `dim` None: it is the whole of the parameter `full`, and no other rank has it.
+    With `dim` None it is the whole parameter `full`, which no other rank has.
     """
 
     full: str
@@ -41,33 +41,33 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layer:
-    """One expert-parallel layer, as the kit must know it.
+    """Describes an expert-parallel layer to the kit.
 
     Args:
-        build: makes this rank's layer for a process group; called on every rank, and for a group of
-            one rank to make the reference. The kit overwrites all parameters.
-        width: of a row; needed where it cannot be read off the router's weight.
-        num_experts: as above.
-        top_k: experts of a row.
-        tokens: "own": every rank has rows of its own, as between data-parallel ranks; "same": all
-            ranks have the same rows, as inside a tensor-parallel group.
-        routes: "router": called as `layer(x)`, routes itself; "given": called as
+        build: makes this rank's layer for a process group. It is called on every rank, and with a
+            group of one rank to make the reference. The kit overwrites all parameters.
+        width: of a row; needed if it cannot be read from the router's weight.
+        num_experts: needed in the same case.
+        top_k: experts per row.
+        tokens: "own": every rank has its own rows, as with data parallelism; "same": all ranks have
+            the same rows, as inside a tensor-parallel group.
+        routes: "router": called as `layer(x)`, which routes itself; "given": called as
             `layer(x, experts, gates)` with (T, K) expert numbers and gate weights.
-        router: the name of the router's weight, (experts, width); found by its name and shape where
-            it is None. Routes are steered through it.
-        scaling: "sum": a weight's gradient is that of the sum of all ranks' losses; "mean": of
+        router: name of the router's weight, (experts, width), through which routes are steered;
+            None: found by name and shape.
+        scaling: "sum": a weight's gradient belongs to the sum of all ranks' losses; "mean": to
             their mean.
         call: calls the layer, `call(layer, x)` or `call(layer, x, experts, gates)`, with x of
             (tokens, width), and returns the output rows.
         finish: what the training loop does between backward and the optimizer, `finish(layer,
-            group)`: sums of gradients. Without it the kit itself adds up the gradients of
-            replicated weights where `tokens` is "own".
+            group)`: sums of gradients. By default the kit sums gradients of replicated weights if
+            `tokens` is "own".
         grad_norm: `grad_norm(layer, group)`: the global norm, as the stack's clipping computes it.
-        reference: makes the layer that is right, on one rank; None: `build` with a group of one.
-        shards: `shards(name, rank, size)` where shapes do not tell; None for a replicated
+        reference: makes the correct layer on one rank; None: `build` with a group of one.
+        shards: `shards(name, rank, size)` if shapes are ambiguous; returns None for a replicated
             parameter.
         rtol: relative error (2-norm) from which a tensor counts as wrong; None: by dtype.
-        skip: names of scenes that the layer does not promise to bear.
+        skip: names of scenes that the layer does not support.
     """
 
     build: "Callable[[ProcessGroup], nn.Module]"
@@ -88,16 +88,16 @@ class Layer:
 
 
 def load(spec: str) -> Layer:
-    """Returns the layer that MODULE:NAME or FILE.py:NAME names.
+    """Returns the layer named by MODULE:NAME or FILE.py:NAME.
 
     NAME is a `Layer`, a function without arguments that returns one, or a bare `build(group)`.
 
     Raises:
-        ContractError: there is no such thing, or it is none of these.
+        ContractError: NAME does not exist or is none of these.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not name:
-        raise ContractError(f"{spec!r} is not MODULE:NAME, nor FILE.py:NAME")
+        raise ContractError(f"{spec!r} is neither MODULE:NAME nor FILE.py:NAME")
     found: Any = _module(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -107,7 +107,7 @@ def load(spec: str) -> Layer:
 
 
 def as_layer(found: object, spec: str) -> Layer:
-    """Returns a `Layer` for what a user named; a bare function becomes its `build`."""
+    """Returns a `Layer` for the user's object; a bare function becomes its `build`."""
     if isinstance(found, Layer):
         return found
     if not callable(found):
@@ -117,20 +117,20 @@ def as_layer(found: object, spec: str) -> Layer:
         if isinstance(made, Layer):
             return made
         raise ContractError(f"{spec}() returned {type(made).__name__}, not a Layer")
-    return Layer(build=found)  # type: ignore[arg-type] - what it returns is seen when it is called
+    return Layer(build=found)  # type: ignore[arg-type] - checked when it is called
 
 
 def spec_of(found: object) -> str:
-    """Returns FILE:NAME for a function or a module's `Layer`, by which ranks find it again.
+    """Returns FILE:NAME for a function or a module's `Layer`, so that ranks can find it.
 
     Raises:
-        ContractError: it is no attribute of a module that lies in a file.
+        ContractError: it is not an attribute of a module in a file.
     """
     inner = found.build if isinstance(found, Layer) else found
     module = sys.modules.get(getattr(inner, "__module__", ""))
     file = getattr(module, "__file__", None)
     if module is None or file is None:
-        raise ContractError(f"{found!r} lies in no file, so that ranks could not find it")
+        raise ContractError(f"{found!r} is not defined in a file, so ranks cannot find it")
     if isinstance(found, Layer):
         names = (name for name, value in vars(module).items() if value is found)
         name = next(names, None)
@@ -145,7 +145,7 @@ def spec_of(found: object) -> str:
 
 
 def with_skip(layer: Layer, names: Sequence[str]) -> Layer:
-    """Returns the same layer with more scenes left out."""
+    """Returns the same layer with more scenes skipped."""
     return dataclasses.replace(layer, skip=(*layer.skip, *names))
 
 

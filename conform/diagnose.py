@@ -1,10 +1,10 @@
-"""Which class of fault a wrong piece is of, found by fitting it to parts of the right result.
+"""Classifies the fault of a wrong piece by fitting it to parts of the correct result.
 
-The reference was played for each source rank's gradient and each expert alone (rank.py, `explain`),
-so every gradient is a sum of known parts: over source ranks, over the owners of experts, and what
-passes no expert. A wrong piece is compared with multiples of the whole, with sums over subsets, with
-any weighted sum of the parts (least squares), and with permutations of its rows. The simplest that
-leaves no residual is the diagnosis; if none does, it says so.
+The reference was played for each source rank's gradient and each expert alone (rank.py, `explain`).
+Every gradient is therefore a sum of known parts: over source ranks, over owners of experts, and the
+part that passes no expert. A wrong piece is compared with multiples of the whole, sums over
+subsets, any weighted sum of the parts (least squares), and permutations of its rows. The simplest
+fit without a residual is the diagnosis; if there is none, the report says so.
 """
 
 import itertools
@@ -22,14 +22,14 @@ from .ranks.job import OUTPUT, Arrays
 from .scenes import Batch
 
 Flags = NDArray[np.bool_]
-TRIED_ROWS, TRIED_SUMS = 4, 20_000  # of rows that may hold answers to others
-CLOSE = 20  # a fit explains a piece if it leaves no more than this times the tolerance
-FACTOR = 1e-2  # how near a fitted factor must be to the number that it is taken for
+TRIED_ROWS, TRIED_SUMS = 4, 20_000  # limits of the search for rows with other rows' outputs
+CLOSE = 20  # a fit explains a piece if its residual is at most this times the tolerance
+FACTOR = 1e-2  # tolerance for recognizing a fitted factor
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A class and what was measured, in words that are the same for ranks that fail alike."""
+    """Holds a class of fault and its measurement, worded the same for ranks that fail alike."""
 
     fault: FaultClass
     detail: str
@@ -37,10 +37,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Parts:
-    """The reference's results by source rank and expert; None: all experts' weights are zero."""
+    """Holds the reference's results by source rank and expert; None: all experts' weights are zero."""
 
     results: dict[tuple[int, int | None], Arrays]
-    directions: dict[int, Array]  # what every expert would answer every row, up to a factor
+    directions: dict[int, Array]  # every expert's output for every row, up to a factor
     router: Array | None  # the router's weight
 
     @classmethod
@@ -59,12 +59,12 @@ class Parts:
 
     @property
     def sources(self) -> list[int]:
-        """The ranks whose gradients were played."""
+        """Returns the ranks whose gradients were played."""
         return sorted({source for source, _ in self.results})
 
     @property
     def experts(self) -> list[int]:
-        """The experts that were played."""
+        """Returns the experts that were played."""
         return sorted({expert for _, expert in self.results if expert is not None})
 
     def without(self, piece: Piece, source: int) -> Array:
@@ -80,9 +80,7 @@ def diagnose(piece: Piece, world: World, parts: Parts, batch: Batch) -> Verdict:
     """Returns the class of fault of one wrong piece."""
     counts = np.isfinite(piece.want)
     if piece.got.shape != piece.want.shape:
-        return Verdict(
-            faults.UNKNOWN, f"has shape {piece.got.shape}, but {piece.want.shape} is wanted"
-        )
+        return Verdict(faults.UNKNOWN, f"has shape {piece.got.shape} instead of {piece.want.shape}")
     if not np.isfinite(piece.got[counts]).all():
         bad = int((~np.isfinite(piece.got[counts])).sum())
         return Verdict(faults.NOT_FINITE, f"{bad} of {int(counts.sum())} values are not finite")
@@ -117,19 +115,19 @@ def _of_weights(piece: Piece, world: World, parts: Parts) -> Verdict:
 
 
 def _whole(piece: Piece, world: World) -> Verdict | None:
-    """Nothing at all, or one factor."""
+    """Fits zero, or one factor."""
     if np.linalg.norm(piece.got) <= world.rtol * np.linalg.norm(piece.want):
         if piece.kind in ("router", "gates"):
-            return Verdict(faults.GATE, "is zero: the gate is cut off from the loss")
+            return Verdict(faults.GATE, "is zero: the gate is detached from the loss")
         return Verdict(faults.PARTIAL, "is zero: no part of it arrived")
     factor = _projection(piece.got, piece.want)
     if _fits(piece, factor * piece.want, world):
-        return Verdict(faults.SCALED, f"is {_factor(factor, world.size)} times what it must be")
+        return Verdict(faults.SCALED, f"is {_factor(factor, world.size)} times the correct value")
     return None
 
 
 def _by_source(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """The tokens of some ranks, whose gradients nobody added up."""
+    """Fits the tokens of some ranks, whose gradients were not summed."""
     if len(parts.sources) < 2:
         return None
     sums = {
@@ -150,7 +148,7 @@ def _by_source(piece: Piece, world: World, parts: Parts) -> Verdict | None:
 
 
 def _by_owner(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """What passes the experts of some ranks; what passes none is there, or is not."""
+    """Fits the experts of some ranks, with or without the part that passes no expert."""
     owners = [world.owner(expert) for expert in parts.experts]
     if piece.kind == "experts" or None in owners or world.size == 1:
         return None
@@ -169,7 +167,7 @@ def _by_owner(piece: Piece, world: World, parts: Parts) -> Verdict | None:
 
 
 def _by_pair(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """Every rank's tokens as far as they visit its own experts; or as far as they do not."""
+    """Fits every rank's tokens at its own experts only, or at all others."""
     owners = [world.owner(expert) for expert in parts.experts]
     if len(parts.sources) < 2 or None in owners:
         return None
@@ -191,7 +189,7 @@ def _by_pair(piece: Piece, world: World, parts: Parts) -> Verdict | None:
 
 
 def _two_scales(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """One factor for what passes experts, another for what passes none."""
+    """Fits one factor for what passes experts, another for the rest."""
     without = np.sum([parts.without(piece, source) for source in parts.sources], axis=0)
     through = piece.want - without
     columns = [without, through]
@@ -202,14 +200,14 @@ def _two_scales(piece: Piece, world: World, parts: Parts) -> Verdict | None:
         return None
     words = (
         f"what passes no expert is {_factor(factors[0], world.size)} times, what passes experts "
-        f"{_factor(factors[1], world.size)} times what it must be"
+        f"{_factor(factors[1], world.size)} times the correct value"
     )
     lacking = min(abs(factors)) < FACTOR
     return Verdict(faults.PARTIAL if lacking else faults.SCALED, words)
 
 
 def _moved_slices(piece: Piece, world: World) -> Verdict | None:
-    """Experts' gradients that lie in each other's places."""
+    """Finds experts' gradients that are in each other's places."""
     if piece.kind != "experts" or len(piece.want) < 2:
         return None
     matched = _match_rows(piece.got, piece.want, world)
@@ -244,15 +242,16 @@ def _of_rows(piece: Piece, world: World, parts: Parts, batch: Batch) -> Verdict:
 
 
 def _by_routes(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """Rows that are weighted sums of what passes their experts."""
+    """Fits rows as weighted sums of their experts' parts."""
     coefficients = _row_coefficients(piece, world, parts)
     return None if coefficients is None else _of_coefficients(coefficients, piece, world)
 
 
 def _beside_the_router(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """The rows' gradient comes through experts, and through the router along its rows.
+    """Fits the rows' gradient without the router's part, which lies along the router's rows.
 
-    What is orthogonal to these came through experts alone: right, only the router's part is wrong.
+    If the orthogonal part, which came only through experts, is correct, only the router's part is
+    wrong.
     """
     assert parts.router is not None
     basis, _ = np.linalg.qr(parts.router.T)
@@ -261,18 +260,19 @@ def _beside_the_router(piece: Piece, world: World, parts: Parts) -> Verdict | No
         return None
     held = ~np.isnan(coefficients)
     if (abs(coefficients[held] - 1) < FACTOR).all():
-        return Verdict(faults.GATE, "is right but for what comes through the router")
+        return Verdict(faults.GATE, "is correct except for the part through the router")
     verdict = _of_coefficients(coefficients, piece, world)
-    return Verdict(verdict.fault, f"{verdict.detail} (what comes through the router set aside)")
+    return Verdict(verdict.fault, f"{verdict.detail} (ignoring the part through the router)")
 
 
 def _row_coefficients(
     piece: Piece, world: World, parts: Parts, aside: Array | None = None
 ) -> Array | None:
-    """(rows, experts) factors with which each expert's part is in each row; NaN: no such part.
+    """Returns (rows, experts) factors of each expert's part in each row; NaN if there is no such
+    part.
 
-    None where a row is no weighted sum of the parts of its experts. `aside`: an orthonormal basis
-    of directions that do not count.
+    None if a row is not a weighted sum of its experts' parts. `aside` is an orthonormal basis of
+    directions to ignore.
     """
     through, got = _row_parts(piece, parts), piece.got - _row_rest(piece, parts)
     if aside is not None:
@@ -294,7 +294,7 @@ def _row_coefficients(
 
 
 def _row_parts(piece: Piece, parts: Parts) -> Array:
-    """(experts, rows, width): what passes each expert."""
+    """Returns what passes each expert, (experts, rows, width)."""
     sources = parts.sources[:1] if piece.quantity == OUTPUT else parts.sources
     return np.stack(
         [
@@ -305,7 +305,7 @@ def _row_parts(piece: Piece, parts: Parts) -> Array:
 
 
 def _row_rest(piece: Piece, parts: Parts) -> Array:
-    """(rows, width): what passes no expert."""
+    """Returns what passes no expert, (rows, width)."""
     sources = parts.sources[:1] if piece.quantity == OUTPUT else parts.sources
     return np.sum([parts.without(piece, source) for source in sources], axis=0)
 
@@ -366,7 +366,7 @@ def _moved_rows(piece: Piece, world: World) -> Verdict | None:
 
 
 def _moved_routes(piece: Piece, world: World, parts: Parts) -> Verdict | None:
-    """Rows that hold what experts answered to other rows of the rank."""
+    """Finds rows that hold experts' outputs for other rows of the rank."""
     through, got = _row_parts(piece, parts), piece.got - _row_rest(piece, parts)
     experts, rows = np.nonzero(np.linalg.norm(through, axis=-1) > 1e-6)
     top_k = world.plan["facts"]["top_k"]
@@ -387,7 +387,7 @@ def _moved_routes(piece: Piece, world: World, parts: Parts) -> Verdict | None:
 
 
 def _wrong_experts(piece: Piece, world: World, parts: Parts, batch: Batch) -> Verdict | None:
-    """Rows that experts answered whom nobody asked."""
+    """Finds rows that were computed by experts not chosen for them."""
     rows = batch.rows_of(piece.rank or 0) if world.own_tokens else slice(None)
     without = _row_rest(piece, parts)
     if not parts.directions or len(parts.directions) >= piece.want.shape[-1]:
@@ -412,7 +412,7 @@ def _wrong_experts(piece: Piece, world: World, parts: Parts, batch: Batch) -> Ve
 
 
 def _of_gates(piece: Piece, world: World, batch: Batch) -> Verdict:
-    """Gradients of gate weights that were given, (rows, K)."""
+    """Classifies gradients of given gate weights, (rows, K)."""
     whole = _whole(piece, world)
     if whole is not None:
         return whole
@@ -454,7 +454,7 @@ def _projection(got: Array, want: Array) -> float:
 def _least_squares(
     target: Array, columns: Sequence[Array], *, scale: float | None = None
 ) -> tuple[Array, float]:
-    """Returns the factors, and what they leave as a fraction of the target (or of `scale`)."""
+    """Returns the factors, and the residual relative to the target (or to `scale`)."""
     matrix = np.stack([column.ravel() for column in columns], axis=-1)
     factors, *_ = np.linalg.lstsq(matrix, target.ravel(), rcond=1e-7)
     left = float(np.linalg.norm(matrix @ factors - target.ravel()))
@@ -468,7 +468,7 @@ def _wrong_rows(got: Array, want: Array, world: World) -> list[int]:
 
 
 def _match_rows(got: Array, want: Array, world: World) -> dict[int, int]:
-    """Returns for every row (or slice) the one that it equals, where there is one."""
+    """Returns, for every row or slice, the one that it equals, if any."""
     matched = {}
     for here, row in enumerate(got):
         errors = [relative_error(row, other) for other in want]
@@ -479,7 +479,7 @@ def _match_rows(got: Array, want: Array, world: World) -> dict[int, int]:
 
 
 def _subsets(ranks: Iterable[int]) -> list[tuple[int, ...]]:
-    """All but the whole, smallest first, none left out; the empty one is `_whole`'s."""
+    """Yields all proper non-empty subsets, smallest first; `_whole` covers the empty one."""
     ranks = list(ranks)
     return [
         chosen for size in range(1, len(ranks)) for chosen in itertools.combinations(ranks, size)
@@ -507,7 +507,7 @@ def _ranks(chosen: Sequence[int], own: int | None) -> str:
 
 
 def _figures(piece: Piece) -> str:
-    """Relative error, ratio of norms and cosine: what was measured, where no words fit."""
+    """Returns relative error, ratio of norms and cosine, for faults without a name."""
     counts = np.isfinite(piece.want)
     got, want = piece.got[counts], piece.want[counts]
     norms = float(np.linalg.norm(got)), float(np.linalg.norm(want))

@@ -1,11 +1,11 @@
-"""The classes of faults that the kit tells apart: their names, what they mean, where they were seen."""
+"""Names the classes of faults that the kit distinguishes, their meaning, and where they occurred."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class FaultClass:
-    """One class: `seen` are reports of such faults in other projects, as project#number."""
+    """Describes one class; `seen` lists reports in other projects, as project#number."""
 
     name: str
     meaning: str
@@ -19,18 +19,18 @@ PARTIAL = FaultClass(
 )
 SCALED = FaultClass(
     "scaled",
-    "right but for a factor, most often the number of ranks: averaged where sums are due, or the "
+    "correct except for a factor, most often the number of ranks: averaged instead of summed, or the "
     "reverse",
     ("pytorch#160285", "DeepSpeed#6545", "megablocks#20"),
 )
 LOST = FaultClass(
     "lost or doubled routes",
-    "some rows do not reach an expert, or its answer does not come back, or twice",
+    "some rows do not reach an expert, or its output is lost or counted twice",
     ("vllm-xpu-kernels#453",),
 )
 ORDER = FaultClass(
     "order of rows",
-    "the right values in the wrong places: a permutation is not undone, or weighs other routes",
+    "correct values in wrong places: a permutation is not undone, or gates weight other routes",
     ("torchtitan#3604", "vllm#52639"),
 )
 GATE = FaultClass(
@@ -40,25 +40,25 @@ GATE = FaultClass(
 )
 NORM = FaultClass(
     "norm over experts",
-    "the global gradient norm counts this rank's experts alone, or something twice",
+    "the global gradient norm counts only this rank's experts, or something twice",
     ("Megatron-LM#5916", "DeepSpeed#8475", "Automodel#3816"),
 )
 SAMPLES = FaultClass(
     "depends on other samples",
-    "a row's result changes with rows that have nothing to do with it",
+    "a row's result changes with unrelated rows",
     ("Megatron-Bridge#4635",),
 )
 NOT_FINITE = FaultClass(
     "not finite",
-    "NaN or infinity where one rank has numbers: an empty mean, or memory that nobody wrote",
+    "NaN or infinity where a single rank has numbers: an empty mean, or uninitialized memory",
     ("transformers#48205",),
 )
 CRASH = FaultClass("crash", "a rank raised an error or died", ("Megatron-LM#1877",))
 HANG = FaultClass(
     "hang",
-    "a rank waits for others that never come",
+    "a rank waits for others that never arrive",
     ("Automodel#935", "DeepSpeed#5794"),
 )
-UNKNOWN = FaultClass("unrecognised", "wrong, and neither scaled, partial, lost nor out of order")
+UNKNOWN = FaultClass("unrecognised", "wrong, but neither scaled, partial, lost nor out of order")
 
 CLASSES = (*(PARTIAL, SCALED, LOST, ORDER, GATE, NORM, SAMPLES, NOT_FINITE, CRASH, HANG, UNKNOWN),)

@@ -1,7 +1,7 @@
-"""A plain loop over rows and experts: the oracle for layers that are called with routes.
+"""A plain loop over rows and experts: the oracle for layers called with routes.
 
-Anyone believes it, and it shares no line with what it checks. Use it as `Layer.reference` where the
-layer on one rank might be wrong in the same way as on many.
+It shares no code with what it checks. Use it as `Layer.reference` if the layer could be wrong on
+one rank in the same way as on many.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class LoopMoE(nn.Module):
-    """Perceptrons, one row and one route at a time.
+    """Runs perceptron experts, one row and one route at a time.
 
-    Called as `(x, experts, gates)`; with a router also as `(x)`: softmax over all experts, the
-    `top_k` greatest, made to sum to 1.
+    Call it as `(x, experts, gates)`. With a router, call it as `(x)`: softmax over all experts, the
+    `top_k` largest, normalized to sum to 1.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LoopMoE(nn.Module):
     def forward(
         self, x_TD: Tensor, experts_TK: Tensor | None = None, gates_TK: Tensor | None = None
     ) -> Tensor:
-        """(T, D) -> (T, D)."""
+        """Maps (T, D) -> (T, D)."""
         if experts_TK is None or gates_TK is None:
             experts_TK, gates_TK = self.route(x_TD)
         rows = [self._row(*row) for row in zip(x_TD, experts_TK, gates_TK, strict=True)]

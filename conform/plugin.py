@@ -1,4 +1,4 @@
-"""The pytest plugin: a fixture `conform`.
+"""The pytest plugin with the fixture `conform`.
 
     # conftest.py
     pytest_plugins = ["moebius_conform.plugin"]
@@ -7,7 +7,7 @@
     def test_my_layer_conforms(conform):
         conform(build)  # a function of this file, or of a module; or a Layer; or "FILE.py:NAME"
 
-It is no entry point: pytest would load one in every run of everybody who has this package.
+It is not an entry point, because pytest would then load it in every run of every user.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def conform(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Asserts that a layer does what it does on one rank; settings as of `moebius_conform.check`."""
+    """Asserts that a layer behaves as on one rank; settings as for `moebius_conform.check`."""
     listed = str(request.config.getoption("--conform-ranks"))
     ranks = tuple(int(part) for part in listed.split(","))
     settings = {"ranks": ranks, "limit_s": request.config.getoption("--conform-limit")}

@@ -1,4 +1,4 @@
-"""The result of a check, for people (rich) and for scripts (JSON)."""
+"""Holds the result of a check, for people (rich) and for scripts (JSON)."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from .faults import FaultClass
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, on so many ranks: where it shows, and what was measured."""
+    """Describes one fault on one number of ranks: where it shows, and what was measured."""
 
     fault: FaultClass
     size: int
@@ -24,14 +24,16 @@ class Finding:
     scenes: tuple[str, ...]
     detail: str
     ranks: tuple[int, ...] = ()
-    worst: float | None = None  # the greatest relative error
-    follows: tuple[str, ...] = ()  # what else is wrong there and may follow from it
-    text: str = ""  # the whole traceback, or the stacks of what hangs
+    worst: float | None = None  # the largest relative error
+    follows: tuple[str, ...] = ()  # other errors that are possibly consequences
+    text: str = ""  # the whole traceback, or the stacks of a hang
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was played and found. `errors`: per (ranks, scene) the worst relative error, or why none."""
+    """Holds what was played and found. `errors` maps (ranks, scene) to the worst relative error or
+    the reason why there is none.
+    """
 
     spec: str
     findings: tuple[Finding, ...]
@@ -43,12 +45,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something was played and nothing found."""
+        """Tells whether something was played and no fault found."""
         return bool(self.errors) and not self.findings
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Returns the names of the classes of faults that were found."""
+        """Returns the names of the classes of faults found."""
         return tuple(dict.fromkeys(finding.fault.name for finding in self.findings))
 
     def text(self) -> str:
@@ -59,7 +61,7 @@ class Report:
         return console.file.getvalue()
 
     def json(self) -> str:
-        """Returns the report as JSON; NaN and infinity as null."""
+        """Returns the report as JSON, with null for NaN and infinity."""
         return json.dumps(
             {
                 "layer": self.spec,
@@ -78,14 +80,14 @@ class Report:
         )
 
     def print(self, console: Console) -> None:
-        """Prints the scenes as a table, and the faults below it, one class after the other."""
+        """Prints the scenes as a table, then the faults by class."""
         console.print(self._table())
         for fault in dict.fromkeys(finding.fault for finding in self.findings):
             _print_fault(console, fault, [f for f in self.findings if f.fault is fault])
         for note in self.notes:
             console.print(Text(f"note: {note}"))
         for name in self.left_out:
-            console.print(Text(f"left out by the layer: {name}"))
+            console.print(Text(f"skipped by the layer: {name}"))
         console.print(Text(self._last_line(), style="bold green" if self.ok else "bold red"))
 
     def _table(self) -> Table:
@@ -131,7 +133,7 @@ def _print_fault(console: Console, fault: FaultClass, findings: list[Finding]) -
         console.print(Text(f"    in: {', '.join(finding.scenes)}"))
     follows = sorted({name for finding in findings for name in finding.follows})
     if follows:
-        console.print(Text(f"  also wrong, and may follow from it: {', '.join(follows)}"))
+        console.print(Text(f"  also wrong, possibly as a consequence: {', '.join(follows)}"))
     for text in dict.fromkeys(finding.text for finding in findings if finding.text):
         console.print(Text("\n".join(f"    {line}" for line in text.splitlines()[-24:])))
     if fault.seen:

@@ -1,10 +1,10 @@
-"""Plays every scene on one rank and on several, compares, and names what is wrong.
+"""Plays every scene on one rank and on several, compares them, and diagnoses what is wrong.
 
-1. One rank describes the layer: shapes, router, which scenes fit (rank.py).
-2. One rank plays the reference; then 1, 2, 4 ranks play the same scenes (launch.py). A world that
-   crashes or hangs is started again for the scenes that are left.
-3. Everything is compared (compare.py); scenes that went wrong are played by the reference in parts,
-   and the wrong pieces fitted to these (diagnose.py).
+1. One rank describes the layer: shapes, router, and which scenes fit (rank.py). 2. One rank plays
+the reference; then 1, 2 and 4 ranks play the same scenes (launch.py). A world that
+   crashes or hangs is restarted for the remaining scenes.
+3. Everything is compared (compare.py). The reference plays failed scenes again in parts, and wrong
+   pieces are fitted to these (diagnose.py).
 """
 
 import json
@@ -24,8 +24,8 @@ from .scenes import SCENES, Facts, batch
 from .verdicts import Played, judge, stopped
 
 RANKS = (1, 2, 4)
-LIMIT_S = 60.0  # how long nothing may begin on any rank
-FAILURES = 3  # worlds of one size that may crash or hang before the other scenes are left out
+LIMIT_S = 60.0  # without progress on any rank
+FAILURES = 3  # crashes or hangs per size before the remaining scenes are skipped
 
 Subject = str | Layer | Callable[..., Any]
 
@@ -39,19 +39,20 @@ def check(
     limit_s: float = LIMIT_S,
     preload: Sequence[str] = (),
 ) -> Report:
-    """Checks a layer on so many ranks and returns what is wrong with it.
+    """Checks a layer on several numbers of ranks and returns the faults.
 
     Args:
-        subject: "MODULE:NAME" or "FILE.py:NAME", or the `Layer` or function itself, if it is an
-            attribute of a module that lies in a file: ranks are other processes, and find it there.
+        subject: "MODULE:NAME" or "FILE.py:NAME", or the `Layer` or function itself if it is an
+            attribute of a module in a file, because ranks are other processes and must find it
+            there.
         ranks: sizes of the expert-parallel group.
-        skip: scenes to leave out, beside those that the layer leaves out itself.
+        skip: scenes to skip, in addition to those that the layer skips itself.
         only: the only scenes to play.
-        limit_s: a world in which no rank begins anything for so long hangs.
+        limit_s: a world without progress on any rank for this time counts as hung.
         preload: modules to import once, before ranks are forked; they must start no thread.
 
     Raises:
-        ContractError: the layer cannot be tried as it is described.
+        ContractError: the layer cannot be checked as described.
     """
     with Launcher(limit_s, preload) as launcher:
         return check_with(launcher, subject, ranks=ranks, skip=skip, only=only)
@@ -65,7 +66,7 @@ def check_with(
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
 ) -> Report:
-    """Checks a layer as `check` does, with a launcher that may serve many checks."""
+    """Checks a layer like `check`, with a launcher that can serve many checks."""
     begun = time.monotonic()
     spec = subject if isinstance(subject, str) else spec_of(subject)
     unknown = [name for name in (*skip, *only) if name not in SCENES]
@@ -80,10 +81,10 @@ def check_with(
 
 
 def assert_conforms(subject: Subject, **settings: Any) -> Report:
-    """Checks a layer as `check` does.
+    """Checks a layer like `check`.
 
     Raises:
-        AssertionError: something is wrong; the message is the report.
+        AssertionError: a fault was found; the message is the report.
     """
     report = check(subject, **settings)
     if not report.ok:
@@ -93,7 +94,7 @@ def assert_conforms(subject: Subject, **settings: Any) -> Report:
 
 @dataclass
 class _Trial:
-    """The state of one check."""
+    """Holds the state of one check."""
 
     spec: str
     folder: Path
@@ -105,7 +106,7 @@ class _Trial:
     worlds: int = 0
 
     def describe(self, skip: Sequence[str], only: Sequence[str]) -> None:
-        """Learns shapes, router and scenes."""
+        """Determines shapes, router and scenes."""
         folder, outcome = self._run(Job("describe", self.spec, "", 1))
         _refuse(outcome, "while it was described on one rank")
         self.plan = json.loads((folder / "plan.json").read_text())
@@ -127,7 +128,7 @@ class _Trial:
         return Facts(**self.plan["facts"])
 
     def try_size(self, size: int) -> None:
-        """Plays and judges all scenes with so many ranks."""
+        """Plays and judges all scenes on `size` ranks."""
         if self.facts.num_experts % size:
             self.notes.append(f"{size} ranks do not divide {self.facts.num_experts} experts")
             return
@@ -149,7 +150,7 @@ class _Trial:
         self.findings += judge(world, played, explain)
 
     def _references(self, size: int) -> dict[str, Arrays]:
-        """What one rank makes of every scene; those that it cannot play are left out, and noted."""
+        """Returns a single rank's results; notes scenes that it cannot play."""
         found: dict[str, Arrays] = {}
         for folder, names, outcome in self._worlds("reference", 1, self.plan["scenes"], size):
             found |= {name: read(folder, f"reference-{size}-{name}") for name in names}
@@ -174,7 +175,7 @@ class _Trial:
     def _worlds(
         self, kind: str, processes: int, names: Sequence[str], size: int
     ) -> Iterator[tuple[Path, list[str], dict[str, Any]]]:
-        """Yields folder, scenes that were played, and outcome of one world after the other."""
+        """Yields folder, played scenes and outcome of one world after the other."""
         left = list(names)
         for _ in range(FAILURES):
             if not left:
@@ -191,7 +192,7 @@ class _Trial:
             self.notes.append(f"{size} ranks: not tried after {FAILURES} failures: {left}")
 
     def _shards(self, size: int) -> list[dict[str, Shard | None]] | None:
-        """How the last world of that size has parted the parameters."""
+        """Returns how the last world of that size sharded the parameters."""
         folder = self.folder / str(self.worlds - 1)
         found = []
         for rank in range(size):
@@ -241,7 +242,7 @@ class _Trial:
         return folder, self.launcher.run(replace(job, folder=str(folder)))
 
     def report(self) -> Report:
-        """What was found."""
+        """Returns the findings."""
         return Report(
             self.spec,
             tuple(self.findings),
@@ -253,7 +254,7 @@ class _Trial:
 
 
 def _refuse(outcome: Mapping[str, Any], when: str) -> None:
-    """Raises ContractError unless a world did what it was to do."""
+    """Raises ContractError unless a world succeeded."""
     if outcome["how"] == "contract":
         raise ContractError(outcome["text"])
     if outcome["how"] != "done":

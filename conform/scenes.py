@@ -1,9 +1,9 @@
-"""The scenes: rows and routes that nobody would choose, the same on every rank and every machine.
+"""Defines the scenes: extreme rows and routes, the same on every rank and every machine.
 
-Routes are steered through the rows. The kit gives a router the identity as the first columns of its
-weight, and small numbers in the others, so that the first columns of a row are its logits: chosen
-experts get 1 to 2, the others -1 to -2. The column after them is a constant 1, which the router
-ignores until the diagnosis uses it.
+Rows steer the routes. The kit sets the first columns of the router's weight to the identity and the
+others to small numbers, so that a row's first columns are its logits: chosen experts get 1 to 2,
+the others -1 to -2. The next column is a constant 1, which the router ignores until the diagnosis
+uses it.
 """
 
 import zlib
@@ -19,18 +19,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the scenes must know of a layer."""
+    """Holds what scenes need to know about a layer."""
 
     width: int
     num_experts: int
     top_k: int
-    steered: bool  # the router's weight is the kit's, or routes are given
+    steered: bool  # the kit sets the router's weight, or routes are given
     given: bool  # the layer is called with routes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of all ranks in order; `counts` says how many each rank has."""
+    """Holds the rows of all ranks in order; `counts` says how many each rank has."""
 
     x_TD: Floats
     experts_TK: Ints
@@ -39,7 +39,7 @@ class Batch:
     counts: tuple[int, ...]
 
     def rows_of(self, rank: int) -> slice:
-        """Returns where a rank's rows stand."""
+        """Returns the place of a rank's rows."""
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 
@@ -49,7 +49,7 @@ Choose = Callable[[np.random.Generator, int, Facts, int], Ints]
 
 @dataclass(frozen=True)
 class Scene:
-    """How many rows the ranks have (up to 4; more ranks begin again), and what they ask for."""
+    """Describes the ranks' numbers of rows (up to 4, then repeated), and the experts they choose."""
 
     name: str
     tokens: tuple[int, ...]
@@ -67,13 +67,13 @@ def _random(draw: np.random.Generator, count: int, facts: Facts, ranks: int) -> 
 
 
 def _first(draw: np.random.Generator, count: int, facts: Facts, ranks: int) -> Ints:
-    """The same experts for all rows, so that expert 0 gets every row."""
+    """Chooses the same experts for all rows, so that expert 0 gets every row."""
     del draw, ranks
     return np.tile(np.arange(facts.top_k), (count, 1))
 
 
 def _last_rank(draw: np.random.Generator, count: int, facts: Facts, ranks: int) -> Ints:
-    """Experts of the last rank, as far as there are enough of them."""
+    """Chooses experts of the last rank, as far as it has enough."""
     scores = draw.random((count, facts.num_experts))
     scores[:, facts.num_experts - facts.num_experts // ranks :] -= 1
     return scores.argsort(-1)[:, : facts.top_k]
@@ -86,7 +86,7 @@ def _not_first_rank(draw: np.random.Generator, count: int, facts: Facts, ranks: 
 
 
 def _repeated(draw: np.random.Generator, count: int, facts: Facts, ranks: int) -> Ints:
-    """Every row names one expert several times."""
+    """Names one expert several times in every row."""
     return np.repeat(_random(draw, count, facts, ranks)[:, :1], facts.top_k, axis=1)
 
 
@@ -119,7 +119,7 @@ def fitting(facts: Facts) -> list[Scene]:
 
 
 def batch(scene: Scene, ranks: int, facts: Facts) -> Batch:
-    """Returns the rows of all ranks; rank by rank, so that a rank's rows depend on it alone."""
+    """Returns the rows of all ranks, drawn rank by rank so that a rank's rows depend only on it."""
     counts = tuple(scene.tokens[rank % len(scene.tokens)] for rank in range(ranks))
     parts = [_rows(scene, rank, counts[rank], ranks, facts) for rank in range(ranks)]
     x_TD, experts_TK, gates_TK, gradient_TD = (
@@ -131,7 +131,7 @@ def batch(scene: Scene, ranks: int, facts: Facts) -> Batch:
 
 
 def spoiled_row(counts: tuple[int, ...]) -> int:
-    """The second row of the last rank."""
+    """Returns the second row of the last rank."""
     return sum(counts[:-1]) + min(1, counts[-1] - 1)
 
 

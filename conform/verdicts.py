@@ -1,7 +1,7 @@
-"""From wrong pieces to findings: what is a cause, what follows from it, and on which scenes it shows.
+"""Turns wrong pieces into findings: causes, consequences, and the scenes in which they show.
 
-Where the output of a scene is wrong, its gradients are, so only the output is diagnosed there. A
-fault that shows in many scenes is diagnosed in the first of them: those with many rows come first.
+If a scene's output is wrong, so are its gradients, and only the output is diagnosed there. A fault
+that shows in many scenes is diagnosed in the first one; scenes with many rows come first.
 """
 
 import math
@@ -26,7 +26,7 @@ PROBE, PROBED = "other samples elsewhere", "uneven"
 
 @dataclass(frozen=True)
 class Played:
-    """One scene on so many ranks."""
+    """Holds one played scene on one number of ranks."""
 
     scene: Scene
     batch: Batch
@@ -34,12 +34,12 @@ class Played:
     ranks: list[Arrays]
 
     def wrong(self, rtol: float) -> list[Piece]:
-        """Returns the pieces that are not what one rank says."""
+        """Returns the pieces that differ from a single rank's."""
         return [piece for piece in self.pieces if not piece.error <= rtol]
 
 
 def judge(world: World, played: Mapping[str, Played], explain: Explain) -> list[Finding]:
-    """Returns what is wrong with a layer on so many ranks."""
+    """Returns a layer's faults on one number of ranks."""
     wrong = {
         name: scene.wrong(world.rtol)
         for name, scene in played.items()
@@ -68,9 +68,9 @@ def judge(world: World, played: Mapping[str, Played], explain: Explain) -> list[
 
 
 def stopped(size: int, outcome: Mapping[str, Any]) -> Finding:
-    """Returns the finding for a world that crashed or hangs."""
+    """Returns the finding for a world that crashed or hung."""
     hangs = outcome["how"] == "hangs"
-    words = {"raised": "raised an error", "died": "died", "hangs": "does not go on"}
+    words = {"raised": "raised an error", "died": "died", "hangs": "hangs"}
     others = "; ".join(f"rank {rank}: {doing}" for rank, doing in outcome["others"])
     return Finding(
         faults.HANG if hangs else faults.CRASH,
@@ -84,7 +84,7 @@ def stopped(size: int, outcome: Mapping[str, Any]) -> Finding:
 
 
 def _short(text: str) -> str:
-    """The last line of a traceback, or the innermost frame of every stack."""
+    """Returns the last line of a traceback, or the innermost frame of every stack."""
     lines = text.strip().splitlines()
     return lines[-1].strip() if "Traceback" in text else lines[0]
 
@@ -102,9 +102,9 @@ def _router(world: World) -> np.ndarray | None:
 def _causes(
     wrong: Mapping[str, list[Piece]],
 ) -> tuple[dict[tuple[str, bool], list[str]], set[str]]:
-    """The scenes in which each quantity is wrong by itself, and what only follows.
+    """Returns the scenes in which each quantity is wrong by itself, and the consequences.
 
-    Apart from each other: those in which it is finite, and those in which it is not.
+    Scenes in which it is finite and scenes in which it is not are kept apart.
     """
     causes: dict[tuple[str, bool], list[str]] = {}
     follows: set[str] = set()
@@ -122,7 +122,7 @@ def _causes(
 def _diagnosed(
     pieces: list[Piece], world: World, parts: Parts | None, batch: Batch
 ) -> list[Finding]:
-    """One finding for every class that ranks' pieces of one quantity are of."""
+    """Returns one finding for every class among the ranks' pieces of one quantity."""
     verdicts = [
         (piece, Verdict(faults.UNKNOWN, "not diagnosed: see the notes"))
         if parts is None
@@ -174,7 +174,7 @@ def _with_scenes(
 
 
 def _without_consequences(made: list[Finding], follows: set[str]) -> list[Finding]:
-    """Unrecognised quantities become consequences where another of their scenes has a name."""
+    """Turns unrecognized quantities into consequences if another of their scenes has a name."""
     named = [finding for finding in made if finding.fault is not faults.UNKNOWN]
     kept = []
     for finding in made:
@@ -191,7 +191,7 @@ def _without_consequences(made: list[Finding], follows: set[str]) -> list[Findin
 
 
 def _of_samples(world: World, played: Mapping[str, Played]) -> list[Finding]:
-    """Rank 0's rows are the same in two scenes: so must be what becomes of them."""
+    """Checks that rank 0's rows, equal in two scenes, give equal results."""
     if PROBE not in played or PROBED not in played:
         return []
     here, there = played[PROBED], played[PROBE]
@@ -216,7 +216,7 @@ def _of_samples(world: World, played: Mapping[str, Played]) -> list[Finding]:
 
 
 def _of_spoiled(world: World, played: Mapping[str, Played], elsewhere: set[str]) -> list[Finding]:
-    """NaN in one token: what must stay finite and does not, and is right in all other scenes."""
+    """Checks that NaN in one token leaves finite what must stay finite."""
     findings = []
     for name, scene in played.items():
         wrong = scene.wrong(world.rtol) if scene.scene.spoil else []
@@ -239,7 +239,7 @@ def _of_spoiled(world: World, played: Mapping[str, Played], elsewhere: set[str])
 
 
 def _of_norm(world: World, played: Mapping[str, Played]) -> list[Finding]:
-    """The norm of the gradients that the ranks have, be they right or wrong."""
+    """Checks the norm of the gradients that the ranks have, whether correct or not."""
     scenes, details, worst = [], [], 0.0
     for name, scene in played.items():
         if any(NORM not in rank for rank in scene.ranks):
@@ -261,7 +261,7 @@ def _of_norm(world: World, played: Mapping[str, Played]) -> list[Finding]:
 
 
 def _squares(world: World, ranks: Sequence[Arrays]) -> tuple[list[float], list[float]]:
-    """By rank the squared norms of what is replicated, and of its experts."""
+    """Returns, by rank, the squared norms of replicated parameters and of its experts."""
     replicated, experts = [0.0] * world.size, [0.0] * world.size
     for rank, played in enumerate(ranks):
         for key, values in played.items():

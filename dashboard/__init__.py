@@ -1,3 +1,3 @@
-"""Compares runs on a live web page of this machine: the command `moebius dashboard`."""
+"""Shows runs on a live local web page: the command `moebius dashboard`."""
 
 __version__ = "0.2.0"

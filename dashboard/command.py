@@ -1,4 +1,4 @@
-"""Carries out `moebius dashboard`."""
+"""Implements `moebius dashboard`."""
 
 import argparse
 import sys
@@ -9,18 +9,18 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def main(words: Sequence[str]) -> int:
-    """Serves the page until it is interrupted (entry point of the group moebius.commands).
+    """Serves the page until interrupted (entry point of the group moebius.commands).
 
     Raises:
-        ValueError: there is no run, or the port cannot be had.
+        ValueError: there is no run, or the port is not available.
     """
     options = _parser().parse_args(words)
     from .serve import serve
 
     if options.host not in _LOCAL:
         print(
-            f"warning: {options.host}: whoever can read this network's traffic can read the token "
-            "and the runs; `ssh -L` from your machine to this one needs no --host",
+            f"warning: --host {options.host} sends the token and the runs unencrypted over the "
+            "network; use `ssh -L` from your machine instead",
             file=sys.stderr,
         )
     try:
@@ -34,20 +34,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moebius dashboard",
         description="Compares runs on a live web page: loss, throughput, expert load, events.",
-        epilog="The printed address holds a token. Ctrl-C ends the page.",
+        epilog="The printed address contains a token. Press Ctrl-C to stop.",
     )
     text = "a run folder, or a folder of runs; default: runs/"
     parser.add_argument(
         "root", type=Path, nargs="?", metavar="RUN|FOLDER", default=Path("runs"), help=text
     )
-    parser.add_argument("--port", type=int, default=8050, help="default: 8050; 0: any that is free")
+    parser.add_argument("--port", type=int, default=8050, help="default: 8050; 0: any free port")
     parser.add_argument(
         "--host",
         default=_LOCAL[0],
-        help="address to listen on, default: 127.0.0.1; on others the token travels unencrypted",
+        help="address to listen on, default: 127.0.0.1; others send the token unencrypted",
     )
     return parser
 
 
 def _tell(address: str) -> None:
-    print(f"open {address}\nCtrl-C ends it", flush=True)
+    print(f"open {address}\npress Ctrl-C to stop", flush=True)

@@ -1,8 +1,8 @@
-"""Holds what the page shows of a run and reads on while the run goes on.
+"""Holds the curves of runs that the page shows, and follows runs that are still going on.
 
-A curve of any length is drawn with at most `MAX_POINTS` points: the lowest and the highest value of
-each stretch of steps stay, so a spike of the loss is visible from however far away. Of the loads of
-experts at most `MAX_LOADS` steps are kept; when there are more, every other one is dropped.
+A curve is drawn with at most `MAX_POINTS` points. Thinning keeps the lowest and highest value of
+each stretch of steps, so a loss spike is visible at any scale. Expert loads are kept for at most
+`MAX_LOADS` steps; beyond that every other step is dropped.
 """
 
 import math
@@ -17,7 +17,7 @@ import moebius
 
 MAX_POINTS = 1500
 MAX_LOADS = 400
-_MAX_SKIPPED = 1000  # steps that are remembered as skipped
+_MAX_SKIPPED = 1000  # skipped steps to remember
 
 Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """Records what happened to a run beside its steps."""
+    """Records an event in a run, other than a step."""
 
     time: float  # seconds since the epoch
     step: int | None
@@ -35,7 +35,7 @@ class Event:
 
 
 class Curves:
-    """Holds the curves of a run by step, and where each step lies in tokens and in time."""
+    """Holds a run's curves by step, and each step's tokens and time."""
 
     def __init__(self) -> None:
         self.loss: dict[int, float] = {}
@@ -44,13 +44,13 @@ class Curves:
         self.tokens: dict[int, int] = {}
         self.times: dict[int, float] = {}
         self.hottest_expert: dict[int, float] = {}
-        """The load of the fullest expert of any depth step, in units of the mean."""
+        """Load of the fullest expert of any depth step, relative to the mean."""
         self.hottest_rank: dict[int, float] = {}
-        """The rows of the busiest rank in any exchange, in units of the mean."""
+        """Rows of the busiest rank in any exchange, relative to the mean."""
         self.loads: dict[int, list[list[float]]] = {}
-        """The share of the routes of every expert, by depth step."""
+        """Share of routes per expert, by depth step."""
         self.depths: tuple[int, ...] = ()
-        """The depth steps that have experts, counted from 1; empty: all of them."""
+        """Depth steps with experts, counted from 1; empty: all."""
         self.events: list[Event] = []
         self.step: int | None = None
         self._stride = 1
@@ -58,7 +58,7 @@ class Curves:
         self._order: list[tuple[float, int]] = []  # time and step, in the order of the file
 
     def add(self, record: Record) -> None:
-        """Takes in one record of the metrics."""
+        """Adds one record of the metrics."""
         match record.get("kind"):
             case "start":
                 self.depths = tuple(record.get("expert_depths", ()))
@@ -100,7 +100,7 @@ class Curves:
             }
 
     def step_at(self, time: float) -> int | None:
-        """Returns the last step that had been made at a time; None: none had."""
+        """Returns the last step completed at a time, or None."""
         before = bisect_right(self._order, (time, math.inf))
         return self._order[before - 1][1] if before else None
 
@@ -109,7 +109,7 @@ class Curves:
 
 
 class FollowedRun:
-    """Follows one run; each `refresh` reads what is new. Threads may share it."""
+    """Follows one run; each `refresh` reads what is new. Threads can share it."""
 
     def __init__(self, run_dir: Path, name: str):
         self.name = name
@@ -119,7 +119,7 @@ class FollowedRun:
         self._lock = threading.Lock()
 
     def refresh(self) -> Curves:
-        """Reads on and returns the curves."""
+        """Reads new records and returns the curves."""
         with self._lock:
             for record in self._history.new_records():
                 self.curves.add(record)
@@ -136,7 +136,7 @@ class FollowedRun:
 
 
 class Runs:
-    """Holds the runs below a folder, including those that start while the page is open."""
+    """Holds the runs below a folder, including those started while the page is open."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -144,7 +144,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Returns the names of all runs, the most recently active first."""
+        """Returns the names of all runs, most recently active first."""
         with self._lock:
             found = {self._name_of(run_dir): run_dir for run_dir in moebius.find_runs(self.root)}
             for name in found.keys() - self._followed.keys():
@@ -156,7 +156,7 @@ class Runs:
         return run_dir.absolute().name if is_root else str(run_dir.relative_to(self.root))
 
     def chosen(self, names: Sequence[str]) -> list[FollowedRun]:
-        """Returns the named runs that exist, read to their ends."""
+        """Returns the named runs that exist, read to the end."""
         runs = [self._followed[name] for name in names if name in self._followed]
         for run in runs:
             run.refresh()
@@ -166,10 +166,10 @@ class Runs:
 def points(
     curves: Curves, values: Mapping[int, float], axis: Axis
 ) -> tuple[list[float], list[float]]:
-    """Returns a curve's places on an axis and its values, thinned out to what a screen can show.
+    """Returns a curve's positions on an axis and its values, thinned to what a screen can show.
 
     Args:
-        curves: those of the run.
+        curves: of the run.
         values: the curve, by step.
         axis: steps, tokens, or hours since the run's first step.
     """
@@ -178,7 +178,7 @@ def points(
 
 
 def place(curves: Curves, step: int, axis: Axis) -> float:
-    """Returns where a step lies on an axis; a step without a record lies at the one before it."""
+    """Returns a step's position on an axis; a step without a record takes the previous one's."""
     if axis == "step":
         return step
     known: Mapping[int, float] = curves.tokens if axis == "tokens" else curves.times
@@ -191,7 +191,7 @@ def place(curves: Curves, step: int, axis: Axis) -> float:
 
 
 def _thinned(steps: Sequence[int], values: Mapping[int, float]) -> Iterator[int]:
-    """Yields the steps of the lowest and the highest value of each stretch."""
+    """Yields the steps with the lowest and highest value of each stretch."""
     if len(steps) <= MAX_POINTS:
         yield from steps
         return
@@ -205,9 +205,9 @@ def _thinned(steps: Sequence[int], values: Mapping[int, float]) -> Iterator[int]
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Returns the exponential moving average, without bias from the first value on.
+    """Returns the exponential moving average, unbiased from the first value on.
 
-    `weight` is that of the past, from 0 to below 1. Values that are not finite are passed over.
+    `weight` is the past's weight, from 0 to below 1. Values that are not finite are skipped.
     """
     total = norm = 0.0
     found = []

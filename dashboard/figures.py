@@ -1,7 +1,6 @@
-"""Draws the page's pictures as Plotly figures: pure functions of curves.
+"""Draws the page's Plotly figures as pure functions of curves.
 
-Colours are those of Okabe and Ito, which people of any colour vision tell apart, and cividis where
-a colour is a number.
+Colors are those of Okabe and Ito, distinguishable with any color vision, and cividis for numbers.
 """
 
 import math
@@ -15,13 +14,13 @@ from .curves import Axis, Curves, FollowedRun, place, points, smoothed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS_TITLES = {"step": "step", "tokens": "tokens", "hours": "hours since the first step"}
-_MAX_INTERRUPTIONS = 50  # marked in a picture, the newest
-_FULL = 3  # loads of so many times the mean and more have one colour
+_MAX_INTERRUPTIONS = 50  # the newest ones, marked in a figure
+_FULL = 3  # times the mean; the color scale ends here
 _ROW_PX, _REST_PX = 130, 110  # of the picture of loads
 
 
 def loss_figure(runs: Sequence[FollowedRun], axis: Axis, smoothing: float) -> go.Figure:
-    """Draws training loss, smoothed and raw, validation loss, and where runs were interrupted."""
+    """Draws training loss (smoothed and raw), validation loss, and interruptions of runs."""
     figure = _figure("loss, nats per token", axis)
     for run, colour in _coloured(runs):
         x, y = points(run.curves, run.curves.loss, axis)
@@ -34,7 +33,7 @@ def loss_figure(runs: Sequence[FollowedRun], axis: Axis, smoothing: float) -> go
 
 
 def throughput_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
-    """Draws tokens per second of all ranks together."""
+    """Draws tokens per second over all ranks."""
     figure = _figure("tokens/s", axis)
     figure.update_yaxes(rangemode="tozero")
     for run, colour in _coloured(runs):
@@ -45,7 +44,7 @@ def throughput_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
 
 
 def imbalance_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
-    """Draws how much more than the mean the fullest expert and the busiest rank have."""
+    """Draws the load of the fullest expert and the busiest rank relative to the mean."""
     figure = _figure("most ÷ mean", axis)
     for run, colour in _coloured(runs):
         for what, values, dash in (
@@ -60,9 +59,9 @@ def imbalance_figure(runs: Sequence[FollowedRun], axis: Axis) -> go.Figure:
 
 
 def load_figure(run: FollowedRun | None, axis: Axis) -> go.Figure:
-    """Draws the load of every expert over time, a picture per depth step, in units of the mean."""
+    """Draws every expert's load over time, one picture per depth step, relative to the mean."""
     if run is None or not run.curves.loads:
-        return _empty("no experts whose load is known")
+        return _empty("no expert loads recorded")
     loads = run.curves.loads
     steps = sorted(loads)
     num_depths = len(loads[steps[-1]])
@@ -103,7 +102,7 @@ _LOAD_BAR = {
 
 
 def _load_matrix(loads: Sequence[list[list[float]]], index: int) -> list[list[float | None]]:
-    """Returns loads [experts][steps] of one depth step, 1 where the load is even."""
+    """Returns loads [experts][steps] of one depth step; 1 is an even load."""
     columns = [one[index] if index < len(one) else [] for one in loads]
     experts = max(map(len, columns))
     return [
@@ -149,7 +148,7 @@ def _add_line(
     raw: bool = False,
     **line: Any,
 ) -> None:
-    """Adds a line with gaps where values are not finite; a raw one is pale and has no name."""
+    """Adds a line with gaps at values that are not finite; raw lines are pale and unnamed."""
     figure.add_scatter(
         x=list(x),
         y=[value if math.isfinite(value) else None for value in y],

@@ -1,4 +1,4 @@
-"""Lays out the page, a Dash application: which runs are chosen, how they are drawn, what happened."""
+"""Lays out the page, a Dash application: run selection, figures and events."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -22,7 +22,7 @@ _MARKS = {0: "none", 0.5: "0.5", 0.8: "0.8", 0.98: "0.98"}
 
 
 def make_page(runs: Runs) -> Dash:
-    """Returns the application for the runs below a folder; it is not served yet."""
+    """Returns the application for the runs below a folder, not yet served."""
     page = Dash(
         __name__, title="moebius", serve_locally=True, update_title=""
     )  # with assets/page.css
@@ -109,7 +109,7 @@ def _card(title: str, *content: dcc.Graph | dcc.Dropdown | html.Div) -> html.Div
 
 
 def stand_table(runs: Sequence[FollowedRun]) -> html.Table:
-    """Returns where each run stands, a row each, in the colour of its curves."""
+    """Returns one row per run with its status, in the color of its curves."""
     head = html.Tr(
         [
             *map(html.Th, ("run", "state")),
@@ -141,7 +141,7 @@ def _stand_row(number: int, run: FollowedRun) -> html.Tr:
 
 
 def event_table(runs: Sequence[FollowedRun]) -> html.Table:
-    """Returns what happened to the runs, newest first; events that cost steps stand out."""
+    """Returns the events of the runs, newest first; events that cost steps are highlighted."""
     events = [(event, run) for run in runs for event in run.curves.events]
     events.sort(key=lambda one: one[0].time, reverse=True)
     head = [html.Th("time"), html.Th("run"), html.Th("step", className="number"), html.Th("what")]

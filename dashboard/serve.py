@@ -1,8 +1,8 @@
-"""Serves the page to whoever has its token.
+"""Serves the page to visitors with its token.
 
-The printed address holds the token. A visitor with the token gets a cookie and is redirected to the
-plain address; a visitor with neither is refused. So no other user of this machine, and no web page
-that is open in the same browser, can read a run.
+The printed address contains the token. A visitor with the token gets a cookie and is redirected to
+the plain address; a visitor with neither is refused. Therefore no other user of this machine, and
+no other web page open in the same browser, can read a run.
 """
 
 import hmac
@@ -19,25 +19,25 @@ from .curves import Runs
 from .page import make_page
 
 _COOKIE = "moebius-dashboard"
-_REFUSED = "403: open the address that `moebius dashboard` has printed; it holds the token.\n"
+_REFUSED = "403: open the address that `moebius dashboard` printed; it contains the token.\n"
 
 
 def serve(root: Path, *, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves the page until it is interrupted.
+    """Serves the page until interrupted.
 
     Args:
         root: a run folder, or a folder of runs.
         host: the address to listen on.
-        port: the port; 0: any that is free.
-        say: called with the page's address once it can be opened.
+        port: the port; 0: any free port.
+        say: called with the page's address once it is reachable.
 
     Raises:
-        ValueError: there is no run, or the port cannot be had.
+        ValueError: there is no run, or the port is not available.
     """
     runs = Runs(root)
     if not root.is_dir() or not runs.names():
-        raise ValueError(f"there is no run in {root}: name a run folder, or a folder of runs")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # the page asks every two seconds
+        raise ValueError(f"there is no run in {root}: pass a run folder, or a folder of runs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # the page sends a request every 2 s
     token = secrets.token_urlsafe(24)
     server = _open(runs, host, port, token)
     try:
@@ -54,7 +54,7 @@ def _open(runs: Runs, host: str, port: int, token: str) -> BaseWSGIServer:
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"cannot serve the page on {host}:{port}: {getattr(error, 'strerror', None) or error}. "
-            "Take another port with --port, or --port 0 for any that is free"
+            "Choose another --port, or --port 0 for any free one"
         ) from None
     with listening:
         return make_server(
@@ -62,12 +62,12 @@ def _open(runs: Runs, host: str, port: int, token: str) -> BaseWSGIServer:
             listening.getsockname()[1],
             guarded(make_page(runs).server, token),
             threaded=True,
-            fd=listening.fileno(),  # which it duplicates
+            fd=listening.fileno(),  # duplicated by the server
         )
 
 
 def guarded(server: flask.Flask, token: str) -> flask.Flask:
-    """Makes a server answer only requests that carry the token or its cookie."""
+    """Makes a server answer only requests with the token or its cookie."""
 
     @server.before_request
     def _let_in() -> flask.Response | None:
@@ -78,7 +78,7 @@ def guarded(server: flask.Flask, token: str) -> flask.Flask:
                 return flask.Response(_REFUSED, 403, mimetype="text/plain")
             answer = flask.redirect("/")
             assert isinstance(answer, flask.Response)
-            # by port, for cookies are shared by all ports of a host
+            # by port, because all ports of a host share cookies
             answer.set_cookie(_cookie(), token, httponly=True, samesite="Strict")
             return answer
         if not _equal(request.cookies.get(_cookie(), ""), token):

@@ -1,3 +1,3 @@
-"""Asks trained models of moebius what they have learned: pictures, comparisons, tasks, claims."""
+"""Studies trained moebius models: pictures, comparisons, algorithmic tasks, claims of papers."""
 
 __version__ = "0.2.0"

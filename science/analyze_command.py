@@ -1,4 +1,4 @@
-"""Carries out `moebius analyze`: what a trained model's routers and depth steps do, in pictures."""
+"""Implements `moebius analyze`: pictures of a trained model's routers and depth steps."""
 
 import argparse
 import json
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number_of_tokens(text: str) -> int | None:
-    """Reads the value of --tokens; None: all."""
+    """Parses the value of --tokens; None: all."""
     if text == "all":
         return None
     try:

@@ -1,4 +1,6 @@
-"""Carries out `moebius compare`: arms over seeds, from one file or one line to one table and one picture."""
+"""Implements `moebius compare`: arms over seeds, from one file or one line to one table and one
+picture.
+"""
 
 import argparse
 import json
@@ -21,7 +23,7 @@ _COST_STEPS = 10  # of every run of --cost
 
 @dataclass(frozen=True)
 class _Request:
-    """Holds what the command line and the file ask for together."""
+    """Combines the command line and the file."""
 
     file: "ComparisonFile"
     arms: "list[Arm]"
@@ -31,10 +33,11 @@ class _Request:
 
 
 def main(words: Sequence[str]) -> int:
-    """Trains and compares the arms of a file or a sweep (entry point of the group moebius.commands).
+    """Trains and compares the arms of a file or a sweep (entry point of the group
+    moebius.commands).
 
     Raises:
-        ValueError: the comparison cannot be made.
+        ValueError: the comparison is not possible.
     """
     options = _parser().parse_intermixed_args(words)
     from rich.console import Console
@@ -139,7 +142,7 @@ def _positive(number: int | None, option: str) -> int | None:
 
 
 def _prepared(request: _Request, console: "Console") -> _Request:
-    """Prepares the data, which all arms share, and returns the runs that read them."""
+    """Prepares the data shared by all arms, and returns the runs that read it."""
     import moebius
 
     from .compare.plan import changed, with_data
@@ -154,7 +157,7 @@ def _prepared(request: _Request, console: "Console") -> _Request:
 
 
 def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
-    """Measures what a step of every arm costs."""
+    """Measures the time of a step of every arm."""
     from .compare.cost import measure_costs
     from .compare.progress import render
     from .compare.runner import locked
@@ -180,7 +183,7 @@ def _cost(options: argparse.Namespace, request: _Request, console: "Console") ->
 
 
 def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
-    """Prepares the data, trains what is missing, and returns the exit code."""
+    """Prepares the data, trains missing runs, and returns the exit code."""
     from .compare.plan import refuse_stale
     from .compare.progress import progress_of
     from .compare.results import collect

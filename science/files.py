@@ -1,4 +1,4 @@
-"""Writes files that appear whole or not at all, and reads them back."""
+"""Writes files atomically, and reads them back."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file; whoever reads it meanwhile sees the old content or the new."""
+    """Replaces a file atomically: a concurrent reader sees the old content or the new."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     partial.write_bytes(data)
     partial.replace(path)
@@ -19,7 +19,7 @@ def write_json(path: Path, values: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object of a file; an empty one where there is none, or half of one."""
+    """Returns a file's JSON object; an empty one if the file is missing or incomplete."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,10 +1,11 @@
-"""Measures how evenly runs use their feed-forward experts at the end, by arm and seed.
+"""Measures how evenly runs use their feed-forward experts at the end of training, by arm and seed.
 
     python -m moebius_science.load_evenness runs/compare/balancing/*/seed-*
 
-Of the mean `expert_load` of the last three steps that a run recorded: the perplexity of the load ÷
-experts (1: all alike), averaged over depth steps; the load of the hottest expert of any depth step, in
-units of the mean; and the share of the experts that have less than a tenth of the mean.
+It averages `expert_load` over a run's last three recorded steps and reports three figures: the
+perplexity of the load ÷ experts (1: even), averaged over depth steps; the load of the hottest
+expert at any depth step, relative to the mean; and the share of experts with less than a tenth of
+the mean.
 """
 
 import argparse
@@ -21,7 +22,7 @@ _IDLE = 0.1  # of an equal share
 
 @dataclass(frozen=True)
 class Evenness:
-    """Figures of one run."""
+    """Holds the figures of one run."""
 
     perplexity: float  # ÷ experts
     hottest: float  # ÷ an equal share
@@ -29,7 +30,7 @@ class Evenness:
 
 
 def evenness_of(load_DE: np.ndarray) -> Evenness:
-    """Reads the load of every depth step's experts."""
+    """Computes evenness from the load of every depth step's experts."""
     share_DE = load_DE / load_DE.sum(1, keepdims=True)
     num_experts = share_DE.shape[1]
     logarithms = np.log(share_DE, where=share_DE > 0, out=np.zeros_like(share_DE))
@@ -45,7 +46,7 @@ def last_load(folder: Path) -> np.ndarray:
     """Returns the mean load of a run's last lines, (depth steps, experts).
 
     Raises:
-        ValueError: the folder is no run that has trained with experts.
+        ValueError: the folder is not a run trained with experts.
     """
     records = moebius.history(folder).records()
     loads = [record["expert_load"] for record in records if record.get("expert_load")]

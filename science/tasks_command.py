@@ -1,4 +1,4 @@
-"""Carries out `moebius tasks`: exact match of saved checkpoints on the test sets of a task."""
+"""Implements `moebius tasks`: exact match of checkpoints on a task's test sets."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ def main(words: Sequence[str]) -> int:
     """Scores runs and prints a table (entry point of the group moebius.commands).
 
     Raises:
-        ValueError: a run cannot be read, is of no task, or its model cannot be asked.
+        ValueError: a run cannot be read or belongs to no task, or its model cannot be scored.
     """
     options = _parser().parse_args(words)
     scores = [_score(run_dir, options) for run_dir in options.runs]
@@ -65,7 +65,7 @@ def _score(run_dir: Path, options: argparse.Namespace) -> "RunScores":
 
 
 def score_table(scores: Sequence["RunScores"]) -> "Table":
-    """Returns a row per test set and figure, a column per arm: mean ± deviation (seed by seed)."""
+    """Returns a row per test set and figure, a column per arm: mean ± deviation (by seed)."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

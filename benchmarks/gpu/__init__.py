@@ -1,1 +1,1 @@
-"""Everything that wants a GPU."""
+"""Benchmarks that need a GPU."""

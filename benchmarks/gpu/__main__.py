@@ -1,12 +1,12 @@
-"""Runs everything that needs a GPU, in one call of under ten minutes.
+"""Runs everything that needs a GPU in one call, in under ten minutes.
 
     pip install --no-deps --no-build-isolation -e . && python -m benchmarks.gpu --out FOLDER
 
-The machine needs one H100 or H200, torch ≥ 2.11 and Triton ≥ 3.6, and no network. Every part is a
-process of its own with a time limit and writes its figures as they come, so a part that fails or
-hangs costs the others nothing. FOLDER receives gpu_ceilings.json, tune_tiles.json and the tiles.py
-that follows from it, expert_layer_gpu.json, step_gpu.json, and gpu_log.txt with all that the parts
-printed. The parts after the tuning run with its tiles.
+The machine needs one H100 or H200, torch ≥ 2.11, Triton ≥ 3.6, and no network. Every part is a
+separate process with a time limit that writes its figures as they come, so a failed or hung part
+does not affect the others. FOLDER receives gpu_ceilings.json, tune_tiles.json and the resulting
+tiles.py, expert_layer_gpu.json, step_gpu.json, and gpu_log.txt with the parts' output. Parts after
+the tuning use its tiles.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TESTS = "tests/kernels"  # which skips what wants a GPU where there is none
 
 @dataclass(frozen=True)
 class Part:
-    """A command and how long it may take."""
+    """Describes a command and its time limit."""
 
     name: str
     command: tuple[str, ...]
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part ended: "ok", "exit code 3", "stopped after 60 s", "not begun: …"."""
+    """Describes how a part ended: "ok", "exit code 3", "stopped after 60 s", "not begun: …"."""
 
     name: str
     state: str
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def parts(out: Path) -> list[Part]:
-    """Lists all parts in the order in which they run: the slow ones are timed with tuned tiles."""
+    """Lists all parts in order of execution; slow ones run with tuned tiles."""
     python, to = sys.executable, ("--out", str(out))
     layer = (python, "-m", "benchmarks.kernels.expert_layer", "--device", "cuda", "--limit", TIME)
     step = (python, "-m", "benchmarks.step", "--device", "cuda", "--limit", TIME)
@@ -84,7 +84,7 @@ def parts(out: Path) -> list[Part]:
 
 
 def chosen(every: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
-    """Returns the parts of these names, or all."""
+    """Returns the parts with these names, or all."""
     known = [part.name for part in every]
     if unknown := set(names or ()) - set(known):
         raise SystemExit(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
@@ -92,7 +92,7 @@ def chosen(every: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
 
 
 def run_all(every: Sequence[Part], seconds: float, log: TextIO, console: Console) -> list[Ended]:
-    """Runs one part after the other, each within its own limit and what is left of the whole."""
+    """Runs the parts in order, each within its own limit and the remaining time."""
     deadline, ended = time.monotonic() + seconds, []
     for part in every:
         left = deadline - time.monotonic()
@@ -105,7 +105,7 @@ def run_all(every: Sequence[Part], seconds: float, log: TextIO, console: Console
 
 
 def run_part(part: Part, limit_s: float, log: TextIO) -> Ended:
-    """Runs a part in a group of processes of its own, which ends with it whatever happens."""
+    """Runs a part in a process group of its own, which ends with it."""
     command = [f"{limit_s - TO_END_S:.0f}" if word == TIME else word for word in part.command]
     log.write(f"\n===== {part.name}: {' '.join(command)}\n")
     log.flush()

@@ -1,18 +1,17 @@
-"""What a GPU can do at best, in the four motions that expert kernels are made of. Run by
-benchmarks/gpu; alone:
+"""Measures a GPU's limits in the four motions of expert kernels. benchmarks/gpu runs it; alone:
 
     python -m benchmarks.gpu.ceilings [--out FOLDER]
 
   copy      from memory to memory, 2 GiB each way
-  product   8192³ in bfloat16, of random data (zeros would run faster: they cost less power)
-  gather    rows of 2 KiB by a random index out of 33 MB, which the second-level cache holds;
-            summed, so nothing is written
+  product   8192³ in bfloat16, on random data (zeros need less power and run faster)
+  gather    rows of 2 KiB by a random index out of 33 MB, which fits into the second-level cache;
+            summed, so that nothing is written
   add       atomic additions of bfloat16 and float32 into random rows of 33 MB or 67 MB, 16
             to every row
 
-The third bounds kernels that gather as they multiply, the fourth decides whether outputs are added
-into the tokens' rows where they are made, or stored and summed by another kernel. Half a minute,
-most of it compiling.
+The third bounds kernels that gather as they multiply. The fourth decides whether outputs are added
+directly into the tokens' rows, or stored and summed by another kernel. Takes half a minute, mostly
+compiling.
 """
 
 import argparse
@@ -130,12 +129,12 @@ def add_rate(dtype: torch.dtype, columns: int, warps: int) -> float:
 
 
 def routes() -> Tensor:
-    """Every token as often as it has experts, in random order."""
+    """Returns every token as often as it has experts, in random order."""
     return (torch.randperm(TOKENS * PER_TOKEN, device="cuda") // PER_TOKEN).to(torch.int32)
 
 
 def seconds(run: Callable[[], Any], times: int = 20) -> float:
-    """Of one call, the median of some."""
+    """Returns the median seconds of one call."""
     run()
     spans = []
     for _ in range(times):

@@ -1,21 +1,20 @@
-"""Measures tiles of the Triton kernels on this GPU, and writes the table of kernels/triton/tiles.py
-anew.
+"""Measures tiles of the Triton kernels on this GPU, and rewrites the table in
+kernels/triton/tiles.py.
 
     python -m benchmarks.gpu.tune_tiles [--seconds 90] [--kernels gather rows …]
                                        [--precision bf16] [--out FOLDER]
 
-Entry by entry, in the order of what an expert layer costs: the call of the backend that uses it
-(forward, backward of the rows, or weight gradients of a layer of the 244M model: D 1024, F 128, E
-387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few") is captured in a CUDA
-graph with each candidate, so that only the GPU's time counts, and replayed. All else stays the
-same, so the fastest call has the fastest tile. An entry is taken by other launches too: K1 forward's by
-GELU and by V's gate, whose 256 rows of odd widths spill on sm_90, so run `make kernels` before one
-is kept. A candidate that does not fit the chip, or whose
-output is not that of the present tile, is out. When the time is over, what was not measured stays
-as it was.
+Entries are measured in the order of their cost in an expert layer. The backend's call that uses an
+entry is captured in a CUDA graph with each candidate, so that only GPU time counts, and replayed.
+The calls are forward, backward of the rows, or weight gradients of a layer of the 244M model: D
+1024, F 128, E 387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few".
+Everything else stays the same, so the fastest call has the fastest tile. Other launches use an
+entry too: K1 forward's is used by GELU and by V's gate, whose 256 rows of odd widths spill on
+sm_90. Run `make kernels` before keeping a tile. A candidate that does not fit the chip, or changes
+the output, is rejected. When the time is over, unmeasured entries stay.
 
-Writes kernels/triton/tiles.py; and into FOLDER (results/) tune_tiles.json with every time, and with
---out a copy of that module.
+Writes kernels/triton/tiles.py; writes every time to tune_tiles.json in FOLDER (default results/),
+and with --out also a copy of that module.
 """
 
 import argparse
@@ -93,9 +92,7 @@ def main() -> None:
 
 
 def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measured:
-    """Of each entry the present tile first; an entry that the time does not suffice for is left
-    out.
-    """
+    """Measures the present tile of each entry first; skips entries for which there is no time left."""
     measured: Measured = {}
     for key in keys:
         present, times = TILES[key], {}
@@ -116,8 +113,8 @@ def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measu
 
 
 def candidates(key: Key) -> Iterator[Tile]:
-    """The present tile; it with a stage fewer and more; then other sides and numbers of warps, some
-    ten in all.
+    """Returns the present tile, it with a stage fewer and more, and other sides and numbers of
+    warps: about ten in all.
     """
     present = TILES[key]
     yield present
@@ -137,13 +134,13 @@ def candidates(key: Key) -> Iterator[Tile]:
 
 
 def fastest(times: dict[Tile, float | str]) -> Tile | None:
-    """None: no candidate could be timed."""
+    """Returns the fastest tile; None if no candidate could be timed."""
     timed = {tile: ms for tile, ms in times.items() if isinstance(ms, float)}
     return min(timed, key=timed.__getitem__, default=None)
 
 
 def rewritten(source: str, table: dict[Key, Tile], origin: str) -> str:
-    """The module's text with another table."""
+    """Returns the module's text with another table."""
     head, rest = source.split("TILES: dict[tuple[str, str, str], Tile] = {\n")
     before, after = head.split("ORIGIN = ", 1)
     keys = [", ".join(f'"{part}"' for part in key) for key in table]
@@ -160,7 +157,7 @@ _expected: dict[Key, Tensor] = {}  # the output with the first tile
 
 
 def _timed(key: Key) -> float | str:
-    """Milliseconds of the call that uses this entry, or why there are none."""
+    """Returns milliseconds of the call that uses this entry, or the reason for their absence."""
     try:
         call = _call(key)
         output = call().double()
@@ -222,7 +219,7 @@ def _drawn(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _routes(load: str) -> SortedRoutes:
-    """Of a skewed router: the fullest expert has some four times the mean."""
+    """Returns routes of a skewed router, whose fullest expert has about four times the mean."""
     generator, tokens = torch.Generator(device=DEVICE).manual_seed(1), TOKENS[load]
     skew = 0.5 * torch.randn(EXPERTS, generator=generator, device=DEVICE)
     gumbel = -torch.empty(tokens, EXPERTS, device=DEVICE).exponential_(generator=generator).log()

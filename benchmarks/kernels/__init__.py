@@ -1,1 +1,1 @@
-"""The layer of experts beside dense layers and everybody else's."""
+"""Compares the expert layer with dense layers and other implementations."""

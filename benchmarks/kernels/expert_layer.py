@@ -1,24 +1,23 @@
-"""What a layer of experts costs, forward and backward, beside the dense layer of equal active work.
+"""Compares an expert layer, forward and backward, with the dense layer of equal active work.
 
     python -m benchmarks.kernels.expert_layer        (CPU: float32, bfloat16; 1 and 2 threads)
     python -m benchmarks.kernels.expert_layer --device cuda
-    python -m benchmarks.kernels.expert_layer --settings A --dtypes float32 --threads 1 \\
+    python -m benchmarks.kernels.expert_layer --settings A --dtypes float32 --threads 1 \
         --rounds 2 --seconds 0                       (a smoke test)
 
-y = Σ g·relu(x W_up[e]) W_down[e] and gradients of x, both weights and the gates, over the settings
-of layers.py, which says who runs. Contenders take turns in one process, round by round, for a
-machine's speed drifts. Every single run gets a routing that has not been seen before: dropless
-routing makes new row counts in every step, and libraries that compile a kernel per row count look
-twice as good on a frozen one. Sorting is part of the time, choosing (the router) is not.
+It computes y = Σ g·relu(x W_up[e]) W_down[e] and the gradients of x, both weights and the gates,
+for the settings and contenders of layers.py. Contenders alternate in one process, round by round,
+because a machine's speed drifts. Every run gets new routing: dropless routing changes row counts in
+every step, and libraries that compile a kernel per row count look twice as fast on frozen routing.
+Sorting is part of the time, choosing (the router) is not.
 
-The ceiling is the fastest dense MLP D → K·F → D that computes in full precision. "of ceiling" is
-its fastest time ÷ the contender's fastest. Before anything is timed every contender's result and
-all its gradients are held against the reference in float64; one that is wrong, or takes more than
-5 seconds, is not timed. Saved bytes are those of all storages that autograd keeps, weights left out,
-beside the least that is needed (x, hidden rows, gates, sorted order and its inverse). A contender
-stops when it has used its --seconds of a cell.
+The ceiling is the fastest dense MLP D → K·F → D in full precision. "of ceiling" is its fastest time
+÷ the contender's fastest. Before timing, every contender's result and gradients are compared with
+the reference in float64; one that is wrong, or takes more than 5 seconds, is not timed. Saved bytes
+are those of all storages that autograd keeps, without weights, beside the minimum (x, hidden rows,
+gates, sorted order and its inverse). A contender stops after its --seconds of a cell.
 
-Writes results/expert_layer_cpu.json (or _gpu). About 10 minutes on 2 cores.
+Writes results/expert_layer_cpu.json (or _gpu). Takes about 10 minutes on 2 cores.
 """
 
 import argparse
@@ -67,7 +66,7 @@ CANNOT = (ValueError, RuntimeError, ImportError, NotImplementedError)
 
 @dataclass
 class Entry:
-    """One contender in one setting and dtype: whether it is right, what it keeps, and its cells."""
+    """Holds one contender in one setting and dtype: correctness, saved memory, and times."""
 
     setting: str
     dtype: str
@@ -85,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for."""
+    """Holds the requested measurements."""
 
     device: torch.device
     settings: tuple[Setting, ...]
@@ -142,7 +141,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Returns what was asked for, with the device's defaults."""
+    """Returns the requested measurements, with the device's defaults."""
     gpu = options.device == "cuda"
     known = {setting.name: setting for setting in (GPU_SETTINGS if gpu else CPU_SETTINGS)}
     if unknown := set(options.settings or ()) - set(known):
@@ -160,7 +159,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def exact_modes(device: torch.device, dtype: torch.dtype, onednn: float) -> tuple[Mode, ...]:
-    """The libraries whose products are exact here."""
+    """Returns the libraries whose products are exact on this machine."""
     both = device.type == "cpu" and dtype == torch.float32 and onednn < EXACT
     return ("default", "oneDNN") if both else ("default",)
 
@@ -197,7 +196,7 @@ def name_of(dtype: torch.dtype) -> str:
 def check(
     found: Sequence[tuple[Contender, Entry]], setting: Setting, dtype: torch.dtype, plan: Plan
 ) -> None:
-    """The first pass of every contender: its peak memory, its saved bytes, its values."""
+    """Runs every contender's first pass for its peak memory, saved bytes and values."""
     generator = torch.Generator(plan.device).manual_seed(1)
     bank = draw_bank(setting, dtype, generator, exact=True)
     choices = draw_choices(setting, SKEW, generator)
@@ -217,7 +216,7 @@ def check(
 
 
 def first_pass(contender: Contender, entry: Entry, bank: Bank, choices: Sequence[Any]) -> Result:
-    """Runs forward and backward once, and notes what that takes."""
+    """Runs forward and backward once, and records the cost."""
     layer, out = contender.build(bank), list[Result]()
     leaves = (bank.x_TD, *(choice.gates_THK for choice in choices), *layer.weights)
 
@@ -254,7 +253,7 @@ def clear(leaves: Sequence[torch.Tensor]) -> None:
 
 @dataclass
 class Running:
-    """A contender that can run, and its times in the present cell."""
+    """Holds a runnable contender and its times in the present cell."""
 
     contender: Contender
     entry: Entry
@@ -264,7 +263,7 @@ class Running:
     cpu_s: list[float] = field(default_factory=list)
 
     def one(self, generator: torch.Generator) -> tuple[float, float]:
-        """Seconds and processor seconds of a forward and backward pass under its own routing."""
+        """Returns seconds and processor seconds of a forward and backward pass with new routing."""
         choices = draw_choices(self.bank.setting, SKEW, generator)
         clear((self.bank.x_TD, *self.layer.weights))
 
@@ -282,9 +281,7 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def timed_on_gpu(work: Callable[[], None]) -> tuple[float, float]:
-    """Between two events on the GPU: launches that the host makes in time cost nothing, those it
-    makes too late do.
-    """
+    """Measures between two GPU events: host launches cost nothing if in time, and count if late."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     cpu = time.process_time()
@@ -300,7 +297,7 @@ def timed_on_gpu(work: Callable[[], None]) -> tuple[float, float]:
 def time_cell(
     running: Sequence[Running], threads: int, plan: Plan, generator: torch.Generator
 ) -> None:
-    """Rounds in turns, until everyone has had its time."""
+    """Runs rounds in turns until every contender has had its time."""
     for one in running:
         one.wall_s, one.cpu_s = [], []
         if one.bank.x_TD.is_cuda:

@@ -1,26 +1,24 @@
-"""The layers that benchmarks/kernels/expert_layer.py times: their shapes, their data, their meaning in
-float64, and who runs them.
+"""Defines the layers that expert_layer.py times: shapes, data, float64 meaning, and contenders.
 
 A setting is one feed-forward of experts (y = Σ g·relu(x W_up[e]) W_down[e]), or the V and O
-projections of a SwitchHead, one after the other (`heads` > 1: every token has `top_k` routes for
-each head). Both take 12·T·K·D·F floating-point operations for a forward and a backward pass, where
-K counts the routes of a token.
+projections of a SwitchHead in sequence (`heads` > 1: every token has `top_k` routes for each head).
+Both take 12·T·K·D·F floating-point operations for a forward and a backward pass, where K counts the
+routes of a token.
 
-Data for timing are drawn from a normal distribution. Data for checking are small multiples of 1/8
-where they enter the first product: its sums are then exact in float32 in every order of addition,
-so no sign changes from one implementation to the next and a ReLU's gradient can be compared (with
-one changed sign in a million the gradients of two correct ones differ by 5e-4).
+Timing uses normally distributed data. Checking uses small multiples of 1/8 for the first product,
+whose sums are then exact in float32 in any order of addition. No sign changes between
+implementations, so a ReLU's gradient can be compared. (With one changed sign in a million, the
+gradients of two correct implementations differ by 5e-4.)
 
-Who runs:
+Contenders:
 
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
-    dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as
-              fast as
+    dense     the same layer of the dense model of equal parameters, which a MoEUT layer should match
     peer      the same sum over experts, written with plain torch
     ours      the functions of moebius.kernels.functional, one contender per backend
 
 On CPUs torch's float32 products run in every mode that is exact on this machine: through MKL, and
-through oneDNN (kernels/cpu/onednn.py). The setting is the process's.
+through oneDNN (kernels/cpu/onednn.py). The mode applies to the whole process.
 
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen (of a head), N
 = T·H·K routes.
@@ -51,7 +49,7 @@ TORCH_PRODUCTS = ("segments", "grouped_mm")  # of our backends: those whose prod
 
 @dataclass(frozen=True)
 class Setting:
-    """Shapes of a layer."""
+    """Holds the shapes of a layer."""
 
     name: str
     tokens: int
@@ -67,17 +65,17 @@ class Setting:
 
     @property
     def routes(self) -> int:
-        """N."""
+        """Returns N, the number of routes."""
         return self.tokens * self.heads * self.top_k
 
     @property
     def active_width(self) -> int:
-        """Hidden width of the dense layer with the same active multiply-accumulates."""
+        """Returns the hidden width of the dense layer with the same active multiply-accumulates."""
         return self.heads * self.top_k * self.d_expert
 
     @property
     def flop(self) -> float:
-        """Of a forward and a backward pass."""
+        """Returns the FLOPs of a forward and a backward pass."""
         return 12.0 * self.routes * self.d_model * self.d_expert
 
     @property
@@ -85,10 +83,10 @@ class Setting:
         return self.heads > 1
 
     def ideal_bytes(self, itemsize: int) -> int:
-        """The least that a backward pass needs besides the weights: x, hidden rows, gates, sorted
-        order and its inverse.
+        """Returns the minimum that a backward pass needs besides the weights.
 
-        A SwitchHead: x, the ungated outputs of V, the rows of O, and both lists of routes.
+        That is x, hidden rows, gates, sorted order and its inverse. For a SwitchHead: x, the
+        ungated outputs of V, the rows of O, and both lists of routes.
         """
         routes_bytes = self.routes * (4 + 2 * 4)
         rows = self.tokens * self.d_model + self.routes * self.d_expert
@@ -115,7 +113,7 @@ GPU_SETTINGS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router chose for every token and head."""
+    """Holds a router's choices for every token and head."""
 
     experts_THK: Tensor  # int64, numbered over all heads
     gates_THK: Tensor  # float32, a leaf
@@ -123,8 +121,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Bank:
-    """The weights that all contenders share, and what they read and get back. Weights and rows are
-    leaves in the dtype timed.
+    """Holds the weights that all contenders share, with inputs and output gradients.
+
+    Weights and rows are leaves in the timed dtype.
     """
 
     setting: Setting
@@ -138,7 +137,7 @@ class Bank:
         return self.w_up_EDF, self.w_down_EFD
 
     def to(self, dtype: torch.dtype) -> "Bank":
-        """The same values in another dtype, as new leaves."""
+        """Returns the same values in another dtype, as new leaves."""
         x, w_up, w_down = (
             t.detach().to(dtype).requires_grad_() for t in (self.x_TD, *self.weights)
         )
@@ -148,7 +147,7 @@ class Bank:
 def draw_bank(
     setting: Setting, dtype: torch.dtype, generator: torch.Generator, *, exact: bool = False
 ) -> Bank:
-    """Weights, rows and the outputs' gradient, of bfloat16's grid in every dtype; `exact`: for
+    """Draws weights, rows and output gradients on bfloat16's grid for any dtype; `exact`: for
     checking.
     """
     experts, width, hidden = setting.num_experts, setting.d_model, setting.d_expert
@@ -175,7 +174,7 @@ def draw_bank(
 
 
 def draw_choices(setting: Setting, skew: float, generator: torch.Generator) -> tuple[Choice, ...]:
-    """One router's decisions; of a SwitchHead V's and O's. Gates are of bfloat16's grid."""
+    """Draws one router's decisions, or V's and O's of a SwitchHead. Gates are on bfloat16's grid."""
     return tuple(_draw_choice(setting, skew, generator) for _ in range(1 + setting.is_switchhead))
 
 
@@ -223,8 +222,8 @@ class Result:
     grads: tuple[Tensor, ...]
 
     def error(self, expected: "Result") -> float:
-        """The largest relative norm of a difference; of gradients that this output does not have,
-        none.
+        """Returns the largest relative norm of a difference, ignoring gradients that this output
+        lacks.
         """
         pairs = [(self.y_TD, expected.y_TD), *zip(self.grads, expected.grads, strict=False)]
         return max(float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
@@ -239,7 +238,7 @@ def result_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[T
 
 
 def meaning(bank: Bank, choices: Sequence[Choice], *, chunk: int = 4096) -> Result:
-    """What the reference says in float64, some tokens at a time for the memory's sake."""
+    """Returns the reference's result in float64, some tokens at a time to save memory."""
     wide = bank.to(torch.float64)
     parts, gates = [], [choice.gates_THK.detach().double().requires_grad_() for choice in choices]
     for start in range(0, bank.setting.tokens, chunk):
@@ -256,7 +255,7 @@ def meaning(bank: Bank, choices: Sequence[Choice], *, chunk: int = 4096) -> Resu
 
 
 class Layer(Protocol):
-    """A layer with its weights."""
+    """Holds a layer with its weights."""
 
     @property
     def weights(self) -> tuple[Tensor, ...]: ...
@@ -266,7 +265,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run a setting."""
+    """Describes one way to run a setting."""
 
     name: str
     role: Role
@@ -275,7 +274,7 @@ class Contender:
 
 
 def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
-    """All that a setting has, whether or not they can run here: that is found out by trying."""
+    """Returns all contenders of a setting; trying shows which can run here."""
     setting, found = bank.setting, list[Contender]()
     for mode in modes:
         found.append(Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode))
@@ -292,13 +291,13 @@ def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
 
 
 def exact_mode(mode: Mode) -> AbstractContextManager[None]:
-    """Float32 products on CPUs through that library."""
+    """Runs float32 products on CPUs through that library."""
     return onednn.allowed(mode == "oneDNN")
 
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """relu(x W_up) W_down; without relu in the place of attention's projections."""
+    """Computes relu(x W_up) W_down; without relu for attention's projections."""
 
     w_up_DW: Tensor
     w_down_WD: Tensor
@@ -330,7 +329,7 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Stacked weights, and how the sum over experts is computed."""
+    """Holds stacked weights and the function that computes the sum over experts."""
 
     bank: Bank
     run: Callable[..., Tensor]
@@ -344,8 +343,8 @@ class ExpertLayer:
 
 
 def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """The loop that everyone writes, as in Transformers: find an expert's tokens, index its
-    weights, add in place.
+    """The common loop, as in Transformers: find an expert's tokens, index its weights, add in
+    place.
     """
     [choice] = choices
     experts_TK, gates_TK = choice.experts_THK[:, 0], choice.gates_THK[:, 0].to(x_TD.dtype)
@@ -359,8 +358,8 @@ def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Cho
 
 
 def grouped(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Sorts the routes, gathers, multiplies by torch's grouped product and adds up; the gate weighs
-    the narrow rows.
+    """Sorts the routes, gathers, multiplies by torch's grouped product and adds up; the gate
+    weights the narrow rows.
     """
     tokens, heads, top_k = choices[0].experts_THK.shape
     route_N = torch.arange(tokens * heads * top_k, device=x_TD.device)
@@ -381,8 +380,8 @@ def grouped(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice
 
 
 def _sorted(choice: Choice, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The routes in order of their expert, where each expert's end (int32, as grouped_mm wants it),
-    and their gates. No synchronisation.
+    """Returns routes in order of their expert, each expert's end (int32, for grouped_mm), and their
+    gates, without synchronization.
     """
     sorted_N, order_N = choice.experts_THK.flatten().sort(stable=True)
     every_E = torch.arange(len(w), device=sorted_N.device)

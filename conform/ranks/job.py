@@ -1,4 +1,4 @@
-"""What the kit's processes tell each other: jobs as lines of JSON, results as files of arrays."""
+"""Defines what the kit's processes exchange: jobs as lines of JSON, results as files of arrays."""
 
 import json
 import os
@@ -16,13 +16,13 @@ OUTPUT, INPUT, GATES, NORM, PARAMETER = "output", "input", "gates", "norm", "par
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one world are to do."""
+    """Describes the work of one world's ranks."""
 
     kind: str  # "describe", "reference", "ranks", "explain"
     spec: str
     folder: str
     world_size: int
-    scenes: tuple[tuple[str, int], ...] = ()  # (name, ranks among which its rows are parted)
+    scenes: tuple[tuple[str, int], ...] = ()  # (name, ranks that share its rows)
     full: Mapping[str, tuple[int, ...]] | None = None  # the reference's shapes
     experts: Mapping[str, int | None] | None = None  # the reference's expert parameters
     router: str | None = None
@@ -30,7 +30,7 @@ class Job:
 
     @classmethod
     def parse(cls, line: str) -> "Job":
-        """Reads what `text` wrote."""
+        """Parses the output of `text`."""
         fields = json.loads(line)
         fields["scenes"] = tuple((name, ranks) for name, ranks in fields["scenes"])
         if fields["full"] is not None:
@@ -43,18 +43,18 @@ class Job:
 
 
 class Events:
-    """A file with one line for everything that a rank begins, so that its end can be told."""
+    """Writes one line to a file for everything that a rank begins, so that a hang can be located."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = open(Path(folder) / f"events-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def note(self, stage: str, **more: object) -> None:
-        """Writes down what begins."""
+        """Writes what begins now."""
         self._file.write(json.dumps({"stage": stage, **more}) + "\n")
 
 
 def save(folder: Path, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-    """Writes arrays into the job's folder; slashes of names are kept by numbering them."""
+    """Writes arrays into the job's folder, under numbers because names contain slashes."""
     names = list(arrays)
     path = folder / file_name(name)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.npz")

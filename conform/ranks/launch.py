@@ -1,10 +1,10 @@
-"""Forks the ranks of one world after the other, and says which of them raised, died or hangs.
+"""Forks the ranks of one world after the other, and reports which of them raised, died or hang.
 
     python -m moebius_conform.ranks.launch LIMIT_S [MODULE…]    (started by processes.py)
 
-Jobs come on stdin, outcomes go to stdout. It has imported torch once, and the modules it is given,
-so that a rank costs a fork. Nothing outlives it: ranks end when it does
-(a pipe that nobody writes to), it ends when its stdin is closed, and run.py ends its whole session.
+Jobs arrive on stdin, outcomes leave on stdout. The process imports torch and the given modules
+once, so that a rank costs a fork. Nothing outlives it: ranks end with it (through a pipe that
+nobody writes to), it ends when its stdin is closed, and run.py ends its whole session.
 """
 
 import importlib
@@ -28,13 +28,13 @@ from .job import Job
 from .rank import serve
 
 POLL_S = 0.02
-AFTERMATH_S = 1.0  # how long other ranks may still report after the first failure
-CONTRACT = "contract"  # how a rank ends that finds the layer not to fit its description
+AFTERMATH_S = 1.0  # time for other ranks to report after the first failure
+CONTRACT = "contract"  # outcome of a rank whose layer does not fit its description
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a world ended. `how`: "done", "raised", "died", "hangs" or "contract"."""
+    """Describes how a world ended. `how`: "done", "raised", "died", "hangs" or "contract"."""
 
     how: str
     rank: int = 0
@@ -126,7 +126,7 @@ def _end_with_parent(alive: int) -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Sends what a rank prints, and what its libraries do, to a file; closes the jobs' stdin."""
+    """Sends the output of a rank and its libraries to a file, and closes the jobs' stdin."""
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -138,10 +138,10 @@ def _redirect(log: Path) -> None:
 
 
 def _supervise(ranks: list[_Rank], limit_s: float) -> Outcome | None:
-    """Waits until all ranks are done, or one has failed, or none has begun anything for a while.
+    """Waits until all ranks are done, one has failed, or none has made progress.
 
     Returns:
-        How they ended; None where stdin was closed meanwhile.
+        How they ended; None if stdin was closed meanwhile.
     """
     seen, since = -1, time.monotonic()
     failed_at: float | None = None
@@ -170,7 +170,7 @@ def _size(rank: _Rank) -> int:
 
 
 def _failure(ranks: list[_Rank]) -> Outcome:
-    """The first rank that said why, rather than one that lost its connection to it."""
+    """Returns the first rank that reported a cause, not one that only lost its connection to it."""
     failed = [rank for rank in ranks if rank.status]
     said = {rank.number: _error(rank) for rank in failed}
     cause = min(failed, key=lambda rank: _is_consequence(said[rank.number]))
@@ -199,19 +199,19 @@ def _death(rank: _Rank) -> str:
         how = f"exit code {os.WEXITSTATUS(rank.status)}"
     log = rank.folder / f"log-{rank.number}.txt"
     tail = log.read_text(errors="replace")[-1500:].strip() if log.exists() else ""
-    return f"the process ended with {how} and said nothing{': ' + tail if tail else ''}"
+    return f"the process ended with {how} without an error message{': ' + tail if tail else ''}"
 
 
 def _hang(ranks: list[_Rank], limit_s: float) -> Outcome:
-    """The rank that stands in no collective, or is behind all others; everybody's stacks."""
+    """Returns the rank outside any collective or behind all others, with everybody's stacks."""
     running = [rank for rank in ranks if rank.status is None]
     stacks = {rank.number: _stacks(rank) for rank in running}
     behind = min(
         running, key=lambda rank: (_in_collective(stacks[rank.number]), len(rank.events()))
     )
     where = next((line for line in stacks[behind.number].splitlines() if "File" in line), "")
-    words = "\n".join(f"rank {number} stands at\n{stack}" for number, stack in stacks.items())
-    text = f"nothing was begun for {limit_s:g} s; it stands at {where.strip()}\n{words}"
+    words = "\n".join(f"rank {number} is at\n{stack}" for number, stack in stacks.items())
+    text = f"no progress for {limit_s:g} s; it is at {where.strip()}\n{words}"
     return _outcome("hangs", behind, ranks, text)
 
 

@@ -1,4 +1,4 @@
-"""One pass of a layer: forward, backward, and everything that came out as arrays."""
+"""Runs one forward and backward pass of a layer and returns all results as arrays."""
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ def play(
         The output, the gradients of rows and gates, and those of the parameters.
 
     Raises:
-        RuntimeError: the output is not a tensor of the rows' shape, or hangs on no graph.
+        RuntimeError: the output is not a tensor of the rows' shape, or has no autograd graph.
     """
     own = slice(None) if rows is None else rows
     module.zero_grad(set_to_none=True)
@@ -50,12 +50,12 @@ def _check_output(y_TD: object, x_TD: Tensor) -> None:
     if not isinstance(y_TD, Tensor) or y_TD.shape != x_TD.shape:
         shape = tuple(y_TD.shape) if isinstance(y_TD, Tensor) else type(y_TD).__name__
         raise RuntimeError(
-            f"the layer returned {shape} for rows of {tuple(x_TD.shape)}; adapt it by Layer.call"
+            f"the layer returned {shape} for rows of {tuple(x_TD.shape)}; adapt it with Layer.call"
         )
     if not y_TD.requires_grad:
         raise RuntimeError(
-            "the output hangs on no autograd graph: this rank would never issue the collectives of "
-            f"its backward pass, and the others wait for them ({len(x_TD)} rows here)"
+            "the output has no autograd graph, so this rank would never issue the collectives of its "
+            f"backward pass, for which the others wait ({len(x_TD)} rows here)"
         )
 
 
@@ -64,5 +64,5 @@ def _gradient(tensor: Tensor) -> NDArray[np.float64]:
 
 
 def parameter_gradients(module: nn.Module) -> Arrays:
-    """Returns the gradients of the parameters as they stand."""
+    """Returns the current gradients of the parameters."""
     return {f"{PARAMETER}{name}": g for name, g in weights.gradients_of(module).items()}

@@ -1,4 +1,4 @@
-"""The process that forks ranks, seen from outside: started, given jobs, and ended with all it made."""
+"""Controls the process that forks ranks from outside: starts it, sends jobs, and ends its session."""
 
 import contextlib
 import json
@@ -15,11 +15,11 @@ from .job import Job
 
 
 class LaunchError(RuntimeError):
-    """The process that forks ranks ended by itself."""
+    """Reports that the process that forks ranks ended by itself."""
 
 
 class Launcher:
-    """A context in which jobs are done; afterwards no process of its session is left."""
+    """Runs jobs inside a context; afterwards no process of its session remains."""
 
     def __init__(self, limit_s: float, preload: Sequence[str] = ()) -> None:
         environment = {**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
@@ -50,10 +50,10 @@ class Launcher:
                 stream.close()
 
     def run(self, job: Job) -> dict[str, Any]:
-        """Runs a job's ranks and returns how they ended, as `launch.Outcome` has it.
+        """Runs a job's ranks and returns how they ended, in the form of `launch.Outcome`.
 
         Raises:
-            LaunchError: the process that forks them is gone.
+            LaunchError: the process that forks them has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -69,10 +69,10 @@ class Launcher:
 
 
 def _path() -> str:
-    """Returns where this process finds modules, without the checkout that the package lies in.
+    """Returns this process's module path, without the checkout that contains the package.
 
-    A program started in the checkout has its root on the path, and folders there share their names
-    with other people's packages: transformers would import one for Hugging Face's `kernels`.
+    A program started in the checkout has its root on the path. Folders there share names with other
+    packages: transformers would import one instead of Hugging Face's `kernels`.
     """
     package = Path(__file__).resolve().parents[1]
     is_installed = package.name == __name__.partition(".")[0]

@@ -1,7 +1,7 @@
-"""What one process does: makes a layer, plays scenes with it, and writes down what came out.
+"""Does one process's work: makes a layer, plays scenes with it, and writes the results.
 
-Three kinds of jobs: `reference` (one rank, all rows), `ranks` (this rank of several), and `explain`
-(one rank: the reference again, by source rank and by expert, which the diagnosis fits).
+There are three kinds of jobs: `reference` (one rank, all rows), `ranks` (this rank of several), and
+`explain` (one rank: the reference again by source rank and by expert, which the diagnosis fits).
 """
 
 import faulthandler
@@ -76,13 +76,13 @@ def _reference(layer: Layer) -> nn.Module:
 
 
 def _describe(job: Job, rank: int, layer: Layer, events: Events) -> None:
-    """Writes down shapes, router and what scenes fit."""
+    """Writes shapes, the router and the scenes that fit."""
     del rank
     events.note("build")
     module = _reference(layer)
     shapes = weights.shapes_of(module)
     if not shapes:
-        raise ContractError("the layer has no parameters that want a gradient")
+        raise ContractError("the layer has no parameters with requires_grad")
     router = weights.find_router(shapes, layer)
     width, num_experts = _sizes(shapes, router, layer)
     given = layer.routes == "given"
@@ -90,8 +90,8 @@ def _describe(job: Job, rank: int, layer: Layer, events: Events) -> None:
         _check_router(router, shapes[router], num_experts, width)
     if layer.grad_norm is not None and layer.finish is None and layer.tokens == "own":
         raise ContractError(
-            "grad_norm is of gradients that are summed over ranks: say what sums them by "
-            "Layer(finish=…), a function that does nothing if backward does"
+            "grad_norm needs gradients summed over ranks: pass the function that sums them as "
+            "Layer(finish=…), or one that does nothing if backward already sums"
         )
     if layer.top_k > num_experts:
         raise ContractError(f"top_k={layer.top_k} of {num_experts} experts")
@@ -123,8 +123,8 @@ def _sizes(shapes: Mapping[str, Shape], router: str | None, layer: Layer) -> tup
     num_experts = layer.num_experts or (shapes[router][0] if router else None)
     if width is None or num_experts is None:
         raise ContractError(
-            "no parameter looks like a router's weight (`gate` or `router` in its name, of two "
-            "dimensions): say Layer(router=…), or width and num_experts. Parameters: "
+            "no parameter looks like a router's weight (`gate` or `router` in its name, two "
+            "dimensions): pass Layer(router=…), or width and num_experts. Parameters: "
             + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         )
     return width, num_experts
@@ -183,7 +183,7 @@ def _write_shards(job: Job, rank: int, located: Mapping[str, Shard | None]) -> N
 def _explain(job: Job, rank: int, layer: Layer, events: Events) -> None:
     """Plays the reference for each source rank's gradient and for each expert alone.
 
-    What all other experts' weights are zero leaves is what passes one expert: outputs and gradients
+    With all other experts' weights at zero, what remains passes one expert. Outputs and gradients
     are sums of these parts.
     """
     del rank
@@ -214,7 +214,7 @@ def _directions(
     whole: Batch,
     parts: Arrays,
 ) -> None:
-    """Adds what every expert would answer every row, up to a factor."""
+    """Adds every expert's output for every row, up to a factor."""
     facts = _facts(job)
     for expert in range(facts.num_experts):
         _keep_one(module, kept, job, expert)
@@ -259,7 +259,7 @@ def _keep_one(module: nn.Module, kept: Mapping[str, Tensor], job: Job, expert: i
 
 
 def number_of(name: str, experts: Iterable[str]) -> int:
-    """Returns the expert of a listed parameter: the number in which its name differs from others'."""
+    """Returns the expert of a listed parameter: the number that distinguishes its name."""
     ours = name.split(".")
     for other in experts:
         theirs = other.split(".")

@@ -1,4 +1,4 @@
-"""The values that the kit gives to parameters: the same on every machine, by name."""
+"""Draws the kit's parameter values: the same on every machine, by name."""
 
 import zlib
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def draw(name: str, shape: Shape, router: str | None) -> NDArray[np.float64]:
-    """Returns the values that the kit gives a parameter of the reference."""
+    """Returns the kit's values for a parameter of the reference."""
     numbers = np.random.default_rng(zlib.crc32(name.encode()))
     if name == router:
         values = 0.02 * numbers.standard_normal(shape)
@@ -23,7 +23,7 @@ def draw(name: str, shape: Shape, router: str | None) -> NDArray[np.float64]:
 
 
 def take(values: NDArray[np.float64], shard: Shard | None) -> NDArray[np.float64]:
-    """Returns the part of a full array that a shard is."""
+    """Returns the part of a full array described by a shard."""
     if shard is None or shard.dim is None:
         return values
     return values.take(range(shard.start, shard.stop), axis=shard.dim)

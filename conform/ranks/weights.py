@@ -1,9 +1,8 @@
-"""Parameters: what is sharded and how, the values that the kit gives them, their gradients.
+"""Handles parameters: how they are sharded, the kit's values for them, and their gradients.
 
-A rank's parameter is compared by shape with the reference's of the same name: equal, it is
-replicated; shorter along one dimension by the number of ranks, it is this rank's block of it. A
-list of experts (`experts.3.w1`) is recognised by the numbers in names, be they counted on every
-rank from 0 or over all ranks.
+A rank's parameter is compared by shape with the reference's of the same name. If equal, it is
+replicated. If one dimension is shorter by the number of ranks, it is this rank's block. A list of
+experts (`experts.3.w1`) is recognized by the numbers in names, counted per rank or over all ranks.
 """
 
 import re
@@ -34,7 +33,7 @@ def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; sums that are still pending are made first."""
+    """Returns this rank's part of a DTensor, after completing pending sums."""
     if not isinstance(tensor, DTensor):
         return tensor
     if any(placement.is_partial() for placement in tensor.placements):
@@ -49,15 +48,15 @@ def shapes_of(layer: nn.Module) -> dict[str, Shape]:
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """Returns the type of the first trained parameter, in which rows are made."""
+    """Returns the dtype of the first trained parameter, which rows use."""
     return next(iter(parameters_of(layer).values())).dtype
 
 
 def find_router(shapes: Mapping[str, Shape], layer: Layer) -> str | None:
-    """Returns the name of the router's weight, (experts, width); None if nothing looks like one.
+    """Returns the name of the router's weight, (experts, width), or None.
 
     Raises:
-        ContractError: the name that the contract gives does not exist.
+        ContractError: the name given in the contract does not exist.
     """
     if layer.router is not None:
         if layer.router not in shapes:
@@ -77,10 +76,10 @@ def find_router(shapes: Mapping[str, Shape], layer: Layer) -> str | None:
 def locate(
     shapes: Mapping[str, Shape], full: Mapping[str, Shape], layer: Layer, rank: int, size: int
 ) -> dict[str, Shard | None]:
-    """Returns for every parameter of a rank where it lies; None: replicated.
+    """Returns the place of every parameter of a rank; None: replicated.
 
     Raises:
-        ContractError: shapes and names do not tell.
+        ContractError: shapes and names are ambiguous.
     """
     return {
         name: layer.shards(name, rank, size)
@@ -110,15 +109,15 @@ def _locate(
             dim, length = shorter[0], pairs[shorter[0]][0]
             return Shard(name, dim, rank * length, (rank + 1) * length)
     raise ContractError(
-        f"{name} {shape} on rank {rank} of {size} is no part of the reference's "
-        f"{full.get(name, 'parameters ' + ', '.join(full))}; say where it lies by Layer.shards"
+        f"{name} {shape} on rank {rank} of {size} is not part of the reference's "
+        f"{full.get(name, 'parameters ' + ', '.join(full))}; locate it with Layer.shards"
     )
 
 
 def _listed(
     name: str, shapes: Mapping[str, Shape], full: Mapping[str, Shape], rank: int, size: int
 ) -> str | None:
-    """The reference's name of a member of a list of experts that is spread over the ranks."""
+    """Returns the reference's name of a member of a list of experts spread over the ranks."""
     for number in re.finditer(r"(?<![^.])\d+(?![^.])", name):
         before, after = name[: number.start()], name[number.end() :]
         ours, theirs = _numbers(before, after, shapes), _numbers(before, after, full)
@@ -143,7 +142,7 @@ def fill(
     full: Mapping[str, Shape],
     router: str | None,
 ) -> None:
-    """Gives a rank's parameters their part of the kit's values."""
+    """Sets a rank's parameters to their part of the kit's values."""
     with torch.no_grad():
         for name, parameter in parameters_of(layer).items():
             shard = located[name]
@@ -154,7 +153,7 @@ def fill(
 
 
 def gradients_of(layer: nn.Module) -> dict[str, NDArray[np.float64]]:
-    """Returns the local gradients; zeros where there is none."""
+    """Returns the local gradients, with zeros for missing ones."""
     return {
         name: as_array(
             torch.zeros_like(local(parameter.data))
@@ -166,5 +165,5 @@ def gradients_of(layer: nn.Module) -> dict[str, NDArray[np.float64]]:
 
 
 def as_array(tensor: Tensor) -> NDArray[np.float64]:
-    """Returns the values in float64, which holds those of every narrower type exactly."""
+    """Returns the values in float64, which represents every narrower type exactly."""
     return tensor.detach().double().cpu().numpy()

@@ -1,7 +1,8 @@
-"""Expert-parallel layers for the kit's tests: one that is right, and the same with one fault each.
+"""Expert-parallel layers for the kit's tests: a correct one, and the same with one fault each.
 
-`FAULTS` says which class each fault is of. The layers are written as a newcomer would, with
-all_to_all_single and loops; those of `same` rows as the ranks of a tensor-parallel group have them.
+`FAULTS` gives each fault's class. The layers are written as a newcomer would, with
+all_to_all_single and loops. Those with `same` rows have them like the ranks of a tensor-parallel
+group.
 """
 
 import os
@@ -19,7 +20,7 @@ WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 6, 8, 2
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows by rank; backward sends the gradients the same way back."""
+    """Exchanges rows by rank; backward sends the gradients the same way back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received, group):  # type: ignore[override]
@@ -41,7 +42,7 @@ def exchange(
 
 
 class Scaled(torch.autograd.Function):
-    """Leaves values alone and multiplies the gradient."""
+    """Keeps values and multiplies the gradient."""
 
     @staticmethod
     def forward(ctx, rows, factor):  # type: ignore[override]
@@ -54,7 +55,7 @@ class Scaled(torch.autograd.Function):
 
 
 class SumForward(torch.autograd.Function):
-    """Sum over ranks; every rank has the whole gradient already."""
+    """Sums over ranks; every rank has the whole gradient already."""
 
     @staticmethod
     def forward(ctx, rows, group):  # type: ignore[override]
@@ -68,7 +69,7 @@ class SumForward(torch.autograd.Function):
 
 
 class SumBackward(torch.autograd.Function):
-    """Leaves values alone; the gradient is summed over ranks."""
+    """Keeps values; the gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx, rows, group):  # type: ignore[override]
@@ -109,7 +110,7 @@ class Router(nn.Module):
 
 
 class OwnRows(Router):
-    """Every rank has rows of its own, which travel to their experts and back."""
+    """Every rank has its own rows, which are sent to their experts and back."""
 
     def __init__(self, group: dist.ProcessGroup, fault: str = "") -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class OwnRows(Router):
 
 
 class SameRows(Router):
-    """All ranks have the same rows; each serves its own experts, and the answers are summed."""
+    """All ranks have the same rows; each serves its own experts, and the outputs are summed."""
 
     def __init__(self, group: dist.ProcessGroup, fault: str = "") -> None:
         super().__init__()
@@ -274,7 +275,7 @@ right_own, right_same = own(), same()
 
 
 def bare(group: dist.ProcessGroup) -> nn.Module:
-    """The least that a user writes."""
+    """The minimum that a user writes."""
     return OwnRows(group)
 
 

@@ -1,4 +1,4 @@
-"""The kit on real ranks: layers that are right pass, and every fault is called what it is."""
+"""The kit on real ranks: correct layers pass, and every fault gets its class."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_the_command_says_what_is_wrong_and_by_how_much() -> None:
     assert said["classes"] == ["scaled"]
     details = {finding["quantity"]: finding["detail"] for finding in said["findings"]}
     assert details == dict.fromkeys(
-        ["experts.w_up", "experts.w_down"], "is 2 (the number of ranks) times what it must be"
+        ["experts.w_up", "experts.w_down"], "is 2 (the number of ranks) times the correct value"
     )
     assert not _ours()
 
@@ -143,7 +143,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _ours() -> list[psutil.Process]:
-    """Processes that forked ranks of this test left behind."""
+    """Returns leftover processes that forked ranks of this test."""
     return [
         process
         for process in psutil.process_iter(["cmdline", "environ"])

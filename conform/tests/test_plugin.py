@@ -1,4 +1,4 @@
-"""The pytest fixture, and what is left when the command is killed."""
+"""The pytest fixture, and cleanup when the command is killed."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_the_fixture_fails_a_test_with_the_report(tmp_path: Path) -> None:
         timeout=250,
     )
     assert "1 failed, 1 passed" in ended.stdout, ended.stdout + ended.stderr
-    assert "experts.w_up: is 2 (the number of ranks) times what it must be" in ended.stdout
+    assert "experts.w_up: is 2 (the number of ranks) times the correct value" in ended.stdout
 
 
 @pytest.mark.slow
@@ -65,7 +65,9 @@ def test_nothing_outlives_a_kill(tmp_path: Path, victim: str) -> None:
 
 
 def _wait_for_ranks(command: psutil.Popen) -> list[psutil.Process]:
-    """The process that forks, and two ranks of which one hangs; the world of one rank came before."""
+    """Waits for the process that forks and two ranks, one of which hangs; a world of one rank came
+    before.
+    """
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         family = command.children(recursive=True)

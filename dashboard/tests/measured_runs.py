@@ -1,4 +1,4 @@
-"""Run folders for the page, written line by line as a run writes them."""
+"""Run folders for the page, written line by line like a run's."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def train_line(step: int, *, loss: float = 1.0, **values: Any) -> dict[str, Any]:
-    """A line of a step: a second and 100 tokens each."""
+    """Returns a step's line: a second and 100 tokens each."""
     line = {
         "kind": "train",
         "step": step,
@@ -18,7 +18,7 @@ def train_line(step: int, *, loss: float = 1.0, **values: Any) -> dict[str, Any]
 
 
 def with_loads(step: int, *loads: list[float], **values: Any) -> dict[str, Any]:
-    """A line of a step with the shares of the routes of every expert, by depth step."""
+    """Returns a step's line with every expert's share of routes, by depth step."""
     violations = [max(load) * len(load) - 1 for load in loads]
     given = {"expert_load": list(loads), "max_violation": violations}
     return train_line(step, **given, effective_experts=[1.0] * len(loads), **values)
@@ -32,12 +32,12 @@ def write_lines(file: Path, *lines: dict[str, Any]) -> None:
 
 
 def journal_line(state: str, time: float, reason: str = "", **details: Any) -> dict[str, Any]:
-    """A line of the journal."""
+    """Returns a line of the journal."""
     return {"time": time, "state": state, "generation": 1, "reason": reason, "details": details}
 
 
 def write_run(run_dir: Path, *metrics: dict[str, Any]) -> Path:
-    """Writes the folder of a run that runs."""
+    """Writes the folder of a running run."""
     entries = journal_line("SUBMITTED", 999.0), journal_line("RUNNING", 1000.5, "first step")
     write_lines(run_dir / "journal.jsonl", *entries)
     write_lines(run_dir / "metrics.jsonl", *metrics)

@@ -1,4 +1,4 @@
-"""What the page knows of a run: curves, their places on three axes, and events."""
+"""Curves of a run, their positions on three axes, and events."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The page's pictures hold what was measured."""
+"""The page's figures contain the measured values."""
 
 from typing import Any
 
@@ -82,5 +82,5 @@ def test_the_load_of_every_expert_is_drawn_in_units_of_the_mean(tmp_path):
 def test_a_run_without_experts_says_so(tmp_path):
     figure = load_figure(followed(tmp_path / "dense", train_line(1)), "step")
     assert not traces(figure)
-    assert layout(figure)["annotations"][0]["text"] == "no experts whose load is known"
+    assert layout(figure)["annotations"][0]["text"] == "no expert loads recorded"
     assert layout(load_figure(None, "step"))["annotations"]

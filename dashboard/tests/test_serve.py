@@ -1,4 +1,4 @@
-"""Who is let in to the page, and what the command says where it cannot be served."""
+"""Access to the page, and the command's errors if it cannot be served."""
 
 import shutil
 import socket
@@ -33,7 +33,7 @@ def visitor(runs):
 def test_a_stranger_is_refused_whatever_he_asks_for(visitor, path):
     answer = visitor.get(path)
     assert answer.status_code == 403
-    assert "address that `moebius dashboard` has printed" in answer.text
+    assert "address that `moebius dashboard` printed" in answer.text
     assert "Set-Cookie" not in answer.headers
 
 
@@ -85,7 +85,7 @@ def test_the_figures_are_of_the_chosen_runs(visitor):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--port", "taken"], "--port 0 for any that is free"),
+        (["--port", "taken"], "--port 0 for any free one"),
         (["--port", "99999"], "127.0.0.1:99999"),
         (["--host", "not.an.address"], "not.an.address"),
     ],
@@ -111,7 +111,7 @@ def browser() -> str | None:
 @pytest.mark.slow
 @pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
 def test_a_browser_draws_it_without_an_error(runs, tmp_path):
-    """At the width of a desk and of a telephone."""
+    """At the widths of a desktop and a phone."""
     playwright = pytest.importorskip("playwright.sync_api")
     code = "from moebius.cli.main import main; main()"
     program = subprocess.Popen(

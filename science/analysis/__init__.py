@@ -1,1 +1,1 @@
-"""Counts what a trained model's routers and depth steps do."""
+"""Computes statistics of a trained model's routers and depth steps."""

@@ -1,8 +1,8 @@
-"""Adds up what a checkpoint does over rows of its validation split.
+"""Accumulates statistics of a checkpoint over rows of its validation split.
 
     load ─► traces of the rows ─► counters, one of each family per bank of experts ─► Analysis
 
-Every trace is forgotten once the counters have it, so memory does not grow with the tokens.
+A trace is discarded once counted, so memory does not grow with the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class BankAnalysis:
 
     @property
     def takes_all(self) -> bool:
-        """Returns whether every token went through every expert, so that nothing was chosen."""
+        """Tells whether every token went through every expert, so that nothing was chosen."""
         usage = self.usage
         everything = (usage.counts_RE >= usage.tokens_R[:, None]).all()
         return bool(everything and usage.tokens_R.any())
@@ -78,13 +78,13 @@ class Analysis:
     loss_sum: float = field(default=0.0, repr=False)
 
     def __post_init__(self) -> None:
-        """Begins to count."""
+        """Initializes the counters."""
         self.updates = UpdateCounter(self.config.model.num_layers)
         self.item_counts_V = np.zeros(self.config.model.vocab_size, dtype=np.int64)
 
     @property
     def loss(self) -> float:
-        """Returns the mean cross-entropy of the analysed rows, nats per token."""
+        """Returns the mean cross-entropy of the analyzed rows, nats per token."""
         return self.loss_sum / self.num_targets if self.num_targets else float("nan")
 
     def of_kind(self, kind: str) -> tuple[BankAnalysis, ...]:
@@ -112,7 +112,7 @@ class Analysis:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns what every figure has to be read with: model, step, tokens, seed."""
+        """Returns the context of every figure: model, step, tokens, seed."""
         return {
             "run": self.run_dir.resolve().name,
             "step": self.step,
@@ -139,9 +139,9 @@ def analyse(
         run_dir: the run folder.
         step: of the checkpoint; None: the newest.
         split: train or validation.
-        num_tokens: how many tokens, rounded up to whole rows; None: the whole split.
-        item_texts: tokens to look at one by one; none: some of the most frequent.
-        on_rows: told of progress.
+        num_tokens: number of tokens, rounded up to whole rows; None: the whole split.
+        item_texts: tokens to show individually; by default some of the most frequent.
+        on_rows: called with the progress.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, no token counts, or an
@@ -192,7 +192,7 @@ def _frequent_items(loaded: moebius.LoadedModel, counts_V: np.ndarray) -> list[I
 
 
 def _named_items(loaded: moebius.LoadedModel, texts: Sequence[str]) -> list[Item]:
-    """Returns the items that are named.
+    """Returns the named items.
 
     Raises:
         ValueError: a text is not one token.

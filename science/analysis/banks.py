@@ -1,13 +1,12 @@
-"""Tells which banks of experts a model chooses among, and what each of them chose in one pass.
+"""Identifies a model's banks of experts, and what each of them chose in one pass.
 
-A bank is one sparse layer: the feed-forward of a group member, or the experts of V or of O in its
-attention. Its weights serve several depth steps, and its experts are the same ones at all of them: only
-within a bank can choices at different depth steps be compared. MoMHA's experts of Q and of O are chosen
-together, so they are one bank here.
+A bank is one sparse layer: the feed-forward of a group member, or the experts of V or O in its
+attention. It serves several depth steps with the same experts, so choices at different depth steps
+can be compared only within a bank. MoMHA chooses experts of Q and O together, so they are one bank.
 
-A choice is a route of a counted token. A layer may read several rows per token (the heads of
-SwitchHead's O, the sub-tokens of Multi-Head MoE): their choices are the token's. Where experts choose
-their rows, a token may have none.
+A choice is a route of a counted token. If a layer reads several rows per token (heads of
+SwitchHead's O, sub-tokens of Multi-Head MoE), their choices are the token's. If experts choose
+their rows, a token can have none.
 
 Legend: T tokens that count, E experts of a bank, N routes, R repeats of a bank.
 """
@@ -39,7 +38,7 @@ class Bank:
 
     @property
     def num_repeats(self) -> int:
-        """Returns R: how many depth steps share these experts."""
+        """Returns R: the number of depth steps that share these experts."""
         return len(self.depths)
 
 
@@ -49,10 +48,10 @@ def member_name(member: int) -> str:
 
 
 def banks_of(routes: Sequence[moebius.LayerRoutes], attention: str) -> tuple[Bank, ...]:
-    """Returns the banks of a model: first the feed-forwards, then those of attention.
+    """Returns a model's banks: feed-forwards first, then attention's.
 
     Args:
-        routes: those of one pass.
+        routes: of one pass.
         attention: the kind of the model's attention.
     """
     by_layer: dict[str, list[moebius.LayerRoutes]] = {}
@@ -79,7 +78,7 @@ def _bank(layer: str, passes: Sequence[moebius.LayerRoutes], attention: str) -> 
 
 @dataclass(frozen=True)
 class Choices:
-    """Holds what one bank chose at one depth step for the tokens of a pass that count."""
+    """Holds one bank's choices at one depth step for the counted tokens of a pass."""
 
     token_N: Tensor  # int64, 0 … T−1
     expert_N: Tensor  # int64
@@ -98,7 +97,7 @@ class Choices:
 
 
 def choices_of(routes: moebius.LayerRoutes, counted_T: Tensor) -> Choices:
-    """Returns the choices of one layer at one depth step, of tokens that count alone."""
+    """Returns one layer's choices at one depth step, for counted tokens only."""
     kept_N = counted_T[routes.token_N]
     number_T = counted_T.cumsum(0) - 1  # of a token among those that count
     return Choices(

@@ -1,8 +1,8 @@
-"""How many different experts a vocabulary item ever meets at a depth step.
+"""Counts how many different experts a vocabulary item meets at a depth step.
 
 n[r, v] counts the experts that served item v (the input token at a position) at repeat r, over all
-positions. One bit per repeat, item and expert is kept: 7 MB for 18 depth steps, 8,000 items and 387
-experts, however many tokens there are.
+positions. It keeps one bit per repeat, item and expert: 7 MB for 18 depth steps, 8,000 items and
+387 experts, for any number of tokens.
 
 Legend: T tokens, R repeats, E experts, V vocabulary items.
 """
@@ -15,7 +15,7 @@ from .banks import Bank, Choices
 
 
 class ItemCounter:
-    """Remembers which experts have served which item."""
+    """Records which experts have served which item."""
 
     def __init__(self, bank: Bank, vocab_size: int) -> None:
         self._experts = bank.num_experts
@@ -23,7 +23,7 @@ class ItemCounter:
         self._bits_RVX = np.zeros((bank.num_repeats, vocab_size, width), dtype=np.uint8)
 
     def add(self, repeat: int, choices: Choices, token_ids_T: Tensor) -> None:
-        """Adds one pass at one depth step; the ids are those of the tokens that count."""
+        """Adds one pass at one depth step; the ids are those of the counted tokens."""
         met_N = token_ids_T[choices.token_N] * self._experts + choices.expert_N
         met = torch.unique(met_N).cpu().numpy()
         items, experts = met // self._experts, met % self._experts

@@ -1,14 +1,14 @@
-"""How alike the experts of one token are at two depth steps, and which experts work together.
+"""Measures how similar a token's experts are at two depth steps, and which experts work together.
 
-S_r is the set of experts that serve a token at repeat r of its bank. Over all tokens with an expert
-at both steps the means of
+S_r is the set of experts that serve a token at repeat r of its bank. Means over all tokens with an
+expert at both steps:
 
     jaccard   |S_r ∩ S_q| / |S_r ∪ S_q|
-    shared    |S_r ∩ S_q| / |S_r|          of q = r − 1: the overlap of consecutive steps
+    shared    |S_r ∩ S_q| / |S_r|          with q = r − 1: the overlap of consecutive steps
 
-A token without an expert at one of the steps (it has halted, was refused, or nobody took it) says
-nothing about them. Co-occurrence counts the tokens that have both of two experts at the same depth
-step, summed over the repeats.
+Tokens without an expert at one of the steps (halted, dropped, or chosen by nobody) do not count.
+Co-occurrence counts tokens that have both of two experts at the same depth step, summed over
+repeats.
 
 Cost per pass: two products, (T, R, E) with itself over E and (T, E) with itself over T, in blocks
 of tokens; a few percent of the model's own forward pass.
@@ -28,7 +28,7 @@ _BLOCK = 1024  # tokens: a float32 copy of their choices is R·E·4 kB
 
 
 class SimilarityCounter:
-    """Adds up set similarities and co-occurrences of one bank."""
+    """Accumulates set similarities and co-occurrences of one bank."""
 
     def __init__(self, bank: Bank) -> None:
         repeats, experts = bank.num_repeats, bank.num_experts
@@ -60,17 +60,17 @@ class SimilarityCounter:
 
     @property
     def jaccard_RR(self) -> np.ndarray:
-        """Returns the mean Jaccard similarity; not a number where no token has experts at both."""
+        """Returns the mean Jaccard similarity; NaN if no token has experts at both."""
         return self._mean(self._jaccard_RR)
 
     @property
     def shared_RR(self) -> np.ndarray:
-        """Returns the mean share of the experts at r that serve the token at q as well."""
+        """Returns the mean share of the experts at r that also serve the token at q."""
         return self._mean(self._shared_RR)
 
     @property
     def consecutive_R(self) -> np.ndarray:
-        """Returns the share that was there one repeat before; not a number at the first repeat."""
+        """Returns the share present one repeat before; NaN at the first repeat."""
         return np.concatenate(([np.nan], np.diagonal(self.shared_RR, offset=-1)))
 
     def _mean(self, sums_RR: np.ndarray) -> np.ndarray:

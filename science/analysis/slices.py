@@ -1,7 +1,7 @@
-"""Which experts single vocabulary items go to: slices of the count matrix over token ids.
+"""Counts which experts serve single vocabulary items: slices of the count matrix over token ids.
 
-c[r, e, v] counts how often expert e served item v, the input token, at repeat r. For a few items the
-counts are kept as they are: (R, E) each.
+c[r, e, v] counts how often expert e served item v, the input token, at repeat r. For a few items
+the full counts are kept: (R, E) each.
 
 Legend: K items, R repeats, E experts, V vocabulary, T tokens.
 """
@@ -28,7 +28,7 @@ class Item:
 
 
 def usual_items(counts_V: np.ndarray) -> list[int]:
-    """Returns the ids at the usual places of the items that occur, the most frequent first."""
+    """Returns the ids at the default frequency ranks among items that occur."""
     order = np.argsort(-counts_V, kind="stable")[: np.count_nonzero(counts_V)]
     return [int(order[rank - 1]) for rank in RANKS if rank <= len(order)]
 
@@ -43,7 +43,7 @@ class SliceCounter:
         )
 
     def add(self, repeat: int, choices: Choices, token_ids_T: Tensor) -> None:
-        """Adds one pass at one depth step; the ids are those of the tokens that count."""
+        """Adds one pass at one depth step; the ids are those of the counted tokens."""
         item_N = token_ids_T[choices.token_N]
         for place, token_id in enumerate(self.token_ids):
             experts = choices.expert_N[item_N == token_id]
@@ -51,7 +51,7 @@ class SliceCounter:
             self.counts_KRE[place, repeat] += counts_E.cpu().numpy()
 
     def preference_RE(self, place: int) -> np.ndarray:
-        """Returns an item's counts, each expert's as shares of its depth steps."""
+        """Returns an item's counts, normalized over depth steps for each expert."""
         counts_RE = self.counts_KRE[place]
         with np.errstate(invalid="ignore"):
             return counts_RE / counts_RE.sum(0)

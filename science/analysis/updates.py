@@ -1,7 +1,7 @@
 """Measures how much every depth step changes the residual stream.
 
-Of every token: the length of what is added, ‖x_out − x_in‖₂, the length of what comes in, the ratio of
-the two, and |cos(x_in, x_out)|. A token that has halted is not counted at the steps it skips.
+For every token: the length of the update ‖x_out − x_in‖₂, the length of the input, their ratio, and
+|cos(x_in, x_out)|. Halted tokens do not count at the steps they skip.
 
 Legend: T tokens, L depth steps, D model width.
 """
@@ -17,7 +17,7 @@ _SMALLEST = 1e-30  # a residual of zeros has no direction; its ratio and cosine 
 
 
 class UpdateCounter:
-    """Averages over tokens what every depth step does."""
+    """Averages every depth step's effect over tokens."""
 
     def __init__(self, num_depths: int) -> None:
         self._sums_LC = np.zeros((num_depths, len(COLUMNS)))
@@ -37,7 +37,7 @@ class UpdateCounter:
 
     @property
     def means_LC(self) -> np.ndarray:
-        """Returns the means, (L, 4); not a number where no token came."""
+        """Returns the means, (L, 4); NaN where no token arrived."""
         with np.errstate(invalid="ignore"):
             return self._sums_LC / self.tokens_L[:, None]
 

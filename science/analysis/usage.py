@@ -1,14 +1,14 @@
-"""How often every expert is chosen at every depth step, and what monitors make of it.
+"""Counts how often every expert is chosen at every depth step, and computes monitors.
 
-One count per expert and repeat, c[r, e], is all that is kept, beside the gates' range. From it:
+It keeps one count per expert and repeat, c[r, e], and the gates' range. From these:
 
-    load        c[r, e] over the mean of its row: 1 where all experts are used alike
+    load        c[r, e] over the mean of its row: 1 if all experts are used equally
     preference  u[r, e] = c[r, e] / Σ_r c[r, e]: at which depth steps an expert is used
-    perplexity  exp of the entropy of c[r, ·], over the number of experts: 1 where used alike, 1/E
-                where one expert has all; of a layer with heads the mean over heads
+    perplexity  exp of the entropy of c[r, ·], over the number of experts: 1 if even, 1/E if one
+                expert has all; for a layer with heads the mean over heads
     dead        share of experts that nobody chose
-    overlap     Σ_e min(c[r, e], c[q, e]), each row normalised: 1 where two depth steps use the
-                experts equally often, 0 where they share none
+    overlap     Σ_e min(c[r, e], c[q, e]), each row normalized: 1 if two depth steps use the experts
+                equally often, 0 if they share none
 
 Legend: R repeats, E experts, H heads, A experts of a head.
 """
@@ -32,7 +32,7 @@ class UsageCounter:
         self.gate_max_R = np.full(repeats, -np.inf)
 
     def add(self, repeat: int, choices: Choices) -> None:
-        """Adds what was chosen in one pass at one depth step."""
+        """Adds the choices of one pass at one depth step."""
         counts_E = torch.bincount(choices.expert_N, minlength=choices.num_experts)
         self.counts_RE[repeat] += counts_E.cpu().numpy()
         self.tokens_R[repeat] += len(choices.token_N.unique())
@@ -49,18 +49,18 @@ class UsageCounter:
 
     @property
     def share_RE(self) -> np.ndarray:
-        """Returns the share of a depth step's choices that fell on each expert."""
+        """Returns every expert's share of a depth step's choices."""
         return _divided(self.counts_RE, self.counts_RE.sum(1, keepdims=True))
 
     @property
     def head_share_RHA(self) -> np.ndarray:
-        """Returns the share of each head's choices."""
+        """Returns the shares within each head."""
         counts = self.counts_RE.reshape(self.bank.num_repeats, self.bank.num_heads, -1)
         return _divided(counts, counts.sum(2, keepdims=True))
 
     @property
     def preference_RE(self) -> np.ndarray:
-        """Returns u: the share of an expert's choices that was made at each depth step."""
+        """Returns u: each depth step's share of an expert's choices."""
         return _divided(self.counts_RE, self.counts_RE.sum(0))
 
     @property
@@ -72,23 +72,23 @@ class UsageCounter:
 
     @property
     def dead_R(self) -> np.ndarray:
-        """Returns the share of experts that are not chosen at a depth step that anybody reaches."""
+        """Returns the share of unchosen experts at each depth step that any token reaches."""
         return np.where(self.tokens_R > 0, (self.counts_RE == 0).mean(1), np.nan)
 
     @property
     def dead_everywhere(self) -> float:
-        """Returns the share of experts that are chosen at no depth step."""
+        """Returns the share of experts chosen at no depth step."""
         return float((self.counts_RE.sum(0) == 0).mean())
 
     @property
     def overlap_RR(self) -> np.ndarray:
-        """Returns how far the usage of two depth steps overlaps, 0 … 1."""
+        """Returns the overlap of usage between two depth steps, 0 … 1."""
         share = self.share_RE
         return np.stack([np.minimum(share, row).sum(1) for row in share])
 
     @property
     def universal_score(self) -> float:
-        """Returns the mean overlap of two different repeats; not a number for a single one."""
+        """Returns the mean overlap of two different repeats; NaN for a single one."""
         repeats = self.bank.num_repeats
         pairs = self.overlap_RR[~np.eye(repeats, dtype=bool)]
         known = pairs[np.isfinite(pairs)]  # a depth step that no token reaches has no usage
@@ -96,10 +96,10 @@ class UsageCounter:
 
 
 def preference_order(preference_RE: np.ndarray, *, quantile: float = 0.9) -> np.ndarray:
-    """Returns the experts in the paper's order: from those of early depth steps to those of late.
+    """Returns the experts in the paper's order, from early depth steps to late ones.
 
-    Of every expert only the entries above its own quantile over the depth steps count; the sum of
-    entry times depth step over them is what is sorted by. Experts that are used nowhere come last.
+    For every expert only entries above its own quantile over depth steps count; the sort key is the
+    sum of entry times depth step. Unused experts come last.
     """
     preference_RE = np.asarray(preference_RE)
     used_E = np.isfinite(preference_RE).all(0)
@@ -110,6 +110,6 @@ def preference_order(preference_RE: np.ndarray, *, quantile: float = 0.9) -> np.
 
 
 def _divided(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Returns the quotient; not a number where the divisor is 0."""
+    """Returns the quotient; NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(below > 0, above / below, np.nan)

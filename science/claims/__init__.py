@@ -1,1 +1,1 @@
-"""Claims of the papers, tried on toys."""
+"""Tests claims of the papers on toy models."""

@@ -1,10 +1,10 @@
-"""What the papers of the family say, tried on toys: which claims hold at this size?
+"""Tests claims of the family's papers on toys: which claims hold at this size?
 
     python -m moebius_science.claims [--claims M8 T3 …] [--seeds 5] [--steps N] [--jobs 2]
                                 [--device auto] [--text FILE] [--folder DIR]
     python -m moebius_science.claims --judge science/results/claims.json
 
-The second judges and draws recorded runs again, without training.
+The second command judges and draws recorded runs again, without training.
 
     M8   Mixture of Tokens reaches the dense model's final loss in at most 60 % of its steps
     M11  uniform mixing is worse than learned mixing
@@ -14,18 +14,17 @@ The second judges and draws recorded runs again, without training.
          against SMoE and fine-grained experts of equal cost
     G1   finer experts lower the loss with an output norm; without it the gain vanishes
 
-The toys (toys.py) are trained as `moebius compare` trains its arms (science/compare/runner.py):
-a process and a folder for each run, one thread, resumed where it was when the script is called
-again. Arms that claims share are trained once. The rule is in judge.py. "Does not hold" means: not at
-this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the smallest to the
-largest seed.
+Toys (toys.py) are trained like the arms of `moebius compare` (science/compare/runner.py): a process
+and a folder per run, one thread, resumed if the script is called again. Arms shared by claims are
+trained once. judge.py has the rule. "Does not hold" means: not at this size, not in so few steps.
+Nothing was tuned for a verdict. The spread is from the smallest to the largest seed.
 
-Takes about half an hour on 2 cores. A run whose gradients stay not finite ends; the others go on,
-and nothing is judged.
+Takes about half an hour on 2 cores. A run whose gradients stay non-finite ends; the others
+continue, and nothing is judged.
 
-Writes results/claims.json and one results/claims_*.png per claim; a choice of claims writes
-results/claims_<choice>.json; --results DIR keeps trials apart. Exit code 0 whatever the verdicts,
-1 where a run has failed or was stopped.
+Writes results/claims.json and one results/claims_*.png per claim; a selection of claims writes
+results/claims_<choice>.json; --results DIR keeps trials apart. The exit code is 0 for any verdict,
+and 1 if a run failed or was stopped.
 """
 
 import argparse
@@ -80,11 +79,9 @@ def main() -> None:
 
 
 def judge_again(options: argparse.Namespace) -> None:
-    """Findings and pictures from a results file: the record says which commit trained and which one
-    judged.
+    """Judges and draws a results file; the record has the commits that trained and judged.
 
-    Curves are recorded with at most 100 points and five decimals; those of the toys have fewer
-    points.
+    Recorded curves have at most 100 points and five decimals; those of the toys have fewer points.
     """
     recorded = json.loads(options.judge.read_text(encoding="utf-8"))
     records = _numbers(recorded["runs"])
@@ -102,7 +99,7 @@ def settle(
     file: Path,
     console: Console,
 ) -> None:
-    """Judges, tells and writes: the results file, and the pictures beside it."""
+    """Judges, reports, and writes the results file and its pictures."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         runs[record["arm"]].append(record)
@@ -152,7 +149,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def make_jobs(arms: Sequence[str], options: argparse.Namespace) -> list[Job]:
     """Prepares the data and returns every arm with every seed.
 
-    They go seed by seed: what is left resembles what is done, so the time left is right.
+    Jobs go seed by seed, so that the remaining work resembles the finished work and the estimate of
+    the time left is right.
     """
     folder = options.folder.absolute()
     first = ARMS[next(iter(arms))]
@@ -179,7 +177,7 @@ def _folder_name(arm: str) -> str:
 
 
 def configuration(job: Job) -> dict[str, Any]:
-    """The whole configuration of a run with seed 0; the scratch folder left out."""
+    """Returns the whole configuration of a run with seed 0, without the scratch folder."""
     config = toy(
         job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
     )
@@ -190,7 +188,7 @@ def configuration(job: Job) -> dict[str, Any]:
 def train_all(
     jobs: Sequence[Job], options: argparse.Namespace, console: Console
 ) -> list[dict[str, Any]]:
-    """Trains what is not trained yet; returns records in the order of the jobs.
+    """Trains missing runs; returns records in the order of the jobs.
 
     Raises:
         SystemExit: not all runs have finished.
@@ -214,7 +212,7 @@ def train_all(
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One line per finding; 80 columns hold it."""
+    """Returns one line per finding, in 80 columns."""
     found = Table(
         "claim",
         "figure",
@@ -238,7 +236,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def explain(findings: Sequence[Finding], console: Console) -> None:
-    """What each claim says, its figure seed by seed, and the means behind it."""
+    """Prints each claim, its figure by seed, and the means behind it."""
     for finding in findings:
         console.print(
             f"[bold]{finding.claim}[/bold] {finding.says}: {finding.verdict}\n"
@@ -247,7 +245,7 @@ def explain(findings: Sequence[Finding], console: Console) -> None:
 
 
 def compact(figures: dict[str, Any]) -> str:
-    """Writes JSON for people and for git: a run on one line, curves to five decimals."""
+    """Writes JSON for people and git: one run per line, curves to five decimals."""
     runs = [json.dumps(_rounded(record), allow_nan=False) for record in figures["runs"]]
     rest = json.dumps(
         {name: value for name, value in figures.items() if name != "runs"},
@@ -266,7 +264,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """What `_rounded` wrote as a word, a number again."""
+    """Converts words written by `_rounded` back to numbers."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, dict):

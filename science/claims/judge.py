@@ -1,8 +1,9 @@
-"""Claims and verdicts: what the papers say, as one number per seed and a bound for it.
+"""Claims and verdicts: the papers' statements as one number per seed and a bound.
 
-The rule is that of `moebius compare` (science/compare/statistics.py): with at least five seeds, a claim
-*holds* if the confidence interval of the mean, corrected for the number of findings, is on the claimed
-side of the bound, *does not hold* if all of it is on the other side, and is *undecided* otherwise.
+The rule is that of `moebius compare` (science/compare/statistics.py). With at least five seeds, a
+claim *holds* if the confidence interval of the mean, corrected for the number of findings, is on
+the claimed side of the bound. It *does not hold* if the whole interval is on the other side, and is
+*undecided* otherwise.
 """
 
 import math
@@ -26,7 +27,7 @@ FINDINGS = 8  # of all claims together: each has one, H3 and G1 two
 
 @dataclass(frozen=True)
 class Finding:
-    """One number per seed against a bound."""
+    """Holds one number per seed and a bound."""
 
     claim: str
     says: str
@@ -38,26 +39,28 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """By the rule above."""
+        """Returns the verdict by the rule above."""
         return verdict(self.values, self.side, self.bound, claims=FINDINGS)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the results file, where a number that is not finite is a word."""
+        """Returns plain values for the results file; a number that is not finite is a word."""
         values = [value if math.isfinite(value) else str(value) for value in self.values]
         return asdict(self) | {"values": values, "verdict": self.verdict}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and the arms that it compares."""
+    """Describes a claim and the arms that it compares."""
 
     arms: tuple[str, ...]
     judge: Callable[[Runs], list[Finding]]
 
 
 def faster_than_dense(runs: Runs) -> list[Finding]:
-    """M8. Mixture of Tokens (arXiv 2310.15961) against the dense model, both for the same number of
-    steps. A loss that is never reached counts as reached at the last step.
+    """M8: Mixture of Tokens (arXiv 2310.15961) against the dense model, for the same number of
+    steps.
+
+    A loss that is never reached counts as reached at the last step.
     """
     shares = [
         min(1.0, steps_to_reach(mixed["validation_loss"], final_loss(dense)) / dense["steps"])
@@ -82,7 +85,7 @@ def faster_than_dense(runs: Runs) -> list[Finding]:
 
 
 def mixing_is_learned(runs: Runs) -> list[Finding]:
-    """M11. Uniform against learned mixing, seed by seed."""
+    """M11: uniform against learned mixing, by seed."""
     pairs = zip(runs["MoT, uniform"], runs["MoT"], strict=True)
     excess = tuple(final_loss(uniform) - final_loss(learned) for uniform, learned in pairs)
     learned, uniform = mean_loss(runs["MoT"]), mean_loss(runs["MoT, uniform"])
@@ -92,7 +95,7 @@ def mixing_is_learned(runs: Runs) -> list[Finding]:
 
 
 def balance_loss_works(runs: Runs) -> list[Finding]:
-    """T3. Largest load over mean load, minus 1, averaged over layers and over the last tenth of
+    """T3: largest load over mean load, minus 1, averaged over layers and the last tenth of
     training.
     """
     without = [last_tenth(run["max_violation"]) for run in runs["top-1, balance 0"]]
@@ -108,7 +111,7 @@ def balance_loss_works(runs: Runs) -> list[Finding]:
 
 
 def less_collapse(runs: Runs) -> list[Finding]:
-    """X2. Slopes of ln RC over training: X-MoE (arXiv 2204.09179) against a linear router with the
+    """X2: slopes of ln RC over training, X-MoE (arXiv 2204.09179) against a linear router with the
     same balance loss.
     """
     linear = [log_slope(collapse_curve(run)) for run in runs["top-1, balance 0.01"]]
@@ -143,8 +146,8 @@ def less_collapse(runs: Runs) -> list[Finding]:
 
 
 def more_experts_active(runs: Runs) -> list[Finding]:
-    """H3. Activated experts in a window over what random routing would activate; the better of the
-    two controls counts.
+    """H3: activated experts in a window relative to random routing, against the better of two
+    controls.
 
     More and narrower draws activate more experts by themselves, so the plain fraction (arXiv
     2404.15045) proves nothing.
@@ -181,7 +184,7 @@ def more_experts_active(runs: Runs) -> list[Finding]:
 
 
 def granularity_helps(runs: Runs) -> list[Finding]:
-    """G1. Final losses of expert choice by position with G = 1, 4, 8 (arXiv 2402.07871), with and
+    """G1: final losses of expert choice by position with G = 1, 4, 8 (arXiv 2402.07871), with and
     without an output norm.
     """
     with_norm, without = granular_losses(runs, norm=True), granular_losses(runs, norm=False)
@@ -220,15 +223,15 @@ def granularity_helps(runs: Runs) -> list[Finding]:
 
 
 def share_kept(without: tuple[float, ...], with_norm: tuple[float, ...]) -> float:
-    """Of the gain of G > 1 (the mean over them); not a number where the norm brings none, so that
-    none can vanish.
+    """Returns the share of the gain of G > 1 kept without the norm (mean over G); NaN if there is
+    no gain.
     """
     gain_without, gain = without[0] - fmean(without[1:]), with_norm[0] - fmean(with_norm[1:])
     return gain_without / gain if gain > 0 else math.nan
 
 
 def granular_losses(runs: Runs, *, norm: bool) -> list[tuple[float, ...]]:
-    """Final losses at G = 1, 4, 8, one tuple per seed."""
+    """Returns final losses at G = 1, 4, 8, one tuple per seed."""
     columns = [
         [final_loss(run) for run in runs[granular(value, norm=norm)]] for value in GRANULARITIES
     ]
@@ -236,27 +239,27 @@ def granular_losses(runs: Runs, *, norm: bool) -> list[tuple[float, ...]]:
 
 
 def by_seed(values: Sequence[float]) -> str:
-    """Numbers one after the other."""
+    """Formats numbers in sequence."""
     return ", ".join(f"{value:.3g}" for value in values)
 
 
 def final_loss(run: Mapping[str, Any]) -> float:
-    """Validation loss after the last step, nats per token."""
+    """Returns the validation loss after the last step, in nats per token."""
     return run["validation_loss"][-1][1]
 
 
 def mean_loss(runs: Sequence[Mapping[str, Any]]) -> float:
-    """The same, over seeds."""
+    """Returns the final loss, averaged over seeds."""
     return fmean(final_loss(run) for run in runs)
 
 
 def last_tenth(curve: Sequence[tuple[int, float]]) -> float:
-    """The mean over the last tenth of a curve's points."""
+    """Returns the mean over the last tenth of a curve's points."""
     return fmean(value for _, value in curve[-max(1, len(curve) // 10) :])
 
 
 def collapse_curve(run: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """RC at every probe: the geometric mean over layers."""
+    """Returns RC at every probe, as the geometric mean over layers."""
     return [
         (probe["step"], math.exp(fmean(math.log(layer["collapse"]) for layer in probe["layers"])))
         for probe in run["routings"]
@@ -264,24 +267,24 @@ def collapse_curve(run: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 
 def second_half(curve: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """What remains once the first transient is over."""
+    """Returns the part of a curve after the initial transient."""
     return curve[len(curve) // 2 :]
 
 
 def activation_ratio(run: Mapping[str, Any], windows: Sequence[int] = WINDOWS) -> float:
-    """Measured over random, the mean over windows and layers."""
+    """Returns measured ÷ random, averaged over windows and layers."""
     layers = run["routings"][-1]["layers"]
     return fmean(layer[f"activated_{window}_ratio"] for layer in layers for window in windows)
 
 
 def used_experts(run: Mapping[str, Any]) -> float:
-    """Experts with at least one row over experts, the mean over layers."""
+    """Returns the share of experts with at least one row, averaged over layers."""
     layers = run["routings"][-1]["layers"]
     return fmean(layer["experts_used"] / layer["num_experts"] for layer in layers)
 
 
 def share_of_experts(run: Mapping[str, Any]) -> float:
-    """Effective experts over experts, the mean over layers."""
+    """Returns effective experts ÷ experts, averaged over layers."""
     layers = run["routings"][-1]["layers"]
     return fmean(layer["effective_experts"] / layer["num_experts"] for layer in layers)
 

@@ -1,5 +1,4 @@
-"""What the claims are judged by: figures of routings and of loss curves, as functions of tensors
-and numbers.
+"""Measures that judge claims: figures of routings and loss curves, from tensors and numbers.
 
 Legend: T rows, D their width, E experts, K experts chosen per row, N classes.
 """
@@ -14,8 +13,8 @@ Curve = Sequence[tuple[int, float]]  # (step, value), by rising step
 
 
 def steps_to_reach(curve: Curve, target: float) -> float:
-    """The first step at which the curve is at or below `target`, on straight lines between its
-    points; infinite if never.
+    """Returns the first step at which the linearly interpolated curve is at or below `target`;
+    infinite if never.
     """
     step, value = curve[0]
     if value <= target:
@@ -28,13 +27,14 @@ def steps_to_reach(curve: Curve, target: float) -> float:
 
 
 def representation_collapse(x_TD: Tensor, class_T: Tensor) -> float:
-    """RC = Tr(Σ_W · pinv(Σ_B)) of X-MoE (arXiv 2204.09179, §3.4), small where the rows of one
-    expert lie together and apart from the others'; not a number with fewer than two classes.
+    """Returns RC = Tr(Σ_W · pinv(Σ_B)) of X-MoE (arXiv 2204.09179, §3.4); NaN for fewer than two
+    classes.
 
-    Σ_W is the covariance of rows about their own class's mean, averaged over rows; Σ_B that of the
-    class means about their mean, averaged over the classes that have rows. In the paper all classes
-    are equally large; here a rare expert counts as one of the classes, so that its mean does not
-    vanish beside those of busy ones.
+    RC is small if the rows of one expert lie together, apart from the others'. Σ_W is the
+    covariance of rows about their class's mean, averaged over rows; Σ_B that of the class means
+    about their mean, averaged over classes with rows. In the paper all classes are equally large.
+    Here a rare expert counts as one class, so that its mean does not vanish beside those of busy
+    ones.
     """
     x_TD = x_TD.double()
     _, index_T, count_N = class_T.unique(return_inverse=True, return_counts=True)
@@ -50,7 +50,7 @@ def representation_collapse(x_TD: Tensor, class_T: Tensor) -> float:
 
 
 def activated_fraction(experts_TK: Tensor, *, window_rows: int, num_experts: int) -> float:
-    """The share of all experts that serve at least one row of a window, averaged over windows of
+    """Returns the share of experts that serve at least one row, averaged over windows of
     consecutive rows.
 
     Args:
@@ -64,19 +64,20 @@ def activated_fraction(experts_TK: Tensor, *, window_rows: int, num_experts: int
 
 
 def random_activated_fraction(top_k: int, num_experts: int, window_rows: int) -> float:
-    """What `activated_fraction` is on average where every row draws its K different experts at
-    random: 1 − (1 − K/E)^rows.
+    """Returns the expected `activated_fraction` if every row draws K different experts at random.
+
+    It is 1 − (1 − K/E)^rows.
     """
     return 1 - (1 - top_k / num_experts) ** window_rows
 
 
 def effective_experts(load_E: Tensor) -> float:
-    """exp of the entropy of the load: E where all are equally busy, 1 where one serves all."""
+    """Returns exp of the load's entropy: E if even, 1 if one expert serves all."""
     return torch.special.entr(load_E.double() / load_E.sum()).sum().exp().item()
 
 
 def log_slope(curve: Curve) -> float:
-    """Least-squares slope of ln(value) against thousands of steps; not a number with fewer than two
+    """Returns the least-squares slope of ln(value) per thousand steps; NaN for fewer than two
     points.
     """
     if len(curve) < 2:
@@ -88,7 +89,7 @@ def log_slope(curve: Curve) -> float:
 
 
 def thinned(curve: Curve, most: int = 100) -> list[tuple[int, float]]:
-    """At most so many points, evenly spaced, the last one included."""
+    """Returns at most that many points, evenly spaced, including the last."""
     if len(curve) <= most:
         return list(curve)
     return [curve[round(index * (len(curve) - 1) / (most - 1))] for index in range(most)]

@@ -1,5 +1,5 @@
-"""One picture per claim: the mean over seeds as a line, the smallest and the largest seed as a
-band; or a line for every seed.
+"""Draws one picture per claim: mean over seeds with a band from minimum to maximum, or one line per
+seed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ def draw(claim: str, runs: Runs, path: Path) -> None:
 
 
 def band(axes: Axes, label: str, curves: Sequence[Curve], style: str = "-") -> None:
-    """One arm; the curves of all seeds have the same abscissae."""
+    """Draws one arm; the curves of all seeds share their abscissae."""
     at = [x for x, _ in curves[0]]
     columns = list(zip(*([value for _, value in curve] for curve in curves), strict=True))
     (line,) = axes.plot(at, [fmean(column) for column in columns], style, label=label)
@@ -53,7 +53,7 @@ def band(axes: Axes, label: str, curves: Sequence[Curve], style: str = "-") -> N
 
 
 def _losses(axes: Axes, runs: Runs, arms: Sequence[str]) -> None:
-    """From the first fifth on: what comes before would flatten the rest."""
+    """Draws losses from the first fifth on, because earlier values would flatten the rest."""
     for arm in arms:
         curves = [run["validation_loss"] for run in runs[arm]]
         band(

@@ -1,8 +1,8 @@
-"""One run of a claim: a toy is trained as any run, then its routings on held-out text are looked at,
-in a process of its own: `python -m moebius_science.claims.runs FOLDER ARM`.
+"""Runs one arm of a claim: trains a toy, then probes its routings on held-out text.
 
-Everything about training is read from the run folder (metrics.jsonl, checkpoints); a routing is
-caught where a router answers.
+The probe is a separate process: `python -m moebius_science.claims.runs FOLDER ARM`. Everything
+about training is read from the run folder (metrics.jsonl, checkpoints); routings are captured in
+the router.
 """
 
 import statistics
@@ -33,7 +33,7 @@ from .toys import ARMS, EVALUATION_ROWS, Arm, toy
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know of one run."""
+    """Describes one run to a worker."""
 
     arm: Arm
     seed: int
@@ -45,7 +45,7 @@ class Job:
 
 
 def planned(job: Job) -> PlannedRun:
-    """The run as the runner of comparisons takes it."""
+    """Returns the run in the form of the comparison runner."""
     config = toy(
         job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
     )
@@ -53,19 +53,19 @@ def planned(job: Job) -> PlannedRun:
 
 
 def scoring(run: PlannedRun) -> dict[str, Any] | None:
-    """What is asked for once a run is trained: its probes, if the arm has any."""
+    """Returns what to score after training: the arm's probes, if any."""
     return {"probes": ARMS[run.arm].probes} if ARMS[run.arm].probes else None
 
 
 def command(run: PlannedRun, phase: Phase) -> Sequence[str]:
-    """The command that trains a run or probes it."""
+    """Returns the command that trains a run or probes it."""
     if phase == "train":
         return command_of(run, phase)
     return [sys.executable, "-m", "moebius_science.claims.runs", str(run.folder), run.arm]
 
 
 def main() -> None:
-    """Probes a trained run and writes what was found; its checkpoints stay."""
+    """Probes a trained run and writes the results; its checkpoints stay."""
     end_with_standard_input()
     folder, arm = Path(sys.argv[1]), ARMS[sys.argv[2]]
     found = {"request": {"probes": arm.probes}, "routings": probe(folder, arm)}
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def record_of(job: Job) -> dict[str, Any]:
-    """The record of a finished run, of plain values."""
+    """Returns the record of a finished run as plain values."""
     size = moebius.size_of(planned(job).config)
     record = {
         "arm": job.arm.name,
@@ -89,7 +89,7 @@ def record_of(job: Job) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: Path) -> dict[str, Any]:
-    """Loss and load curves of a run."""
+    """Returns loss and load curves of a run."""
     lines = moebius.history(run_dir).records()
     steps = [line for line in lines if line["kind"] == "train"]
     record: dict[str, Any] = {
@@ -108,7 +108,7 @@ def read_metrics(run_dir: Path) -> dict[str, Any]:
 
 
 def probe(run_dir: Path, arm: Arm) -> list[dict[str, Any]]:
-    """Figures of the routings of all checkpoints, each a list over the layers that have experts."""
+    """Returns figures of the routings of all checkpoints, each a list over layers with experts."""
     found = []
     for checkpoint in sorted((run_dir / "checkpoints").glob("step_*")):
         loaded = moebius.load(checkpoint)
@@ -119,14 +119,14 @@ def probe(run_dir: Path, arm: Arm) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Caught:
-    """One router's inputs and choices on the held-out rows."""
+    """Holds one router's inputs and choices on the held-out rows."""
 
     x_TD: Tensor
     experts_TK: Tensor
 
 
 class Catcher:
-    """Keeps what a router of the kind that chooses was asked and what it answered."""
+    """Records the inputs and outputs of a router that chooses experts."""
 
     def __init__(self, router: nn.Module) -> None:
         self._x: list[Tensor] = []
@@ -134,7 +134,7 @@ class Catcher:
         self._hook = router.register_forward_hook(self._catch)
 
     def caught(self) -> Caught:
-        """Everything so far, in order."""
+        """Returns everything recorded so far, in order."""
         return Caught(torch.cat(self._x), torch.cat(self._experts))
 
     def _catch(self, _: nn.Module, given: tuple[Tensor, ...], routing: Any) -> None:
@@ -147,7 +147,7 @@ class Catcher:
 
 @torch.no_grad()
 def routings(loaded: moebius.LoadedModel) -> list[Caught]:
-    """What every router of the feed-forward layers does with the validation rows."""
+    """Returns every feed-forward router's routing of the validation rows."""
     routers = [router for _, kind, router in loaded.model.routers() if kind == "feed_forward"]
     catchers = [Catcher(router) for router in routers]
     for rows in loaded.rows(max_rows=EVALUATION_ROWS):
@@ -156,7 +156,7 @@ def routings(loaded: moebius.LoadedModel) -> list[Caught]:
 
 
 def figures(layer: Caught, config: moebius.Config, arm: Arm) -> dict[str, Any]:
-    """Of one layer; collapse only where every token has one expert, which then is its class."""
+    """Returns one layer's figures; collapse only if every token has one expert, which is its class."""
     experts = config.model.experts
     assert experts is not None
     num_experts, heads = experts.num_experts, experts.sub_tokens
@@ -181,7 +181,7 @@ def figures(layer: Caught, config: moebius.Config, arm: Arm) -> dict[str, Any]:
 
 
 def thin(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with at most 100 points in every curve."""
+    """Returns a record with at most 100 points in every curve."""
     curves = ("train_loss", "validation_loss", "max_violation")
     return {name: thinned(value) if name in curves else value for name, value in record.items()}
 

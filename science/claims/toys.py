@@ -1,15 +1,15 @@
-"""The toys of the claims: one small model per arm, all on the same text, width, depth, batch and
+"""Defines the claims' toys: one small model per arm, on the same text, width, depth, batch and
 schedule.
 
 d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate
-1e-3, 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
-for training: at most 1.1 epochs. All start by one rule (truncated normals of variance 0.1 /
-fan-in). The seed draws the weights and the order of the data, so arms of one seed differ in nothing
-but the model.
+1e-3, 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M
+training tokens: at most 1.1 epochs. All initialize by one rule (truncated normals of variance 0.1 /
+fan-in). The seed draws the weights and the order of the data, so arms of one seed differ only in
+the model.
 
-Active width is 256 everywhere: a token costs as much in the experts of an arm as in the dense
-layer, or, where the gated experts of the Multi-Head MoE comparison are used, as in the other arms
-of that comparison.
+Active width is 256 everywhere: a token costs as much in an arm's experts as in the dense layer. In
+the Multi-Head MoE comparison with gated experts, it costs as much as in that comparison's other
+arms.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ WINDOWS = (4, 8, 16)  # tokens in which activated experts are counted
 
 @dataclass(frozen=True)
 class Arm:
-    """One model, and what of its training is recorded."""
+    """Describes one model, and what its training records."""
 
     name: str
     steps: int  # unless the caller wants others
@@ -53,13 +53,13 @@ _DENSE_WIDTH = {"d_feed_forward": 256}
 
 
 def _experts(router: dict[str, Any], **sizes: Any) -> dict[str, Any]:
-    """Experts in the last half of the layers."""
+    """Returns experts in the last half of the layers."""
     shape = {"kind": "experts", "sparse_layers": "last_half", "router": router}
     return shape | _DENSE_WIDTH | sizes
 
 
 def _mixture(**router: Any) -> dict[str, Any]:
-    """MoT 32E/8: groups of 32, eight experts of an eighth of the width for each full one."""
+    """Returns MoT 32E/8: groups of 32, eight experts of an eighth of the width for each full one."""
     router = {"kind": "mixture_of_tokens", "sequences_per_group": 32, **router}
     return _experts(router, num_experts=256, d_expert=32)
 
@@ -69,8 +69,8 @@ def _top1(**router: Any) -> dict[str, Any]:
 
 
 def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> dict[str, Any]:
-    """Equal FLOPs of the experts and parameters within 3 % (arXiv 2411.16205, at an eighth of its
-    width).
+    """Returns experts of equal FLOPs, with parameters within 3 % (arXiv 2411.16205, an eighth of
+    its width).
     """
     return _experts(
         {"kind": "token_choice", "top_k": top_k, "renormalise": top_k > 1},
@@ -82,7 +82,7 @@ def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> 
 
 
 def granular(granularity: int, *, norm: bool) -> str:
-    """Names the arm with experts of a G-th of the width, of which G serve a token on average."""
+    """Returns the arm whose experts have a G-th of the width, with G per token on average."""
     return f"G={granularity}, {'norm' if norm else 'no norm'}"
 
 
@@ -115,7 +115,7 @@ ARMS = {arm.name: arm for arm in _ALL}
 
 
 def toy(arm: Arm, *, seed: int, steps: int, text: str, data: str, device: str) -> moebius.Config:
-    """The run of one arm with one seed.
+    """Returns the run of one arm with one seed.
 
     Args:
         text: a file, or "embedded".

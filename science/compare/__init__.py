@@ -1,1 +1,1 @@
-"""Compares arms of equal size over seeds: paired differences, verdicts, and what a step costs."""
+"""Compares arms of equal size over seeds: paired differences, verdicts, and the cost of a step."""

@@ -1,8 +1,8 @@
-"""Measures what a step of every arm costs in time, relative to the baseline's.
+"""Measures the time of a step of every arm, relative to the baseline's.
 
-Apart from training, on a machine that does nothing else: one short run after the other, each in a
-process of its own, the arms in turn and every round anew, so that slow changes (clock, temperature) meet
-all arms alike. Times are paired by round: a ratio is that of two runs beside each other.
+Run it apart from training, on an otherwise idle machine. Short runs follow each other, each in a
+separate process, with the arms alternating in every round, so that slow changes (clock,
+temperature) affect all arms alike. Times are paired by round: a ratio compares two adjacent runs.
 """
 
 import shutil
@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ArmCost:
-    """Sums up an arm over the rounds."""
+    """Summarizes an arm over the rounds."""
 
     arm: Arm
     step_s: Spread
@@ -44,7 +44,7 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Holds what was measured, and where."""
+    """Holds the measurements and the machine."""
 
     file: ComparisonFile
     arms: tuple[ArmCost, ...]
@@ -55,7 +55,7 @@ class Costs:
 
     @property
     def was_quiet(self) -> bool:
-        """Returns whether the machine did nothing else."""
+        """Tells whether the machine was otherwise idle."""
         return self.busy_cores <= _QUIET
 
 
@@ -106,7 +106,7 @@ def _sum_up(arm: Arm, runs: Sequence[Measured], baseline: Sequence[Measured]) ->
 
 
 def _measure(arm: Arm, folder: Path, steps: int) -> Measured:
-    """Trains an arm for some steps in a process of its own and reads their times from its log."""
+    """Trains an arm for some steps in a separate process and reads their times from its log."""
     shutil.rmtree(folder, ignore_errors=True)
     short = {"steps": _WARM_STEPS + steps, "log_every": 1, "eval_every": 0, "eval_rows": 1}
     config = changed(arm.config, train=short, checkpoint={"every": 0})
@@ -120,7 +120,7 @@ def _measure(arm: Arm, folder: Path, steps: int) -> Measured:
 
 
 def busy_cores() -> float:
-    """Returns how many cores are taken by others, this process being asleep."""
+    """Returns how many cores other processes use, while this one sleeps."""
     import psutil
 
     return psutil.cpu_percent(interval=_WATCH_S) / 100 * (psutil.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""Describes the machine and the code that figures were made with; it stands beside every table."""
+"""Describes the machine and the code behind figures; it accompanies every table."""
 
 import os
 import platform
@@ -54,7 +54,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of a checkout; "unknown" where the code was installed without its history."""
+    """Returns the commit of a checkout; "unknown" for an installation without history."""
     if not (_ROOT / ".git").exists():
         return "unknown"
     try:

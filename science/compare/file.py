@@ -1,4 +1,4 @@
-"""The file of a comparison: TOML that names its arms, what is equal among them, and the seeds.
+"""Reads the file of a comparison: TOML with its arms, what is equal among them, and the seeds.
 
     name = "example"
     baseline = "dense"
@@ -15,10 +15,10 @@
     scaled = "model.feed_forward.num_experts"
     model.feed_forward.router.top_k = 4
 
-An arm is written as a run's own TOML file is: a recipe, and what it changes of it, section by
-section. science/docs/compare.md has every key.
+An arm is written like a run's own TOML file: a recipe and its changes, section by section.
+science/docs/compare.md lists every key.
 
-A sweep is the same in one line: a recipe under several values of its keys, with an arm for each.
+A sweep is the same in one line: a recipe with several values of its keys, one arm for each.
 """
 
 import difflib
@@ -50,11 +50,11 @@ Match = Literal["parameters", "flops", "none"]
 
 
 class CompareError(ValueError):
-    """Says why a comparison cannot be made: what is wrong, the values, and what to do."""
+    """Reports why a comparison is not possible: what is wrong, the values, and what to do."""
 
 
 class Published(BaseModel):
-    """Holds what a paper reports of an arm, to stand beside our figures."""
+    """Holds a paper's figures for an arm, to show beside ours."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,7 +63,7 @@ class Published(BaseModel):
 
 
 class Sections(BaseModel):
-    """Holds sections of a configuration as plain values; they are checked when an arm is built."""
+    """Holds sections of a configuration as plain values, checked when an arm is built."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,12 +78,12 @@ class Sections(BaseModel):
     job: dict[str, Any] = {}
 
     def changes(self) -> dict[str, Any]:
-        """Returns the sections that were given."""
+        """Returns the given sections."""
         return {name: getattr(self, name) for name in SECTIONS if name in self.model_fields_set}
 
 
 class ArmEntry(Sections):
-    """Describes one arm: a recipe, what it changes, and what is scaled until it matches."""
+    """Describes one arm: a recipe, its changes, and the field scaled until it matches."""
 
     recipe: str
     label: str = Field(default="", max_length=60)  # in tables and pictures; default: its name
@@ -93,7 +93,7 @@ class ArmEntry(Sections):
 
 
 class ClaimEntry(BaseModel):
-    """States something about the difference of two arms' final losses, for the rule to judge."""
+    """States a claim about the difference of two arms' final losses."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -106,7 +106,7 @@ class ClaimEntry(BaseModel):
 
 
 class ComparisonFile(BaseModel):
-    """Holds everything that the file of a comparison says."""
+    """Holds the whole file of a comparison."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -163,7 +163,7 @@ def read_file(path: Path) -> ComparisonFile:
     """Reads and checks the file of a comparison.
 
     Raises:
-        CompareError: it cannot be read, is no TOML, or has unknown keys or unusable values.
+        CompareError: the file cannot be read, is not TOML, or has unknown keys or invalid values.
     """
     try:
         values = tomllib.loads(path.read_bytes().decode())
@@ -182,7 +182,7 @@ def read_file(path: Path) -> ComparisonFile:
 
 
 def _explain(entry: Any) -> str:
-    """Spells one of pydantic's complaints."""
+    """Formats one of pydantic's errors."""
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         key = str(entry["loc"][-1])
@@ -196,7 +196,7 @@ def _explain(entry: Any) -> str:
 
 
 def _known_beside(loc: Sequence[int | str]) -> list[str]:
-    """Returns the keys that are known where an unknown one stands."""
+    """Returns the known keys at the place of an unknown one."""
     kinds: dict[tuple[str, int], type[BaseModel]] = {
         ("common", 2): Sections,
         ("arms", 3): ArmEntry,
@@ -210,17 +210,17 @@ def _known_beside(loc: Sequence[int | str]) -> list[str]:
 
 
 def sweep_file(recipe: str, sweeps: Sequence[str], overrides: Sequence[str]) -> ComparisonFile:
-    """Returns the comparison of every combination of values; its arms differ in nothing else.
+    """Returns the comparison of all combinations of values; its arms differ in nothing else.
 
-    The baseline is the arm with the recipe's own values, or the first one where there is none.
+    The baseline is the arm with the recipe's own values, otherwise the first one.
 
     Args:
         recipe: the name of a recipe, a TOML file, or `module:function`.
         sweeps: `section.key=value,value,…` with TOML values; several give all combinations.
-        overrides: `section.key=value` of all arms, which none of the sweeps may name.
+        overrides: `section.key=value` for all arms; no sweep can use the same key.
 
     Raises:
-        CompareError: a sweep is not of this form, or gives a key or a value twice.
+        CompareError: a sweep is malformed, or repeats a key or a value.
         ConfigError: the recipe has no such key.
     """
     values = dict(_read(sweep) for sweep in sweeps)
@@ -256,7 +256,7 @@ def sweep_file(recipe: str, sweeps: Sequence[str], overrides: Sequence[str]) -> 
 
 
 def _read(sweep: str) -> tuple[str, list[Any]]:
-    """Returns the key and the values of `section.key=value,value,…`."""
+    """Parses `section.key=value,value,…`."""
     key, _, text = (part.strip() for part in sweep.partition("="))
     section, _, rest = key.partition(".")
     if section not in SECTIONS or not rest or not text:
@@ -272,7 +272,7 @@ def _read(sweep: str) -> tuple[str, list[Any]]:
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values by dotted keys as sections in sections."""
+    """Returns values by dotted keys as nested sections."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -284,7 +284,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """Returns a configuration's value under a dotted key; None where there is none."""
+    """Returns a configuration's value under a dotted key, or None."""
     found: Any = values
     for name in path.split("."):
         if not isinstance(found, Mapping) or name not in found:

@@ -1,8 +1,8 @@
-"""Carries out one run of a comparison in a process of its own: `python -m … train|score RUN_DIR`.
+"""Executes one run of a comparison in a separate process: `python -m … train|score RUN_DIR`.
 
-It dies when its standard input ends: the other end is held by the process that started it. What has been
-saved is there when the run goes on. Nothing heavy is imported at the top, so that this holds from the
-first moment on.
+It dies when its standard input ends, whose other end the parent process holds. What it has saved is
+there when the run continues. Nothing heavy is imported at the top, so that this holds from the
+start.
 """
 
 import os
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def end_with_standard_input() -> None:
-    """Lets this process die when nobody holds the other end of its standard input."""
+    """Ends this process when nobody holds the other end of its standard input."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -41,10 +41,10 @@ def end_with_standard_input() -> None:
 
 
 def train(run_dir: Path) -> None:
-    """Trains the configuration that lies in the run folder, from its newest checkpoint on.
+    """Trains the configuration in the run folder, from its newest checkpoint.
 
-    Nobody else works in a comparison's folder, which is locked. A run that was killed is still believed
-    to be alive for some 20 s, so it is tried again.
+    Nobody else works in a comparison's folder, which is locked. A killed run counts as alive for
+    some 20 s, so training is retried.
     """
     import moebius
 
@@ -65,7 +65,7 @@ def train(run_dir: Path) -> None:
 
 
 def score(run_dir: Path) -> None:
-    """Scores the newest checkpoint on the tasks that are asked for."""
+    """Scores the newest checkpoint on the requested tasks."""
     import moebius
 
     request = read_json(run_dir / SCORING)

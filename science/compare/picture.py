@@ -1,8 +1,8 @@
-"""The picture of a comparison: curves of validation loss above, paired differences below.
+"""Draws a comparison: curves of validation loss above, paired differences below.
 
-A line is the mean over seeds, its band reaches from the smallest to the largest seed. Below, each
-seed is a mark and the line through them spans their range; left of the dashed line an arm is better
-than the baseline.
+A line is the mean over seeds; its band reaches from the smallest to the largest seed. Below, each
+mark is a seed, and the line through them spans their range; left of the dashed line an arm beats
+the baseline.
 """
 
 import math
@@ -46,7 +46,7 @@ def draw(results: Results) -> bytes:
 
 
 def _style(results: Results, name: str) -> tuple[str, str, str]:
-    """Returns colour, marker and line style of an arm."""
+    """Returns color, marker and line style of an arm."""
     number = [arm.arm.name for arm in results.arms].index(name)
     colour, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
     return colour, marker, "-" if number < len(PALETTE) else "--"
@@ -83,7 +83,7 @@ def _curves(panel: Any, results: Results) -> None:
 
 
 def _differences(panel: Any, results: Results, others: list[ArmResult]) -> None:
-    """Draws every seed's difference to the baseline, a row per arm."""
+    """Draws every seed's difference to the baseline, one row per arm."""
     baseline = next(arm for arm in results.arms if arm.arm.name == results.file.baseline)
     for row, arm in enumerate(others):
         colour, marker, _ = _style(results, arm.arm.name)

@@ -1,8 +1,8 @@
 """Plans the runs of a comparison from its file: arms of equal size, each with every seed.
 
-What differs between the arms is only what the file says: the data, its order, the tokens and the seeds
-are the same, and that is checked. Each run has a folder of its own (FOLDER/ARM/seed-N), an ordinary run
-folder, so that every other command can look into it.
+Arms differ only as the file says. Data, its order, tokens and seeds are the same, which is checked.
+Each run has its own folder (FOLDER/ARM/seed-N), an ordinary run folder that all other commands can
+read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ _SHOWN_DIFFERENCES = 6
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm as it will be trained, but for the seed."""
+    """Describes one arm as it will be trained, except for the seed."""
 
     name: str
     label: str
@@ -35,7 +35,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed, and its folder."""
+    """Describes one arm with one seed, and its folder."""
 
     arm: str
     seed: int
@@ -44,7 +44,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Names the run as messages do."""
+        """Returns the run's name in messages."""
         return f"{self.arm}, seed {self.seed}"
 
 
@@ -53,12 +53,12 @@ def plan_arms(file: ComparisonFile, overrides: Sequence[str], *, origin: str) ->
 
     Args:
         file: the comparison.
-        overrides: `section.key=value` for every arm; they win over the file.
+        overrides: `section.key=value` for every arm; they override the file.
         origin: the file's name, for messages.
 
     Raises:
         CompareError: an arm cannot match, or the arms differ in what must be the same.
-        ConfigError: an arm is no valid configuration.
+        ConfigError: an arm is not a valid configuration.
     """
     _check_overrides(file, overrides)
     builds = {
@@ -91,7 +91,7 @@ def with_seed(config: moebius.Config, seed: int) -> moebius.Config:
 
 
 def with_data(runs: Sequence[PlannedRun], directory: str) -> list[PlannedRun]:
-    """Returns the runs with the folder of prepared data that they share."""
+    """Returns the runs with their shared folder of prepared data."""
     return [replace(run, config=changed(run.config, data={"directory": directory})) for run in runs]
 
 
@@ -123,7 +123,7 @@ def _build(
     origin: str,
     value: int | None,
 ) -> moebius.Config:
-    """Builds one arm, with a value of its scaled field."""
+    """Builds one arm with a value of its scaled field."""
     scaled = entry.scaled or file.scaled
     steps = file.steps
     given = list(overrides)
@@ -145,7 +145,7 @@ def _build(
 
 
 def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested values with others on top of them."""
+    """Returns nested values overlaid with others."""
     found = dict(before)
     for key, value in now.items():
         known = found.get(key)
@@ -156,11 +156,11 @@ def merged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[str]:
-    """Returns what follows from a number of steps: warm-up, decay, and when to evaluate, as far as
-    the file does not say that itself.
+    """Returns what follows from the number of steps: warm-up, decay and evaluations, unless the
+    file sets it.
 
     Raises:
-        CompareError: the file says two numbers of steps.
+        CompareError: the file has two numbers of steps.
     """
     if steps is None:
         return []
@@ -192,10 +192,10 @@ def _matched(
     target: float | None,
     origin: str,
 ) -> Arm:
-    """Returns an arm with the value of its scaled field that brings it nearest to the target.
+    """Returns an arm with the value of its scaled field that comes closest to the target.
 
     Raises:
-        CompareError: that is not near enough, or there is nothing to scale.
+        CompareError: it is not close enough, or there is no field to scale.
     """
     config, scaled, value = build(None), entry.scaled or file.scaled, None
     label = entry.label or name
@@ -229,7 +229,7 @@ def _matched(
 
 
 def _advice(scaled: str | None, value: int | None, deviation: float, multiple: int) -> str:
-    """Returns what can be done about an arm that does not match."""
+    """Returns advice for an arm that does not match."""
     if value is None:
         return (
             f"({deviation:+.2%}); name the whole-number field to scale: scaled = "
@@ -243,7 +243,7 @@ def _advice(scaled: str | None, value: int | None, deviation: float, multiple: i
 
 
 def _check_same(file: ComparisonFile, arms: Sequence[Arm], origin: str) -> None:
-    """Checks that all arms read the same data, and as many tokens of it."""
+    """Checks that all arms read the same data, and the same number of tokens."""
     first, *others = arms
     for other in others:
         differences = [
@@ -297,10 +297,11 @@ _HARMLESS_KEYS = (
 
 
 def stale_runs(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
-    """Returns what has changed since runs were begun, by arm; nothing where all fit.
+    """Returns what has changed since runs were started, by arm; empty if everything fits.
 
-    More steps are no change: such a run goes on. Fewer than it has made are. How often a run is
-    evaluated is none either: curves are drawn at the steps that all seeds of an arm have.
+    More steps are not a change, because such a run continues; fewer than it has made are. The
+    frequency of evaluations is not a change either: curves are drawn at steps common to all seeds
+    of an arm.
     """
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -338,12 +339,12 @@ _REMEDY = "put the file back, or train these arms anew with --restart {arms}"
 
 
 def refuse_stale(runs: Sequence[PlannedRun], folder: Path, *, remedy: str = _REMEDY) -> None:
-    """Refuses to go on where the file has changed since runs were begun.
+    """Refuses to continue if the file has changed since runs were started.
 
-    `remedy`: what can be done, besides another folder; `{arms}` stands for the arms.
+    `remedy` is an alternative to another folder; `{arms}` stands for the arms.
 
     Raises:
-        CompareError: it names the arms, what has changed, and what to do.
+        CompareError: names the arms, the changes, and what to do.
     """
     stale = stale_runs(runs)
     if not stale:

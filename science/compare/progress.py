@@ -1,4 +1,4 @@
-"""How `moebius compare` shows its tables and the runs that are at work."""
+"""Shows the tables of `moebius compare` and the runs in progress."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,10 +44,10 @@ def render(table: Table) -> RichTable:
 
 
 class Watch:
-    """Draws one bar for everything and a line for each run at work; plain lines as runs end."""
+    """Draws one bar for everything and a line per active run; plain lines as runs end."""
 
     def __init__(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
-        """Takes the runs, whose work is weighed by its FLOPs."""
+        """Takes the runs, weighted by their FLOPs."""
         self._progress = progress
         self._work = {run.folder: round(moebius.size_of(run.config).flops.training) for run in runs}
         self._steps = {run.folder: run.config.train.steps for run in runs}
@@ -55,7 +55,7 @@ class Watch:
         self._lines: dict[Any, TaskID] = {}
 
     def on_change(self, states: Sequence[RunState]) -> None:
-        """Brings the bars up to date."""
+        """Updates the bars."""
         total = sum(self._work[path] * steps for path, steps in self._steps.items())
         done = sum(self._work[state.run.folder] * state.step for state in states)
         finished = sum(state.state == "finished" for state in states)
@@ -67,7 +67,7 @@ class Watch:
             self._line(state)
 
     def on_end(self, state: RunState) -> None:
-        """Prints how a run has ended."""
+        """Prints how a run ended."""
         run, steps = state.run, state.run.config.train.steps
         if state.state == "failed":
             self._progress.console.print(Text(state.why, style="red"))
@@ -99,7 +99,7 @@ class Watch:
 
 @contextmanager
 def progress_of(runs: Sequence[PlannedRun], console: Console) -> Iterator[Watch]:
-    """Yields what draws the progress of runs; bars only where somebody watches."""
+    """Yields the progress display of runs, with bars only in a terminal."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

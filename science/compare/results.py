@@ -1,7 +1,8 @@
-"""What a comparison has found: figures of every run, spread over seeds, paired differences, verdicts.
+"""Collects a comparison's results: figures of every run, spread over seeds, paired differences,
+verdicts.
 
-Read from the run folders at any time, so a table can be had while runs go on; what is not finished
-is left out of it and counted.
+Results are read from the run folders at any time, so a table is available while runs continue;
+unfinished runs are omitted and counted.
 """
 
 import json
@@ -40,13 +41,13 @@ class RunResult:
 
     @property
     def perplexity(self) -> float:
-        """Returns e to the loss."""
+        """Returns exp of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """Sums up an arm over its seeds, and against the baseline."""
+    """Summarizes an arm over its seeds, and against the baseline."""
 
     arm: Arm
     runs: tuple[RunResult, ...]
@@ -59,7 +60,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Judged:
-    """Holds a claim of the file and what the seeds say of it."""
+    """Holds a claim of the file and its verdict."""
 
     claim: ClaimEntry
     against: str
@@ -70,7 +71,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Results:
-    """Holds everything that is known of a comparison."""
+    """Holds everything known of a comparison."""
 
     file: ComparisonFile
     arms: tuple[ArmResult, ...]
@@ -81,7 +82,7 @@ class Results:
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether every run has finished."""
+        """Tells whether every run has finished."""
         return self.finished == self.planned
 
 
@@ -182,7 +183,7 @@ SIDES: dict[Side, str] = {"at most": "≤", "above": ">", "below": "<"}
 
 
 def as_values(results: Results) -> dict[str, Any]:
-    """Returns everything as plain values for JSON, where a number that is not finite is a word."""
+    """Returns everything as plain values for JSON; a number that is not finite is a word."""
     values = {
         "comparison": results.file.model_dump(mode="json"),
         "finished": results.finished,

@@ -1,11 +1,11 @@
-"""Runs a comparison's runs as processes of their own, so many at a time, watched from here.
+"""Runs a comparison's runs as separate processes, several at a time, and watches them.
 
-A finished run is not begun again; a killed one goes on from its checkpoint. Asked to stop (Ctrl-C,
-SIGTERM), every run saves at its next step boundary and ends; asked twice, they are killed, and go on
-from the checkpoints that they have. A run reads from a pipe that only this process can write to, so it
-ends with this one however that ends (one_run.py).
+A finished run is not started again; a killed one resumes from its checkpoint. On Ctrl-C or SIGTERM
+every run saves at its next step boundary and ends. A second signal kills them, and they resume from
+their existing checkpoints. A run reads from a pipe that only this process can write to, so it ends
+with this process however that ends (one_run.py).
 
-One process at a time works in a folder: it holds a lock on the file `lock`.
+Only one process at a time works in a folder: it holds a lock on the file `lock`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _LOG_LINES = 12
 
 @dataclass
 class RunState:
-    """Says how far a run has come; the loop below keeps it up to date."""
+    """Holds the progress of a run, updated by the loop below."""
 
     run: PlannedRun
     state: State = "waiting"
@@ -59,7 +59,7 @@ class RunState:
         self.history = moebius.history(self.run.folder)
 
     def read_on(self) -> None:
-        """Reads how far the run has come."""
+        """Reads the run's progress."""
         for record in self.history.new_records():
             if record.get("kind") == "train":
                 self.step, self.loss = record["step"], record["loss"]
@@ -71,10 +71,10 @@ OnEnd = Callable[[RunState], None]
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process.
+    """Locks the folder for this process.
 
     Raises:
-        CompareError: another process works in it, or it cannot be written.
+        CompareError: another process works in it, or it is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
-    """Removes the run folders of arms, so that they are trained anew.
+    """Removes the run folders of arms, so that they are trained again.
 
     Raises:
         CompareError: there is no such arm.
@@ -114,7 +114,7 @@ def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
 
 
 def is_trained(run: PlannedRun) -> bool:
-    """Returns whether a run has made all its steps and ended well."""
+    """Tells whether a run completed all its steps successfully."""
     history = moebius.history(run.folder)
     states = [entry["state"] for entry in history.new_states()]
     if states[-1:] != ["SUCCEEDED"]:
@@ -124,7 +124,7 @@ def is_trained(run: PlannedRun) -> bool:
 
 
 def next_phase(run: PlannedRun, scoring: Scoring) -> Phase | None:
-    """Returns what a run still needs; None: it is done."""
+    """Returns the next phase of a run; None if it is done."""
     if not is_trained(run):
         return "train"
     request = scoring(run)
@@ -147,15 +147,15 @@ def run_all(
     on_end: OnEnd = lambda state: None,
     command: Command = command_of,
 ) -> list[RunState]:
-    """Trains and scores all runs that are not done; returns how each of them ended.
+    """Trains and scores all unfinished runs; returns how each of them ended.
 
     Args:
-        runs: in the order in which they are begun.
-        at_once: so many at a time.
-        scoring: what is scored after training, as plain values; by default nothing.
-        on_change: told the states of all runs several times a second.
-        on_end: told of every run that has ended.
-        command: starts a run; it must end where its standard input ends.
+        runs: in starting order.
+        at_once: number of concurrent runs.
+        scoring: what to score after training, as plain values; nothing by default.
+        on_change: called with the states of all runs several times a second.
+        on_end: called for every run that has ended.
+        command: starts a run; it must end when its standard input ends.
     """
     states = [RunState(run) for run in runs]
     for state in states:
@@ -203,7 +203,7 @@ def _loop(
 
 
 def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
-    """Starts the process of what a run needs next."""
+    """Starts the process for a run's next phase."""
     run = state.run
     run.folder.mkdir(parents=True, exist_ok=True)
     if state.phase == "train":
@@ -224,7 +224,7 @@ def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
 
 
 def _has_ended(state: RunState, scoring: Scoring) -> bool:
-    """Looks at a run's process; returns whether the run has ended."""
+    """Checks a run's process; returns whether the run has ended."""
     state.read_on()
     assert state.process is not None
     code = state.process.poll()
@@ -257,14 +257,14 @@ def _why(state: RunState, code: int) -> str:
 
 @dataclass
 class Asked:
-    """Counts how often the end was asked for, and knows since when."""
+    """Counts requests to stop, and the time of the first."""
 
     times: int = 0
     since_s: float = 0.0
 
     @property
     def is_overdue(self) -> bool:
-        """Returns whether the runs have had their time."""
+        """Tells whether the runs have had their time."""
         return time.monotonic() - self.since_s > _END_S
 
 
@@ -286,7 +286,7 @@ def _asked_to_stop() -> Iterator[Asked]:
 
 
 def _stop(running: Sequence[RunState], *, at_once_killed: bool) -> None:
-    """Asks runs to save and end, once; kills them if that takes too long, or if they only score."""
+    """Asks runs to save and end, once; kills them if that takes too long or if they only score."""
     for state in running:
         assert state.process is not None
         if at_once_killed or state.phase == "score":
@@ -297,7 +297,7 @@ def _stop(running: Sequence[RunState], *, at_once_killed: bool) -> None:
 
 
 def _kill(state: RunState) -> None:
-    """Ends a run's processes, if there are any left."""
+    """Ends a run's remaining processes."""
     process = state.process
     if process is None:
         return

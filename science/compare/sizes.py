@@ -1,8 +1,8 @@
-"""Makes two arms equal in size: in parameters, or in the FLOPs of a whole training run.
+"""Makes two arms equal in parameters, or in the FLOPs of a whole training run.
 
 One whole-number field of an arm is scaled until the arm is as large as the target: the number of
-experts, their width, the dense width, the steps. A size grows with such a field, so a bisection finds
-its value; nothing is allocated.
+experts, their width, the dense width, or the steps. Size grows with such a field, so bisection
+finds its value without allocating anything.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _LARGEST = 1 << 30  # of a field that is scaled
 
 
 def matched_size(config: moebius.Config, match: Match) -> float:
-    """Returns the number that is to be equal: parameters, or training FLOPs of the whole run."""
+    """Returns the number to match: parameters, or training FLOPs of the whole run."""
     size = moebius.size_of(config)
     return size.parameters.total if match == "parameters" else size.training_flops
 
@@ -28,23 +28,23 @@ def fit(
     target: float,
     multiple: int = 1,
 ) -> int:
-    """Returns the value of a field whose arm comes nearest to the target.
+    """Returns the value of a field whose arm comes closest to the target.
 
     Args:
         build: makes the arm with a value of the field.
-        start: the value that the arm has by itself, which is valid.
-        match: what is to be equal.
-        target: how much of it.
-        multiple: the value is a multiple of it.
+        start: the arm's own value, which is valid.
+        match: what must be equal.
+        target: its value.
+        multiple: the value must be a multiple of it.
 
     Raises:
-        ConfigError: not even the values beside the best one can be built.
+        ConfigError: not even the values next to the best one can be built.
         CompareError: the size does not grow with the field.
     """
     sizes: dict[int, float] = {}
 
     def size(number: int) -> float | None:
-        """Returns the size with that many multiples; None: there is no such arm."""
+        """Returns the size with that many multiples; None if there is no such arm."""
         if number not in sizes:
             try:
                 sizes[number] = matched_size(build(number * multiple), match)

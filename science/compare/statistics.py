@@ -1,13 +1,13 @@
-"""Spread over seeds, differences that are paired by seed, and the rule by which a claim is judged.
+"""Computes spread over seeds, differences paired by seed, and verdicts on claims.
 
 Arms of one seed have the same data in the same order, so the difference of their losses is paired:
-what the seed does to both cancels. The mean of one number per seed has a confidence interval by
-Student's t. Where several claims are judged together, each interval is widened until all of them cover
-their means with 95 % (Bonferroni's correction).
+the seed's effect on both cancels. The mean of one number per seed has a confidence interval by
+Student's t. If several claims are judged together, each interval is widened so that all cover their
+means with 95 % (Bonferroni's correction).
 
-The rule: a claim *holds* if its whole interval is on the claimed side of the bound, *does not hold* if
-all of it is on the other side, and is *undecided* otherwise, or where a number does not exist. Fewer
-than five seeds give figures, and no verdict.
+The rule: a claim *holds* if its whole interval is on the claimed side of the bound, *does not hold*
+if all of it is on the other side, and is *undecided* otherwise, or if a number does not exist.
+Fewer than five seeds give figures but no verdict.
 """
 
 import math
@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 
 
 def is_met(value: float, side: Side, bound: float) -> bool:
-    """Returns whether a number is on the claimed side of a bound."""
+    """Tells whether a number is on the claimed side of a bound."""
     if side == "at most":
         return value <= bound
     return value > bound if side == "above" else value < bound
@@ -34,10 +34,10 @@ def interval(values: Sequence[float], *, claims: int = 1) -> tuple[float, float]
 
     Args:
         values: one number per seed.
-        claims: how many means are judged together, this one included.
+        claims: number of means judged together, including this one.
 
     Returns:
-        Its two ends; None for fewer than two numbers, or where one of them is not finite.
+        Its two ends; None for fewer than two numbers, or if one is not finite.
     """
     if len(values) < 2 or not all(math.isfinite(value) for value in values):
         return None
@@ -50,13 +50,13 @@ def interval(values: Sequence[float], *, claims: int = 1) -> tuple[float, float]
 
 
 def verdict(values: Sequence[float], side: Side, bound: float, *, claims: int = 1) -> Verdict:
-    """Returns what one number per seed says of a claim, by the rule in the head of this module.
+    """Returns the verdict on a claim from one number per seed, by this module's rule.
 
     Args:
         values: one number per seed.
-        side: of the bound, on which the mean is claimed to be.
+        side: of the bound on which the mean is claimed to be.
         bound: in the unit of the values.
-        claims: how many claims are judged together, this one included.
+        claims: number of claims judged together, including this one.
     """
     if len(values) < FEWEST_SEEDS:
         return "too few seeds"
@@ -69,7 +69,7 @@ def verdict(values: Sequence[float], side: Side, bound: float, *, claims: int = 
 
 @dataclass(frozen=True)
 class Spread:
-    """Sums up one number per seed."""
+    """Summarizes one number per seed."""
 
     mean: float
     deviation: float  # standard deviation of a sample; nan for a single seed
@@ -79,7 +79,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Sums up at least one number; one that is not finite makes the mean and deviation nan."""
+    """Summarizes at least one number; a non-finite one makes mean and deviation NaN."""
     if not all(math.isfinite(value) for value in values):
         return Spread(math.nan, math.nan, math.nan, math.nan, len(values))
     deviation = stdev(values) if len(values) > 1 else math.nan
@@ -87,14 +87,14 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
-    """Returns ours − theirs by seed, for the seeds that both have, in order."""
+    """Returns ours − theirs by seed, for seeds that both have, in order."""
     return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
 
 
 def shared_points(
     curves: Sequence[Sequence[tuple[int, float]]],
 ) -> tuple[list[int], list[list[float]]]:
-    """Returns the steps that all curves have, and every curve's values there."""
+    """Returns the steps common to all curves, and every curve's values there."""
     by_step = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(curve) for curve in by_step)))
     return steps, [[curve[step] for step in steps] for curve in by_step]

@@ -1,4 +1,4 @@
-"""The tables of a comparison as rows of text, which the terminal and Markdown share, and the files.
+"""Builds a comparison's tables as rows of text for terminal and Markdown, and writes its files.
 
 `Table` is a title, a head and rows; the command line draws it with rich, `markdown` as text.
 """
@@ -22,7 +22,7 @@ _UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "
 
 @dataclass(frozen=True)
 class Table:
-    """Holds one table; all columns but the first are aligned to the right unless `left` has them."""
+    """Holds one table; columns are right-aligned except the first and those in `left`."""
 
     title: str
     head: tuple[str, ...]
@@ -31,7 +31,7 @@ class Table:
 
 
 def short(number: float) -> str:
-    """Returns a number with three digits and its unit: 1.84M."""
+    """Formats a number with three digits and its unit: 1.84M."""
     for unit, letter in _UNITS:
         if abs(number) >= unit:
             return f"{number / unit:.3g}{letter}"
@@ -63,7 +63,7 @@ def size_table(file: ComparisonFile, arms: Sequence[Arm]) -> Table:
 
 
 def loss_table(results: Results) -> Table:
-    """Returns final validation losses over seeds, and scores of tasks."""
+    """Returns final validation losses over seeds, and task scores."""
     file = results.file
     tasks = sorted({task for arm in results.arms for task in arm.scores})
     head = ("arm", "runs", "validation loss", "min … max", "perplexity", *tasks)
@@ -82,7 +82,7 @@ def loss_table(results: Results) -> Table:
 
 
 def difference_table(results: Results) -> Table | None:
-    """Returns differences of losses to the baseline, paired by seed; None where there are none."""
+    """Returns differences of losses to the baseline, paired by seed; None if there are none."""
     file = results.file
     baseline = next(one.arm.label for one in results.arms if one.arm.name == file.baseline)
     published = any(entry.published.difference is not None for entry in file.arms.values())
@@ -121,7 +121,7 @@ def _interval(ends: tuple[float, float] | None) -> str:
 
 
 def claim_table(results: Results) -> Table | None:
-    """Returns the file's claims with their verdicts; None where it has none."""
+    """Returns the file's claims with their verdicts; None if it has none."""
     if not results.claims:
         return None
     rows = tuple(
@@ -140,7 +140,7 @@ def claim_table(results: Results) -> Table | None:
 
 
 def cost_table(costs: Costs) -> Table:
-    """Returns the time of a step, and relative to the baseline's."""
+    """Returns the time of a step, absolute and relative to the baseline's."""
     entries = costs.file.arms
     baseline = entries[costs.file.baseline].label or costs.file.baseline
     published = any(entry.published.time for entry in entries.values())
@@ -161,7 +161,7 @@ def _number(value: float | None) -> str:
 
 
 def how_measured(costs: Costs) -> str:
-    """Returns how often, how long, and whether the machine was quiet."""
+    """Returns the number of measurements, their length, and whether the machine was quiet."""
     config = costs.arms[0].arm.config
     words = (
         f"{costs.rounds} rounds, the arms in turn, each in a process of its own: the median of "
@@ -205,7 +205,7 @@ def write_costs(costs: Costs, arms: Sequence[Arm], folder: Path) -> list[Path]:
 
 
 def result_tables(results: Results) -> list[Table]:
-    """Returns losses, differences and claims, as far as there are any."""
+    """Returns losses, differences and claims, as far as available."""
     found = (loss_table(results), difference_table(results), claim_table(results))
     return [table for table in found if table is not None]
 
@@ -228,7 +228,7 @@ RULE = (
 
 
 def as_markdown(results: Results, arms: Sequence[Arm]) -> str:
-    """Returns the whole report: question, sizes, results, claims, where and with what."""
+    """Returns the whole report: question, sizes, results, claims, machine and code."""
     file = results.file
     parts = [f"# {file.name}"]
     if file.question:
@@ -241,7 +241,7 @@ def as_markdown(results: Results, arms: Sequence[Arm]) -> str:
 
 
 def write_results(results: Results, arms: Sequence[Arm], folder: Path) -> list[Path]:
-    """Writes NAME.md, NAME.json and, where something has finished, NAME.png."""
+    """Writes NAME.md, NAME.json and, once a run has finished, NAME.png."""
     folder.mkdir(parents=True, exist_ok=True)
     name = results.file.name
     written = [
@@ -256,7 +256,7 @@ def write_results(results: Results, arms: Sequence[Arm], folder: Path) -> list[P
 
 
 def _json(results: Results) -> str:
-    """Returns JSON for people and for git: every run on a line of its own."""
+    """Returns JSON for people and git, with every run on its own line."""
     values = as_values(results)
     runs = [json.dumps(run, allow_nan=False) for run in values.pop("runs")]
     rest = json.dumps(values, indent=1, allow_nan=False, ensure_ascii=False)

@@ -1,1 +1,1 @@
-"""Draws what the analysis has counted."""
+"""Draws the statistics of an analysis."""

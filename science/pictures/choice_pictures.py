@@ -1,4 +1,4 @@
-"""Pictures of which experts are chosen: by items, from repeat to repeat, and together."""
+"""Pictures of chosen experts: by item, from repeat to repeat, and together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ FREQUENT_ITEMS = 6000  # of the heat map
 
 
 def unique_experts(analysis: Analysis) -> Picture:
-    """Returns the curves of different experts per vocabulary item."""
+    """Draws the number of different experts per vocabulary item."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="unique_experts",
@@ -102,13 +102,13 @@ def _draw_unique(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
 
 
 def _stride(num_depths: int, group: int) -> int:
-    """Returns every how many depth steps are drawn: at most five or six, of one layer if possible."""
+    """Returns the stride of the drawn depth steps: at most five or six, of one layer if possible."""
     stride = max(1, -(-num_depths // 5))
     return stride if stride == 1 else -(-stride // group) * group
 
 
 def frequent_items(analysis: Analysis) -> Picture:
-    """Returns the heat map of the share of an item's experts that each depth step uses."""
+    """Draws a heat map of the share of an item's experts that each depth step uses."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="frequent_items",
@@ -166,7 +166,7 @@ def _draw_frequent(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
 
 
 def similarity(analysis: Analysis) -> Picture:
-    """Returns the matrices of similarity between the choices at two depth steps."""
+    """Draws the similarity between the choices at two depth steps."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="similarity",
@@ -191,7 +191,7 @@ def similarity(analysis: Analysis) -> Picture:
 
 
 def repeat_overlap(analysis: Analysis) -> Picture:
-    """Returns the matrices of overlap between the usage of two depth steps."""
+    """Draws the overlap between the usage of two depth steps."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="repeat_overlap",
@@ -242,7 +242,7 @@ def _without_diagonal(matrix: np.ndarray) -> np.ndarray:
 
 
 def _write_numbers(panel: Any, matrix: np.ndarray, high: float) -> None:
-    """Writes the value into every cell where there is room."""
+    """Writes the value into every cell if there is room."""
     if len(matrix) > 9:
         return
     for row, column in np.ndindex(matrix.shape):
@@ -257,7 +257,7 @@ def _write_numbers(panel: Any, matrix: np.ndarray, high: float) -> None:
 
 
 def co_occurrence(analysis: Analysis) -> Picture:
-    """Returns the matrices of experts that serve the same token at the same depth step."""
+    """Draws which experts serve the same token at the same depth step."""
     banks = analysis.of_kind(FEED_FORWARD)
     absent = why_nothing_is_chosen(analysis)
     if not absent and not any(_has_pairs(each) for each in banks):
@@ -287,7 +287,7 @@ def _together_rows(each: BankAnalysis) -> Table:
 
 
 def _conditional(each: BankAnalysis) -> np.ndarray:
-    """Returns the share of a row's tokens that the column has, in the order of the picture."""
+    """Returns the share of a row's tokens that the column also serves, in the picture's order."""
     together_EE = each.similarity.together_EE
     alone_E = np.diagonal(together_EE)
     order = np.argsort(-alone_E, kind="stable")

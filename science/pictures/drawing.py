@@ -1,9 +1,9 @@
-"""How the pictures are drawn: one style for all of them, readable at 600 pixels on a phone.
+"""Defines the common style of all pictures, readable at 600 pixels on a phone.
 
-Six inches wide at 200 dots per inch, so that a letter of 9 points is 12 pixels high where the
-picture is shown 600 wide. Colours are safe for colour-blind readers: cividis for amounts, the
-palette of Okabe and Ito (with markers of different shape) for what has names. What is not a number
-stays grey. matplotlib is imported when a picture is drawn, and opens no window.
+Figures are six inches wide at 200 dots per inch, so that a 9-point letter is 12 pixels high at a
+width of 600. Colors are safe for color-blind readers: cividis for amounts, and the palette of Okabe
+and Ito, with different markers, for categories. Everything else is grey. matplotlib is imported
+when a picture is drawn, and opens no window.
 """
 
 import io
@@ -32,7 +32,7 @@ def new_figure(height: float) -> Any:
 
 
 def png(figure: Any, footer: str) -> bytes:
-    """Returns the figure as a PNG, with a small line below that says what it is of."""
+    """Returns the figure as a PNG with a small footer."""
     footer = footer.replace("$", r"\$")  # which would begin mathematics
     figure.supxlabel(footer, fontsize=7, color=FAINT, x=0.99, ha="right")
     drawn = io.BytesIO()
@@ -46,7 +46,7 @@ def title(panel: Any, text: str) -> None:
 
 
 def label(panel: Any, *, x: str = "", y: str = "") -> None:
-    """Names the axes."""
+    """Labels the axes."""
     panel.set_xlabel(x, fontsize=9, color=INK)
     panel.set_ylabel(y, fontsize=9, color=INK)
     panel.tick_params(labelsize=8.5, colors=INK)
@@ -60,7 +60,7 @@ def heat(
     high: float | None = None,
     square: bool = False,
 ) -> Any:
-    """Draws a matrix in cividis, its first row at the top, and returns what a colour bar needs."""
+    """Draws a matrix in cividis, first row at the top; returns what a color bar needs."""
     import matplotlib
 
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#d9dee3")
@@ -78,13 +78,13 @@ def heat(
 
 
 def high_end(matrices: Sequence[np.ndarray], quantile: float, least: float = 1e-6) -> float:
-    """Returns where the scale of colours ends: few large values may lie above it, and are clipped."""
+    """Returns the upper end of the color scale; a few larger values are clipped."""
     known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     return max(float(np.quantile(known, quantile)), least) if len(known) else max(least, 1.0)
 
 
 def colour_bar(figure: Any, image: Any, panels: Any, text: str, *, shrink: float = 1.0) -> None:
-    """Draws the scale of colours to the right of the panels, with an arrow where values lie above."""
+    """Draws the color scale to the right of the panels, with an arrow if values exceed it."""
     drawn = panels if isinstance(panels, list) else [panels]
     above = any(np.ma.max(panel.images[0].get_array()) > image.norm.vmax for panel in drawn)
     bar = figure.colorbar(
@@ -102,21 +102,21 @@ def colour_bar(figure: Any, image: Any, panels: Any, text: str, *, shrink: float
 
 
 def row_names(panel: Any, names: Sequence[object]) -> None:
-    """Names a matrix's rows, as many as have room."""
+    """Names as many rows of a matrix as fit."""
     step = max(1, -(-len(names) // 24))
     places = range(0, len(names), step)
     panel.set_yticks(list(places), [str(names[place]) for place in places])
 
 
 def column_names(panel: Any, names: Sequence[object], *, room: int = 16) -> None:
-    """Names a matrix's columns, as many as have room."""
+    """Names as many columns of a matrix as fit."""
     step = max(1, -(-len(names) // room))
     places = range(0, len(names), step)
     panel.set_xticks(list(places), [str(names[place]) for place in places])
 
 
 def part_groups(panel: Any, members: Sequence[int]) -> None:
-    """Draws a white line between the rows of two layers, where layers have several rows."""
+    """Draws white lines between the rows of different layers, if layers have several rows."""
     if len(set(members)) == len(members):
         return
     for row in range(1, len(members)):
@@ -125,7 +125,7 @@ def part_groups(panel: Any, members: Sequence[int]) -> None:
 
 
 def line(panel: Any, x: np.ndarray, y: np.ndarray, number: int, name: str) -> None:
-    """Draws one line with markers; colour and marker follow from its number."""
+    """Draws one line with markers; its number determines color and marker."""
     panel.plot(
         x,
         y,
@@ -141,14 +141,14 @@ def line(panel: Any, x: np.ndarray, y: np.ndarray, number: int, name: str) -> No
 
 
 def finish_lines(panel: Any) -> None:
-    """Leaves a panel of lines with a light grid and no box."""
+    """Gives a panel of lines a light grid and no box."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(True, color="#e4e8ec", linewidth=0.6)
     panel.set_axisbelow(True)
 
 
 def whole_numbers(axis: Any) -> None:
-    """Puts ticks at whole numbers alone."""
+    """Puts ticks only at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))

@@ -1,7 +1,7 @@
 """Defines a picture: its figures as a table, its drawing, or why there is none.
 
-A model of the family may have no answer to a question, as a dense model has none to the one about
-experts. Then a sentence says so, and nothing is drawn that would look like an answer.
+Some questions have no answer for some models: a dense model has no expert usage. A sentence then
+says so, and nothing is drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Picture:
 
 
 def why_nothing_is_chosen(analysis: Analysis) -> str:
-    """Says why the feed-forward's experts cannot be asked what tokens chose; "" where they can."""
+    """Returns why tokens choose no feed-forward experts; "" if they do."""
     banks = analysis.of_kind(FEED_FORWARD)
     if not banks:
         return "The feed-forward of this model is dense: no router chooses experts there."
@@ -55,7 +55,7 @@ def why_nothing_is_chosen(analysis: Analysis) -> str:
 
 
 def why_usage_is_fixed(analysis: Analysis) -> str:
-    """Says why the feed-forward's usage says nothing; "" where it does."""
+    """Returns why the feed-forward's usage is uninformative; "" if it is not."""
     reason = why_nothing_is_chosen(analysis)
     if not reason and all(
         each.bank.chosen_by == "experts" for each in analysis.of_kind(FEED_FORWARD)
@@ -68,7 +68,7 @@ def why_usage_is_fixed(analysis: Analysis) -> str:
 
 
 def why_nothing_repeats(analysis: Analysis) -> str:
-    """Says why repeats of a layer cannot be compared; "" where they can."""
+    """Returns why repeats of a layer cannot be compared; "" if they can."""
     if analysis.config.model.num_repeats > 1:
         return ""
     return (
@@ -79,7 +79,7 @@ def why_nothing_repeats(analysis: Analysis) -> str:
 
 
 def bank_name(each: BankAnalysis) -> str:
-    """Returns what a panel is called: the kind, the layer's letter and its depth steps."""
+    """Returns a panel's name: the kind, the layer's letter and its depth steps."""
     bank = each.bank
     steps = ", ".join(map(str, bank.depths[:3])) + (", …" if len(bank.depths) > 3 else "")
     plural = "s" if len(bank.depths) > 1 else ""
@@ -87,12 +87,12 @@ def bank_name(each: BankAnalysis) -> str:
 
 
 def depth_rows(banks: Sequence[BankAnalysis]) -> list[tuple[BankAnalysis, int]]:
-    """Returns (bank, repeat) of all rows of a picture that has one per depth step, by layer."""
+    """Returns (bank, repeat) of all rows of a picture with one row per depth step, by layer."""
     return [(each, repeat) for each in banks for repeat in range(each.bank.num_repeats)]
 
 
 def row_labels(rows: Sequence[tuple[BankAnalysis, int]]) -> list[str]:
-    """Returns the names of such rows: the depth step, with the layer's letter where it recurs."""
+    """Returns the names of such rows: the depth step, and the layer's letter if it recurs."""
     return [
         f"{each.bank.depths[repeat]} {member_name(each.bank.member)}"
         if each.bank.num_repeats > 1
@@ -102,12 +102,12 @@ def row_labels(rows: Sequence[tuple[BankAnalysis, int]]) -> list[str]:
 
 
 def depth_label(rows: Sequence[tuple[BankAnalysis, int]]) -> str:
-    """Returns what the axis of such rows is called."""
+    """Returns the axis label of such rows."""
     return "depth step and layer" if any(r > 0 for _, r in rows) else "depth step"
 
 
 def stacked(tables: Sequence[Table]) -> Table:
-    """Returns tables with the same columns below each other."""
+    """Concatenates tables with the same columns."""
     if not tables:
         return {}
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}

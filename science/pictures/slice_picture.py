@@ -1,4 +1,4 @@
-"""The picture of the experts that single vocabulary items go to, depth step by depth step."""
+"""Draws the experts of single vocabulary items by depth step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ QUANTILE = 0.95  # the paper's, of an item's slices
 
 
 def item_slices(analysis: Analysis) -> Picture:
-    """Returns the heat maps of the depth steps at which an item's experts serve it."""
+    """Draws heat maps of the depth steps at which an item's experts serve it."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="item_slices",
@@ -82,7 +82,7 @@ def _draw(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
 
 
 def _sorted_slices(banks: Sequence[BankAnalysis], place: int) -> list[np.ndarray]:
-    """Returns an item's slice of every bank, its experts from early depth steps to late ones."""
+    """Returns an item's slice of every bank, experts sorted from early depth steps to late ones."""
     found = []
     for each in banks:
         assert each.slices is not None
@@ -92,6 +92,6 @@ def _sorted_slices(banks: Sequence[BankAnalysis], place: int) -> list[np.ndarray
 
 
 def _shown(text: str) -> str:
-    """The item as a reader can tell it: in quotes, blanks and line breaks visible."""
+    """Returns the item in quotes, with visible blanks and line breaks."""
     text = text.replace("\n", "↵").replace("\t", "→").replace("$", r"\$")
     return f"“{text}”"

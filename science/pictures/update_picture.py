@@ -1,4 +1,4 @@
-"""The picture of what every depth step does to the residual stream."""
+"""Draws each depth step's effect on the residual stream."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .picture import Picture, Table
 
 
 def update_magnitude(analysis: Analysis) -> Picture:
-    """Returns the curves of update, input, their ratio and cosine over depth."""
+    """Draws update, input, their ratio and cosine over depth."""
     return Picture(
         name="update_magnitude",
         title="Update magnitude per depth step",

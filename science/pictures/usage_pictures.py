@@ -1,4 +1,4 @@
-"""Pictures of how often experts are chosen: usage, layer preference, balance, attention's heads."""
+"""Pictures of expert usage: load, layer preference, balance, attention's heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def _usage_rows(each: BankAnalysis, repeat: int) -> Table:
 
 
 def expert_usage(analysis: Analysis) -> Picture:
-    """Returns the picture of every expert's load at every depth step."""
+    """Draws every expert's load at every depth step."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="expert_usage",
@@ -86,7 +86,7 @@ def _draw_usage(banks: Sequence[BankAnalysis]) -> Any:
 
 
 def layer_preference(analysis: Analysis) -> Picture:
-    """Returns the picture of the depth steps at which every expert is used."""
+    """Draws the depth steps at which every expert is used."""
     banks = analysis.of_kind(FEED_FORWARD)
     return Picture(
         name="layer_preference",
@@ -136,7 +136,7 @@ def _draw_preference(banks: Sequence[BankAnalysis]) -> Any:
 
 
 def chooses(each: BankAnalysis) -> bool:
-    """Returns whether tokens choose among the bank's experts."""
+    """Tells whether tokens choose among the bank's experts."""
     return (
         each.bank.chosen_by == "tokens"
         and each.bank.num_experts > each.bank.num_heads
@@ -145,7 +145,7 @@ def chooses(each: BankAnalysis) -> bool:
 
 
 def balance(analysis: Analysis) -> Picture:
-    """Returns the monitors over depth: perplexity, dead experts, gates, overlap of repeats."""
+    """Draws monitors over depth: perplexity, dead experts, gates, overlap of repeats."""
     banks = [each for each in analysis.banks if chooses(each)]
     absent = ""
     if not banks:
@@ -226,7 +226,7 @@ def _draw_balance(banks: Sequence[BankAnalysis], num_depths: int) -> Any:
 
 
 def attention_heads(analysis: Analysis) -> Picture:
-    """Returns the picture of every head's use of its experts."""
+    """Draws every head's use of its experts."""
     banks = [each for each in analysis.banks if each.bank.kind in ATTENTION_KINDS]
     absent = ""
     if not banks:
@@ -264,13 +264,13 @@ def _draw_heads(banks: Sequence[BankAnalysis]) -> Any:
 
 
 def _head_loads(each: BankAnalysis, repeat: int) -> np.ndarray:
-    """Returns the use of a bank's experts at one repeat, head after head; 1: all alike."""
+    """Returns the use of a bank's experts at one repeat, head by head; 1 is even."""
     shares_HA = each.usage.head_share_RHA[repeat]
     return shares_HA.reshape(-1) * shares_HA.shape[1]
 
 
 def _name_heads(panel: Any, num_heads: int, experts: int) -> None:
-    """Parts the heads by white lines and names them below their columns."""
+    """Separates the heads by white lines and names them below their columns."""
     for head in range(1, num_heads):
         panel.axvline(head * experts - 0.5, color="white", linewidth=2.5)
     if num_heads == 1:

@@ -32,11 +32,11 @@ PICTURES: tuple[Callable[[Analysis], Picture], ...] = (
 
 
 def check_folder(folder: Path) -> None:
-    """Checks, before hours of counting, that an analysis can be written there; makes nothing.
+    """Checks, before hours of counting, that an analysis can be written there; creates nothing.
 
     Raises:
         ValueError: a file is in the way.
-        OSError: nobody may write there.
+        OSError: the folder is not writable.
     """
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_analysis(analysis: Analysis, folder: Path) -> list[dict[str, str]]:
-    """Writes all files, replaces older ones, and returns what there is of each picture."""
+    """Writes all files, replacing older ones, and returns what exists of each picture."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {name: str(value) for name, value in analysis.facts.items()}
     written = []
@@ -66,7 +66,7 @@ def write_analysis(analysis: Analysis, folder: Path) -> list[dict[str, str]]:
 
 
 def footer_of(analysis: Analysis) -> str:
-    """Returns the line below a picture: run, step, tokens, loss and seed."""
+    """Returns the footer of a picture: run, step, tokens, loss and seed."""
     facts = analysis.facts
     return (
         f"{facts['run']}, step {facts['step']:,}; {facts['tokens']:,} {facts['split']} tokens in "
@@ -75,7 +75,7 @@ def footer_of(analysis: Analysis) -> str:
 
 
 def parquet(columns: Table, metadata: Mapping[str, str]) -> bytes:
-    """Returns a table as a Parquet file; what belongs to all rows is in its metadata, as text."""
+    """Returns a table as a Parquet file, with values common to all rows in its metadata."""
     arrays: dict[str, Any] = {name: pa.array(values) for name, values in columns.items()}
     table = pa.table(arrays).replace_schema_metadata(dict(metadata))
     file = io.BytesIO()
@@ -84,7 +84,7 @@ def parquet(columns: Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Returns the figures of an analysis that a script would ask for; unknown ones are null."""
+    """Returns an analysis' figures for scripts; unknown ones are null."""
     means_LC = analysis.updates.means_LC
     return {
         **analysis.facts,

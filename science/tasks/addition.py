@@ -1,19 +1,19 @@
-"""Addition of k operands: more of them in a test than in training ask for more steps, not for more
+"""Addition of k operands: more operands in the test than in training need more steps, not more
 knowledge.
 
 Source: Saunshi et al., "Reasoning with latent thoughts" (arXiv 2502.17416), section 2.1: up to 32
-numbers of three digits, for looped models against those with as many different layers.
+numbers of three digits, for looped models against models with as many different layers.
 
     prompt   3 1 5 + 1 2 0 + 8 2 4 =
-    answer   1 2 5 9                       without zeros in front
+    answer   1 2 5 9                       without leading zeros
 
-Each operand has `digits` digits, zeros in front included, uniform and independent. An item of k
-operands takes k·(digits + 1) tokens of prompt. For `data.targets="next"` and, since lengths differ,
+Each operand has `digits` digits, including leading zeros, uniform and independent. An item of k
+operands has a prompt of k·(digits + 1) tokens. Use `data.targets="next"` and, since lengths differ,
 `data.packing="best_fit"` with `data.document_attention=true`.
 
-Chance: of k operands of d digits the likeliest sum has probability of about
-1 / (10^d · √(2πk/12)) for large k; a model that guesses right more often has learned something.
-Test items have operands, in their order, that no training item has.
+Chance: for k operands of d digits the likeliest sum has a probability of about 1 / (10^d ·
+√(2πk/12)) for large k; a model that is right more often has learned something. No test item has the
+operands of a training item in the same order.
 """
 
 from collections.abc import Iterator
@@ -43,15 +43,15 @@ def train(
     """Yields training sums.
 
     Args:
-        split_index: which split.
-        num_splits: how many there are.
+        split_index: number of the split.
+        num_splits: number of splits.
         sums: of all splits together.
-        operands: how many numbers a sum has: one of these, separated by commas, for each.
+        operands: possible numbers of operands, separated by commas.
         digits: of each number.
         seed: of the draws.
 
     Raises:
-        ValueError: a size that makes no task.
+        ValueError: a size makes no task.
     """
     chunk = partial(_chunk, operands=_numbers(operands), digits=digits)
     yield from draw_train(chunk, sums, seed=seed, split_index=split_index, num_splits=num_splits)
@@ -63,10 +63,10 @@ train.num_splits = NUM_SPLITS  # type: ignore[attr-defined]
 def held_out(
     *, sums: int = 1000, operands: str | int = 8, digits: int = 3, seed: int = 0
 ) -> Iterator[Record]:
-    """Yields test sums; sizes as of `train`.
+    """Yields test sums; sizes as for `train`.
 
     Raises:
-        ValueError: a size that makes no task.
+        ValueError: a size makes no task.
     """
     yield from draw_held_out(
         partial(_chunk, operands=_numbers(operands), digits=digits), sums, seed=seed

@@ -1,25 +1,25 @@
-"""Composition over a knowledge graph: two facts that were learned apart, put together.
+"""Composition over a knowledge graph: combine two facts that were learned separately.
 
-Source: Wang, Yue, Su, Sun, "Grokked Transformers are implicit reasoners" (arXiv 2405.15071), section
-3 and appendix F (models that share layers); sizes as in the notebook of its code. The rebuttal of
-MoEUT (arXiv 2405.16039) reports about 70 % out of distribution.
+Source: Wang, Yue, Su, Sun, "Grokked Transformers are implicit reasoners" (arXiv 2405.15071),
+section 3 and appendix F (models that share layers); sizes as in the notebook of its code. The
+rebuttal of MoEUT (arXiv 2405.16039) reports about 70 % out of distribution.
 
 1. 2000 entities, 200 relations. Each entity has 20 different relations, each to a uniform entity:
    40,000 atomic facts (h, r, t).
 2. 5 % of them are "OOD", the others "ID".
 3. Two-hop facts (h, r1, r2) → t through a bridge, all combinations. Both hops ID: 0.5 % are the ID
-   test, the others may be trained on. Both hops OOD: the OOD test. One of each: nothing.
+   test, the others can be trained on. Both hops OOD: the OOD test. One of each: unused.
 4. Training: all atomic facts, ID and OOD, and `ratio` two-hop facts for every ID atomic fact.
 
     prompt e_17 r_3       answer e_5          an atomic fact
     prompt e_17 r_3 r_8   answer e_9          a two-hop fact
 
-For `data.targets="next"` and `data.packing="best_fit"` with data.seq_len=4: a row for each fact. The
+Use `data.targets="next"` and `data.packing="best_fit"` with data.seq_len=4: one row per fact. The
 published sizes are the defaults; a tenth is entities=200, relations=40.
 
 Chance: 1/entities. A model that knows r2 and guesses among its tails gets about
-relations/(entities·facts_per_entity), times the entities that have one, so not much more.
-Disjointness is by construction: the sides are a partition of all two-hop facts.
+relations/(entities·facts_per_entity) times the number of entities that have r2, which is not much
+more. The sides partition all two-hop facts and are therefore disjoint.
 """
 
 from collections.abc import Iterator
@@ -56,16 +56,16 @@ def words(*, entities: int = 2000, relations: int = 200) -> list[str]:
 def train(
     split_index: int, num_splits: int, *, ratio: float = 18.0, **sizes: int
 ) -> Iterator[Record]:
-    """Yields a split of the training facts, in a random order.
+    """Yields a split of the training facts, in random order.
 
     Args:
-        split_index: which split.
-        num_splits: how many there are.
-        ratio: of two-hop facts to ID atomic facts; published: 3.6, 5.4, 7.2, 9, 12.6, 18.
+        split_index: number of the split.
+        num_splits: number of splits.
+        ratio: two-hop facts per ID atomic fact; published: 3.6, 5.4, 7.2, 9, 12.6, 18.
         sizes: of `graph`.
 
     Raises:
-        ValueError: sizes that make no graph, or a ratio that it has not enough facts for.
+        ValueError: the sizes make no graph, or the graph has too few facts for the ratio.
     """
     facts = training_facts(ratio, **sizes)
     count = share_of(len(facts), split_index, num_splits)
@@ -83,14 +83,14 @@ def held_out(
 
     Args:
         split: in_distribution or out_of_distribution, two-hop facts that are never trained on; or
-            what is trained on, to see what is known: atomic_in_distribution,
+            trained facts, to test what is known: atomic_in_distribution,
             atomic_out_of_distribution, trained.
-        most: so many at most, chosen at random.
-        ratio: as in training; matters to `trained`.
+        most: upper limit, chosen at random.
+        ratio: as in training; used by `trained`.
         sizes: of `graph`.
 
     Raises:
-        ValueError: no such split, or sizes that make no graph.
+        ValueError: the split is unknown, or the sizes make no graph.
     """
     found = graph(**sizes)
     atomic = [tuple(fact) for fact in found.atomic.tolist()]
@@ -115,10 +115,10 @@ def held_out(
 def graph(
     *, entities: int = 2000, relations: int = 200, facts_per_entity: int = 20, seed: int = 0
 ) -> Graph:
-    """Draws a graph and decides which facts are on which side.
+    """Draws a graph and assigns its facts to sides.
 
     Raises:
-        ValueError: sizes that make no graph.
+        ValueError: the sizes make no graph.
     """
     check_sizes(
         entities=(entities, 2, 2**20), relations=(relations, 2, 2**20),
@@ -147,10 +147,10 @@ def graph(
 
 
 def training_facts(ratio: float, **sizes: int) -> list[tuple[int, ...]]:
-    """Returns all atomic facts and the chosen two-hop facts, in a random order.
+    """Returns all atomic facts and the chosen two-hop facts, in random order.
 
     Raises:
-        ValueError: the graph has fewer two-hop facts than the ratio asks for.
+        ValueError: the graph has too few two-hop facts for the ratio.
     """
     return _training_facts(float(ratio), tuple(sorted(sizes.items())))
 

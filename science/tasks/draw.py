@@ -1,7 +1,7 @@
-"""What the tasks share: seeded draws, and which of all possible items are kept for testing.
+"""Shared by the tasks: seeded draws, and the split of all possible items into training and test.
 
-An item belongs to one side by a hash of what is asked, never by where it was drawn: so no test item
-can be among the training data, whatever seeds, sizes and numbers of splits are chosen.
+A hash of the question assigns an item to its side, independently of where it was drawn. No test
+item can therefore be in the training data, for any seeds, sizes and numbers of splits.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ _FRUITLESS = 50  # chunks in a row without a new item: there are no more
 
 
 def is_held_out(question: str) -> bool:
-    """Returns whether an item is for testing, by a hash of its question: one of 16 is."""
+    """Tells whether an item is for testing, by a hash of its question; one in 16 is."""
     return hashlib.blake2b(question.encode(), digest_size=1).digest()[0] < _HELD_OUT
 
 
 def share_of(count: int, split_index: int, num_splits: int) -> int:
-    """Returns how many of `count` items a split gives."""
+    """Returns how many of `count` items a split yields."""
     return count // num_splits + (split_index < count % num_splits)
 
 
@@ -39,14 +39,14 @@ def draw_train(
     split_index: int,
     num_splits: int,
 ) -> Iterator[Record]:
-    """Yields a split's share of `count` training items; some may be equal.
+    """Yields a split's share of `count` training items, possibly with duplicates.
 
     Args:
-        chunk: draws some items, each a question (what decides the side) and its record.
-        count: of all splits together.
-        seed: of the draws; another one gives other items.
-        split_index: which split.
-        num_splits: how many splits there are.
+        chunk: draws some items, each a question (which decides the side) and its record.
+        count: items of all splits together.
+        seed: of the draws.
+        split_index: number of the split.
+        num_splits: number of splits.
 
     Raises:
         ValueError: every item is held out.
@@ -65,7 +65,7 @@ def draw_train(
 def draw_held_out(
     chunk: Callable[[np.random.Generator], Iterator[tuple[str, Record]]], count: int, *, seed: int
 ) -> Iterator[Record]:
-    """Yields `count` test items, no two with the same question.
+    """Yields `count` test items with different questions.
 
     Raises:
         ValueError: there are fewer.
@@ -84,10 +84,10 @@ def draw_held_out(
 
 
 def check_sizes(**sizes: tuple[int, int, int]) -> None:
-    """Checks that each value lies within its limits: name=(value, least, most).
+    """Checks that each value lies within its limits: name=(value, minimum, maximum).
 
     Raises:
-        ValueError: one does not.
+        ValueError: a value does not.
     """
     for name, (value, least, most) in sizes.items():
         if not least <= value <= most:
@@ -97,6 +97,6 @@ def check_sizes(**sizes: tuple[int, int, int]) -> None:
 def _check_draws(fruitless: int, what: str) -> None:
     if fruitless > _FRUITLESS:
         raise ValueError(
-            f"no {what} item was found in {_FRUITLESS} draws: the task is too small for so many "
-            "items, ask for fewer or for longer ones"
+            f"no {what} item was found in {_FRUITLESS} draws: the task has too few different items; "
+            "ask for fewer or for longer ones"
         )

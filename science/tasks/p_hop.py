@@ -1,25 +1,25 @@
 """p-hop induction: follow "where was this letter last, and what came after it" p times.
 
-Of a sequence X of letters, find(i) is the place behind the last earlier occurrence of the letter at
-i, and hop_p(X)_i the letter at find(find(…find(i))), p times; "none" where there is no such
-occurrence on the way. One hop is the induction head of Olsson et al. (2022).
+For a sequence X of letters, find(i) is the place after the last earlier occurrence of the letter at
+i, and hop_p(X)_i is the letter at find(find(…find(i))), p times, or "none" if an occurrence is
+missing on the way. One hop is the induction head of Olsson et al. (2022).
 
-Source: Sanford, Hsu, Telgarsky, "Transformers, parallel computation, and logarithmic depth"
-(arXiv 2402.09268), definition 4.1 (k-hop induction heads) and section 5: sequences of 100 of 4
-letters, a first token that says k from 0 to 16, labels at every position. About log2 p layers
-suffice, and fewer do not. Saunshi et al., "Reasoning with latent thoughts" (arXiv 2502.17416),
-section 2, give it to looped models.
+Source: Sanford, Hsu, Telgarsky, "Transformers, parallel computation, and logarithmic depth" (arXiv
+2402.09268), definition 4.1 (k-hop induction heads) and section 5: sequences of 100 of 4 letters, a
+first token that gives k from 0 to 16, labels at every position. About log2 p layers are necessary
+and sufficient. Saunshi et al., "Reasoning with latent thoughts" (arXiv 2502.17416), section 2, use
+it for looped models.
 
-    prompt   hops_2 none                    the number of hops, which has no label that is learned
+    prompt   hops_2 none                    the number of hops, whose label is not learned
     answer   a none b none a none b a …     pairs of a letter and its label; then "end"
 
-For `data.targets="paired"`: the model reads hops_2 a b a b … end, and is asked at each for the label
-that stands behind it. A document is 2·(length + 2) tokens with its own end, so that
-`data.seq_len = 2·(length + 2)` makes each a row of its own.
+Use `data.targets="paired"`: the model reads hops_2 a b a b … end and predicts the label after each.
+A document is 2·(length + 2) tokens with its own end, so `data.seq_len = 2·(length + 2)` gives each
+its own row.
 
-Chance: of labels that are letters 1/letters; always "none", or the best constant, gets what
-`constant_accuracy` measures. Test items have letters that no training item has, with whatever number
-of hops. Longer sequences are out of distribution.
+Chance: 1/letters for labels that are letters; the best constant, such as always "none", reaches
+`constant_accuracy`. No test item has the letters of a training item, for any number of hops. Longer
+sequences are out of distribution.
 """
 
 from collections import Counter
@@ -50,10 +50,10 @@ def train(
     letters: int = 4,
     seed: int = 0,
 ) -> Iterator[Record]:
-    """Yields training sequences, with 1 to `hops` hops each.
+    """Yields training sequences with 1 to `hops` hops each.
 
     Raises:
-        ValueError: a size that makes no task.
+        ValueError: a size makes no task.
     """
     chunk = partial(_chunk, length=length, hops=(1, hops), letters=letters)
     yield from draw_train(
@@ -73,10 +73,10 @@ def held_out(
     letters: int = 4,
     seed: int = 0,
 ) -> Iterator[Record]:
-    """Yields test sequences, with `least_hops` to `hops` hops each.
+    """Yields test sequences with `least_hops` to `hops` hops each.
 
     Raises:
-        ValueError: a size that makes no task.
+        ValueError: a size makes no task.
     """
     chunk = partial(_chunk, length=length, hops=(least_hops, hops), letters=letters)
     yield from draw_held_out(chunk, sequences, seed=seed)
@@ -93,13 +93,13 @@ def hop(letters_BS: np.ndarray, hops_B: np.ndarray) -> np.ndarray:
 
 
 def constant_accuracy(records: list[Record]) -> float:
-    """Returns how many of the labels the best constant answer gets."""
+    """Returns the share of labels that the best constant answer gets right."""
     labels = Counter(label for record in records for label in record["answer"].split()[1::2])
     return labels.most_common(1)[0][1] / labels.total()
 
 
 def _find(letters_BS: np.ndarray) -> np.ndarray:
-    """Returns the place behind the last earlier occurrence of every letter; −1: there is none."""
+    """Returns the place after the last earlier occurrence of every letter; −1 if there is none."""
     num_rows, length = letters_BS.shape
     found_BS = np.full((num_rows, length), -1)
     last_BL = np.full((num_rows, int(letters_BS.max()) + 1), -1)
@@ -113,7 +113,7 @@ def _find(letters_BS: np.ndarray) -> np.ndarray:
 
 
 def _gather(values_BS: np.ndarray, place_BS: np.ndarray) -> np.ndarray:
-    """Returns the values at the places; −1 where there is none."""
+    """Returns the values at the places; −1 where there is no place."""
     found_BS = np.take_along_axis(values_BS, np.maximum(place_BS, 0), axis=1)
     return np.where(place_BS >= 0, found_BS, -1)
 

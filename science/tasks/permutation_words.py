@@ -1,8 +1,8 @@
-"""Words over a permutation group: the product of all elements so far, at every position.
+"""Words over a permutation group: predict the product of all elements so far, at every position.
 
-A model that keeps a state, one element at a time, is right at any length; one of fixed depth cannot
-be for all lengths if the group is not solvable (Barrington 1989: such word problems are complete
-for NC¹), unless its depth grows with the length, as more loops make it.
+A model that keeps a state, one element at a time, is correct at any length. If the group is not
+solvable, a model of fixed depth cannot be correct at all lengths (Barrington 1989: such word
+problems are complete for NC¹), unless its depth grows with the length, as with more loops.
 
 Source: Merrill, Petty, Sabharwal, "The illusion of state in state-space models" (arXiv 2404.08819),
 section 5: words of A5, S5 and of the abelian Z60, with all elements as symbols, a label at every
@@ -12,12 +12,12 @@ programs recognize exactly those languages in NC¹", JCSS 38 (1989).
     prompt   start p_01234                 the identity, which is not learned
     answer   p_10234 p_10234 p_02134 … end pairs of an element and the product up to it
 
-For `data.targets="paired"`: a document is 2·(length + 2) tokens with its own end. An element is
-written as the images of 0 … n−1; a product applies the element to the left first. Of S3 and S4 and
-Z60, which are solvable, a model of fixed depth may learn all lengths in principle.
+Use `data.targets="paired"`: a document is 2·(length + 2) tokens with its own end. An element is
+written as the images of 0 … n−1; a product applies the element to the left first. S3, S4 and Z60
+are solvable, so a model of fixed depth can learn all lengths in principle.
 
-Chance: from the first element on, 1 / (number of elements). Test words are of no training word's
-elements in their order; words that are longer are out of distribution.
+Chance: from the first element on, 1 / (number of elements). No test word equals a training word;
+longer words are out of distribution.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def train(
     """Yields training words of independent, uniform elements.
 
     Raises:
-        ValueError: no such group, or a length that makes no task.
+        ValueError: the group is unknown, or the length makes no task.
     """
     chunk = partial(_chunk, length=length, group=group)
     yield from draw_train(
@@ -67,10 +67,10 @@ train.num_splits = NUM_SPLITS  # type: ignore[attr-defined]
 def held_out(
     *, sequences: int = 1000, length: int = 16, group: str = "a5", seed: int = 0
 ) -> Iterator[Record]:
-    """Yields test words; as `train`.
+    """Yields test words, like `train`.
 
     Raises:
-        ValueError: no such group, or a length that makes no task.
+        ValueError: the group is unknown, or the length makes no task.
     """
     yield from draw_held_out(partial(_chunk, length=length, group=group), sequences, seed=seed)
 
@@ -80,7 +80,7 @@ def elements(group: str) -> tuple[Permutation, ...]:
     """Returns the elements of a group as permutations, the identity first.
 
     Raises:
-        ValueError: there is no such group.
+        ValueError: the group is unknown.
     """
     if group not in _SIZES:
         raise ValueError(f"group={group!r}: it is one of {', '.join(_SIZES)}")
@@ -92,7 +92,7 @@ def elements(group: str) -> tuple[Permutation, ...]:
 
 
 def name_of(element: Permutation) -> str:
-    """Returns an element's word: its images, or of Z60 by how much it turns."""
+    """Returns an element's word: its images, or its rotation for Z60."""
     return f"z_{element[0]}" if len(element) == _CYCLIC else f"p_{''.join(map(str, element))}"
 
 
@@ -108,7 +108,7 @@ def _names(group: str) -> list[str]:
 
 @cache
 def _table(group: str) -> np.ndarray:
-    """Returns the number of the product of two elements: the row's is applied first."""
+    """Returns the product table of element numbers; the row's element is applied first."""
     found = elements(group)
     number = {element: index for index, element in enumerate(found)}
     return np.array(

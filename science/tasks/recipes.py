@@ -1,12 +1,13 @@
-"""Defines the recipes and test sets of the tasks (science/docs/tasks.md): dense, naive UT and MoEUT on each.
+"""Defines the tasks' recipes and test sets (science/docs/tasks.md): dense, naive UT and MoEUT for
+each.
 
     moebius train moebius_science.tasks.recipes:p_hop_moeut
 
-Of one task all arms have the same width, depth and multiply-accumulates of a token's experts or
-feed-forward, and see the same items in the same order. The naive UT shares one layer among all depth
-steps and so has few parameters; MoEUT shares two, whose experts make up for it: about as many
-parameters as the dense arm. Small enough for one thread of a CPU, but for the published size of
-composition: 8 layers of GPT-2's width, and as the naive UT that paper's 4 layers, twice.
+All arms of a task have equal width, depth and multiply-accumulates per token in experts or
+feed-forward, and see the same items in the same order. The naive UT shares one layer among all
+depth steps and has few parameters. MoEUT shares two, whose experts bring it to about the dense
+arm's number of parameters. All are small enough for one CPU thread, except the published size of
+composition: 8 layers of GPT-2's width, and for the naive UT that paper's 4 layers, applied twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ Tests = Mapping[str, Callable[[], Iterable[Record]]]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Holds the sizes that the arms of a task have in common."""
+    """Holds the sizes shared by the arms of a task."""
 
     d_model: int = 64
     heads: int = 2
@@ -58,7 +59,7 @@ class ModelSize:
 
     @property
     def _experts(self) -> dict[str, Any]:
-        """Two layers, with as many columns in their experts as all dense layers have."""
+        """Returns two layers whose experts have as many columns as all dense layers together."""
         attention = {
             "kind": "switchhead",
             "num_experts": self.layers // 2,
@@ -104,7 +105,7 @@ def _prepare(**values: Any) -> dict[str, Any]:
 
 
 def _p_hop() -> Task:
-    """p-hop induction at half the published size."""
+    """Returns p-hop induction at half the published size."""
     sizes = {"letters": 4, "hops": 8}
     same = {"sequences": 512, "length": 48, **sizes}
     prepare = _prepare(
@@ -125,7 +126,7 @@ def _p_hop() -> Task:
 
 
 def _addition() -> Task:
-    """Addition of 2, 4 or 8 numbers of two digits."""
+    """Returns addition of 2, 4 or 8 numbers of two digits."""
     held_out = {"sums": 512, "digits": 2}
     prepare = _prepare(
         input=[input_of("addition", "train", sums=200_000, operands="2,4,8", digits=2)],
@@ -150,7 +151,7 @@ def _addition() -> Task:
 
 
 def _permutation_words() -> Task:
-    """Words over A5: 12 elements, and 24 and 36 in the tests."""
+    """Returns words over A5: 12 elements, and 24 and 36 in the tests."""
     held_out = {"sequences": 512, "group": "a5"}
     prepare = _prepare(
         input=[input_of("permutation_words", "train", sequences=200_000, length=12, group="a5")],
@@ -187,7 +188,7 @@ _COMPOSITION_TESTS: dict[str, dict[str, Any]] = {
 
 
 def _composition(size: ModelSize, training: Sections, *, entities: int, relations: int) -> Task:
-    """Composition over a knowledge graph, with 12.6 two-hop facts a fact."""
+    """Returns composition over a knowledge graph, with 12.6 two-hop facts per fact."""
     words = {"entities": entities, "relations": relations}
     graph = {"ratio": 12.6, **words}
     prepare = _prepare(
@@ -208,14 +209,14 @@ def _composition(size: ModelSize, training: Sections, *, entities: int, relation
 
 
 def _composition_tenth() -> Task:
-    """Composition with a tenth of the published entities."""
+    """Returns composition with a tenth of the published entities."""
     training = _training(steps=40_000, batch=512, weight_decay=0.3)
     training["optim"]["learning_rate"] = 1e-3
     return _composition(ModelSize(layers=8), training, entities=200, relations=40)
 
 
 def _composition_published() -> Task:
-    """Composition at the published size, by its protocol."""
+    """Returns composition at the published size, by its protocol."""
     size = ModelSize(
         d_model=768,
         heads=12,
@@ -246,7 +247,7 @@ def _composition_published() -> Task:
 
 
 def _training(*, steps: int, batch: int = 32, weight_decay: float = 0.01) -> Sections:
-    """Returns the sections that small runs have in common."""
+    """Returns the sections shared by small runs."""
     optim = {
         "learning_rate": 3e-3,
         "warmup_steps": 50,
@@ -277,7 +278,7 @@ ARMS = ("dense", "naive_ut", "moeut")
 
 
 def task_of(config: moebius.Config) -> str | None:
-    """Returns the task whose training data a run reads; None: of no task here."""
+    """Returns the task whose training data a run reads, or None."""
     for name, make in TASKS.items():
         if tuple(config.prepare.input) == tuple(make().sections["prepare"]["input"]):
             return name

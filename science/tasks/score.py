@@ -1,12 +1,12 @@
 """Scores trained models on test items by exact match: does the model write the whole answer?
 
-The answer that a model writes, taking the likeliest token each time, is the right one exactly if the
-likeliest token is right at every place of it, given the right ones before. So one pass over prompt and
-answer decides, and nothing is generated. With `data.targets="paired"` the model is asked at every input
-behind the prompt for its label.
+Greedy decoding writes the right answer exactly if the likeliest token is right at every place of
+the answer, given the right tokens before it. One pass over prompt and answer therefore decides,
+without generation. With `data.targets="paired"` the model predicts the label of every input after
+the prompt.
 
-A model whose layers are shared may apply them more often, or less, than in training: the weights are
-the same. So a task can be asked at two or three times the length with more loops.
+A model with shared layers can apply them more or less often than in training, with the same
+weights. A task of two or three times the length can thus be asked with more loops.
 
 Legend: B items of a batch, S positions.
 """
@@ -37,7 +37,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Holds how a model does on one test set."""
+    """Holds a model's scores on one test set."""
 
     exact_match: float
     """The fraction of the items whose whole answer is right, its end included."""
@@ -50,7 +50,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class RunScores:
-    """Holds what one checkpoint scores on the test sets of a task, by their names."""
+    """Holds a checkpoint's scores on a task's test sets, by name."""
 
     run: str
     seed: int
@@ -73,10 +73,10 @@ def score_run(
         run_dir: the run folder.
         tests: functions that return the records of a set, by its name.
         step: of the checkpoint; None: the newest.
-        depth_steps: how often layers are applied in all; None: as in training.
+        depth_steps: total number of layer applications; None: as in training.
 
     Raises:
-        ValueError: the run cannot be read, or the model cannot be asked.
+        ValueError: the run cannot be read, or the model cannot be scored.
     """
     loaded = moebius.load(run_dir, step=step, depth_steps=depth_steps)
     scores = {name: score(loaded, read_items(loaded, make())) for name, make in tests.items()}
@@ -116,10 +116,10 @@ def read_items(loaded: moebius.LoadedModel, records: Iterable[Record]) -> list[I
 
 @torch.no_grad()
 def score(loaded: moebius.LoadedModel, items: Sequence[Item]) -> ExactMatch:
-    """Scores a model on items; those of one length share a batch, without padding.
+    """Scores a model on items; items of equal length share a batch, without padding.
 
     Raises:
-        ValueError: the score of an item would depend on later tokens or on other items.
+        ValueError: an item's score would depend on later tokens or on other items.
     """
     _check_promises(loaded.config)
     paired = loaded.config.data.targets == "paired"

@@ -1,4 +1,4 @@
-"""Analyses of tiny models without a run folder, and what plain loops count in the same passes."""
+"""Analyses of tiny models without a run folder, and plain-loop counts of the same passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,9 @@ ITEMS = (Item(3, "three"), Item(5, "$five\n"))
 
 
 def tiny_model(name: str, *overrides: str) -> moebius.LoadedModel:
-    """A recipe's model with small widths and opinionated routers: loads are uneven, tokens halt."""
+    """Returns a recipe's model with small widths and strong router preferences: uneven loads,
+    halting.
+    """
     small = {"model.d_model": 24, "model.attention.d_head": 6}
     if moebius.recipe(name).model.experts is None:
         small["model.feed_forward.d_feed_forward"] = 20
@@ -32,7 +34,7 @@ def tiny_model(name: str, *overrides: str) -> moebius.LoadedModel:
 
 @torch.no_grad()
 def make_uneven(model: Any) -> None:
-    """Adds noise to routers, and something in common to all rows."""
+    """Adds noise to routers, and a common component to all rows."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "router" in name or "halting" in name:
@@ -44,7 +46,9 @@ def make_uneven(model: Any) -> None:
 def traces_of(
     loaded: moebius.LoadedModel, *, count: int = 2, rows: int = 4, length: int = 6, padded: bool
 ) -> list[moebius.Trace]:
-    """Passes of few token ids, so that each comes often; the last positions do not count, or do."""
+    """Returns passes with few token ids, so that each occurs often; the last positions may not
+    count.
+    """
     rows = max(rows, loaded.config.model.evaluation_group_sequences)
     found = []
     for number in range(count):
@@ -62,7 +66,7 @@ def traces_of(
 def analysis_of(
     loaded: moebius.LoadedModel, traces: Sequence[moebius.Trace], *, run: str = "tiny"
 ) -> Analysis:
-    """The analysis of these passes."""
+    """Returns the analysis of these passes."""
     found = Analysis(Path(run), loaded.config, 7, "validation", ITEMS)
     for seen in traces:
         found.add(seen)
@@ -70,7 +74,7 @@ def analysis_of(
 
 
 def analysed(name: str, *overrides: str, **settings: Any) -> tuple[list[moebius.Trace], Analysis]:
-    """The passes of a tiny model and their analysis."""
+    """Returns the passes of a tiny model and their analysis."""
     loaded = tiny_model(name, *overrides)
     traces = traces_of(loaded, **({"padded": False} | settings))
     return traces, analysis_of(loaded, traces)
@@ -78,7 +82,7 @@ def analysed(name: str, *overrides: str, **settings: Any) -> tuple[list[moebius.
 
 @dataclass
 class Counted:
-    """What plain loops find in the routes of one bank."""
+    """Holds the counts of plain loops over the routes of one bank."""
 
     # by repeat, then by token in the order of the passes: (expert, gate weight) of every choice
     choices: list[list[list[tuple[int, float]]]]
@@ -86,7 +90,7 @@ class Counted:
 
 
 def count_by_loops(traces: Sequence[moebius.Trace], layer: str) -> Counted:
-    """Goes through every route of one sparse layer."""
+    """Loops over every route of one sparse layer."""
     found: Counted | None = None
     for seen in traces:
         passes = [routes for routes in seen.routes if routes.layer == layer]

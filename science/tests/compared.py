@@ -1,4 +1,4 @@
-"""A comparison of two tiny arms, for tests: its file, its arms and its runs."""
+"""A comparison of two tiny arms for tests: its file, its arms and its runs."""
 
 import json
 import time
@@ -55,7 +55,7 @@ recipe = "moeut_g1"
 
 
 def write_comparison(place: Path, text: str = TINY) -> Path:
-    """The file in a folder, and the text that it trains on."""
+    """Writes the file and its training text into a folder."""
     file = place / "tiny.toml"
     file.write_text(text, encoding="utf-8")
     return file
@@ -64,7 +64,7 @@ def write_comparison(place: Path, text: str = TINY) -> Path:
 def planned(
     place: Path, text: str = TINY, overrides: Sequence[str] = ()
 ) -> tuple[ComparisonFile, list[Arm], list[PlannedRun]]:
-    """What `moebius compare` plans of a file."""
+    """Returns the plan that `moebius compare` makes of a file."""
     file = read_file(write_comparison(place, text))
     arms = plan_arms(file, overrides, origin="tiny.toml")
     runs = with_data(plan_runs(file, arms, place / "runs"), str(place / "data"))
@@ -72,7 +72,7 @@ def planned(
 
 
 def finish(run: PlannedRun, *, state: str = "SUCCEEDED", steps: int | None = None) -> None:
-    """Writes what a run leaves behind that has made its steps, with a loss of 1."""
+    """Writes the output of a run that made its steps, with a loss of 1."""
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config.save(run.folder / "config.json")
     steps = run.config.train.steps if steps is None else steps
@@ -92,7 +92,7 @@ def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def wait_for(happened: Callable[[], object], *, timeout_s: float = 30.0) -> None:
-    """Waits until something is true."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"nothing happened in {timeout_s:g} s"

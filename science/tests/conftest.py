@@ -1,4 +1,4 @@
-"""A tiny run that several tests look at, and one thread for torch."""
+"""A tiny run shared by several tests, and one thread for torch."""
 
 from pathlib import Path
 

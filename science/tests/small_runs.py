@@ -1,4 +1,4 @@
-"""The smallest run, and text for it."""
+"""The smallest run, and its text."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TINY = (
 
 
 def write_texts(file: Path, count: int) -> Path:
-    """Documents of some ninety characters."""
+    """Writes documents of about ninety characters."""
     lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(count)]
     file.write_text("\n".join(lines), encoding="utf-8")
     return file

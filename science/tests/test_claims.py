@@ -1,4 +1,4 @@
-"""The measures and the rule behind science/claims/, and that it runs from text to verdict."""
+"""The measures and the rule of science/claims/, and a run from text to verdict."""
 
 import json
 import math
@@ -139,7 +139,7 @@ def test_a_verdict_is_corrected_for_the_number_of_findings() -> None:
 def granular_runs(
     with_norm: tuple[float, ...], without: tuple[float, ...]
 ) -> dict[str, list[dict]]:
-    """Five equal seeds with the given final losses at G = 1, 4, 8."""
+    """Returns five equal seeds with the given final losses at G = 1, 4, 8."""
     losses = {True: with_norm, False: without}
     return {
         granular(value, norm=norm): [{"validation_loss": [(0, 6.0), (9, losses[norm][n])]}] * 5
@@ -165,7 +165,7 @@ def test_granularity_has_two_verdicts() -> None:
 def toy_run(
     *, curve=((0, 6.0), (50, 4.0), (100, 3.0)), violation=1.0, collapse=(1.0, 1.0), ratio=0.9
 ) -> dict:
-    """A record as claims_runs.py makes them, with what the judges and the pictures read."""
+    """Returns a record like those of claims/runs.py, with everything that judges and pictures read."""
 
     def layer(value: float) -> dict:
         windows = {
@@ -252,7 +252,7 @@ def ending(loss: float) -> dict:
 
 
 def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> None:
-    """Seeds differ by more than arms do; what decides is the difference within each."""
+    """Seeds differ by more than arms do, so the difference within each seed decides."""
 
     def verdict(learned: tuple[float, ...], uniform: tuple[float, ...]) -> str:
         runs = {

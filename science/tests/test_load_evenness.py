@@ -1,4 +1,4 @@
-"""Figures of how evenly experts are used, by hand."""
+"""Figures of evenness, checked by hand."""
 
 import json
 from pathlib import Path

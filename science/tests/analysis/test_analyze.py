@@ -1,4 +1,4 @@
-"""`moebius analyze` from a run folder: the stream is that of an evaluation, bad input is refused."""
+"""`moebius analyze` from a run folder: reads the stream of an evaluation, refuses bad input."""
 
 import json
 import shutil

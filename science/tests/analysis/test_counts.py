@@ -1,4 +1,4 @@
-"""Every statistic against a plain count over the routes and states of tiny models."""
+"""Every statistic, against plain counts over the routes and states of tiny models."""
 
 import itertools
 import math
@@ -203,7 +203,7 @@ def test_the_usual_items_are_some_of_the_most_frequent() -> None:
 
 
 def slow_order(shares: list[list[float]]) -> list[int]:
-    """The paper's rule, expert by expert: shares[r][e]."""
+    """Implements the paper's rule expert by expert: shares[r][e]."""
     places = []
     for e in range(len(shares[0])):
         column = [row[e] for row in shares]
@@ -241,7 +241,7 @@ def bank_of(num_experts: int) -> Bank:
 
 
 def one_sided(num_tokens: int, num_experts: int) -> Choices:
-    """All tokens to expert 2."""
+    """All tokens choose expert 2."""
     token_N = torch.arange(num_tokens)
     return Choices(
         token_N, torch.full_like(token_N, 2), torch.ones(num_tokens), num_tokens, num_experts
@@ -278,7 +278,7 @@ def test_no_token_at_all_is_unknown_and_not_zero() -> None:
 
 
 def test_many_tokens_are_counted_in_blocks() -> None:
-    """More tokens than a block holds give what all at once give."""
+    """More tokens than fit into a block give the same as all at once."""
     bank = bank_of(7)
     rng = torch.Generator().manual_seed(0)
     of_repeats = []

@@ -1,4 +1,4 @@
-"""Which pictures a model of the family has, and what is drawn and written."""
+"""Which pictures each model of the family has, and what is drawn and written."""
 
 from pathlib import Path
 
@@ -153,7 +153,7 @@ def test_figures_for_scripts_have_null_for_the_unknown() -> None:
 )
 @pytest.mark.filterwarnings("error")
 def test_every_model_of_the_family_is_drawn(name: str, tmp_path: Path) -> None:
-    """Without a warning of matplotlib or numpy, at full size."""
+    """At full size, without warnings from matplotlib or numpy."""
     for picture in write_analysis(analysed(name, count=1)[1], tmp_path):
         if not picture["absent"]:
             pixels = imread(picture["png"])

@@ -1,4 +1,4 @@
-"""`moebius compare` from its file to its table: through the command line, killed and resumed."""
+"""`moebius compare` from file to table: through the command line, killed and resumed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from moebius_science.compare_command import main
 
 
 def finish_with(run: PlannedRun, loss: float) -> None:
-    """Writes what a finished run leaves behind that was killed once."""
+    """Writes the output of a finished run that was killed once."""
     finish(run)
     steps = run.config.train.steps
     losses = [(0, 6.0), (3, 5.0), (3, 4.5), (steps, loss)]

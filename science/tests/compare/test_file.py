@@ -1,4 +1,4 @@
-"""What a comparison's file may say, and what is said about one that cannot be used."""
+"""The file of a comparison, and the errors for invalid ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Spread, paired differences and verdicts, against numbers that were computed by hand."""
+"""Spread, paired differences and verdicts, against numbers computed by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Addition of many numbers, added up digit by digit as on paper."""
+"""Addition of many numbers, checked digit by digit as on paper."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from moebius_science.tasks.addition import held_out, train, words
 
 
 def on_paper(numbers: list[str]) -> str:
-    """Column by column from the right, with a carry."""
+    """Adds column by column from the right, with a carry."""
     columns, carry, found = list(zip(*numbers, strict=True))[::-1], 0, ""
     for column in columns:
         carry += sum("0123456789".index(digit) for digit in column)
@@ -37,7 +37,7 @@ def test_answers_are_those_of_adding_up_on_paper():
 
 
 def test_no_test_sum_is_trained_on_whatever_the_seed():
-    """Of the 100 sums of two digits nearly all that may be trained on are drawn."""
+    """Nearly all trainable ones of the 100 sums of two digits are drawn."""
     small = {"operands": 2, "digits": 1}
     trained = {
         record["prompt"] for seed in range(3) for record in records(seed, **small, seed=seed)

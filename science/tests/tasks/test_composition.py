@@ -1,4 +1,4 @@
-"""Composition over a knowledge graph, against a graph of dictionaries that is walked fact by fact."""
+"""Composition over a knowledge graph, against a dictionary graph walked fact by fact."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def kept_out(split: str, **changes: int) -> list[Fact]:
 
 
 def walk(atomic: dict[tuple[str, str], str]) -> set[Fact]:
-    """Every two-hop fact of a graph."""
+    """Returns every two-hop fact of a graph."""
     return {
         (head, first, second, tail)
         for (head, first), bridge in atomic.items()

@@ -1,4 +1,4 @@
-"""p-hop induction against its definition, written down once more and followed letter by letter."""
+"""p-hop induction, against its definition implemented again, letter by letter."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SIZES = {"length": 12, "hops": 5, "letters": 3}
 
 
 def find(text: str, place: int) -> int | None:
-    """The largest j <= place with X[j - 1] = X[place] (arXiv 2402.09268, definition 4.1)."""
+    """Returns the largest j <= place with X[j - 1] = X[place] (arXiv 2402.09268, definition 4.1)."""
     return max((j for j in range(1, place + 1) if text[j - 1] == text[place]), default=None)
 
 
@@ -20,7 +20,7 @@ def label(text: str, place: int, hops: int) -> str:
 
 
 def read(record: dict[str, str]) -> tuple[int, str, list[str]]:
-    """Hops, letters, labels."""
+    """Returns hops, letters, labels."""
     asked, nothing = record["prompt"].split()
     *pairs, end = record["answer"].split()
     assert (nothing, end) == ("none", "end")
@@ -92,5 +92,5 @@ def test_sizes_that_make_no_task_are_refused(changes, message):
 
 
 def test_more_test_items_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match="the task is too small for so many items"):
+    with pytest.raises(ValueError, match="the task has too few different items"):
         list(held_out(sequences=64, length=3, hops=1, letters=2))

@@ -1,4 +1,4 @@
-"""Words over groups: every label is followed point by point through the permutations so far."""
+"""Words over groups: labels are checked by following every point through the permutations."""
 
 import pytest
 
@@ -8,14 +8,14 @@ ORDERS = {"s3": 6, "s4": 24, "a4": 12, "s5": 120, "a5": 60, "z60": 60}
 
 
 def read(record: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Elements, products."""
+    """Returns elements and products."""
     *pairs, end = record["answer"].split()
     assert (record["prompt"].split()[0], end) == ("start", "end")
     return pairs[::2], pairs[1::2]
 
 
 def follow(given: list[str]) -> str:
-    """Where each point ends that goes through one permutation after the other."""
+    """Returns where each point ends after all permutations."""
     if given[0].startswith("z_"):
         return f"z_{sum(int(word[2:]) for word in given) % 60}"
     images = [word.removeprefix("p_") for word in given]
@@ -42,13 +42,13 @@ def test_groups_have_their_orders_and_begin_with_the_identity():
 
 
 def test_the_group_is_not_abelian_where_it_matters():
-    """Else the order would not count, and counting elements would do."""
+    """Otherwise the order would not matter, and counting elements would suffice."""
     a, b = "p_12034", "p_02341"
     assert follow([a, b]) != follow([b, a])
 
 
 def test_no_test_word_is_trained_on_whatever_the_seed():
-    """Of the 216 words of three elements nearly all that may be trained on are drawn."""
+    """Nearly all trainable ones of the 216 words of three elements are drawn."""
     trained = {
         tuple(read(record)[0])
         for seed in range(3)

@@ -1,4 +1,4 @@
-"""The recipes of tasks: documents fill their rows as the tokens are counted, and arms are fair."""
+"""The tasks' recipes: documents fill their rows, and arms are fair."""
 
 from itertools import islice
 
@@ -26,7 +26,7 @@ def test_every_recipe_is_found_by_its_name_and_fits_one_machine(task: str) -> No
 
 @pytest.mark.parametrize("task", SMALL)
 def test_test_items_fit_the_rows_of_the_recipe(task: str) -> None:
-    """In tokens with the end: one token per word."""
+    """In tokens including the end, with one token per word."""
     data = recipe(task, "dense").data
     name, make = next(iter(TASKS[task]().tests.items()))
     assert name.startswith("in_distribution")

@@ -1,4 +1,4 @@
-"""Exact match: against answers that are really written token by token, and of saved checkpoints."""
+"""Exact match, against answers generated token by token and on saved checkpoints."""
 
 import json
 from dataclasses import astuple, replace
@@ -23,7 +23,7 @@ FEW = 7  # token ids in the items, so that an untrained model is sometimes right
 
 
 def loaded(targets: str = "next") -> moebius.LoadedModel:
-    """An untrained model whose likeliest tokens are few."""
+    """Returns an untrained model with few likely tokens."""
     config = moebius.recipe("smoke", *TINY, f"data.targets={targets}", "data.seq_len=16")
     model: Any = moebius.build(config).eval()
     with torch.no_grad():
@@ -33,7 +33,7 @@ def loaded(targets: str = "next") -> moebius.LoadedModel:
 
 
 def written(asked: moebius.LoadedModel, item: Item) -> list[int]:
-    """What the model writes behind the prompt, token by token."""
+    """Returns the model's continuation of the prompt, token by token."""
     tokens = item.tokens[: item.num_prompt].tolist()
     while len(tokens) < len(item.tokens):
         tokens.append(int(asked.logits(torch.tensor([tokens]))[0, -1].argmax()))
@@ -41,7 +41,7 @@ def written(asked: moebius.LoadedModel, item: Item) -> list[int]:
 
 
 def test_it_is_what_writing_the_answer_gives() -> None:
-    """Prompts of 1 to 3 tokens and answers of 1 to 2, the end included."""
+    """Prompts of 1 to 3 tokens and answers of 1 to 2, including the end."""
     asked, rng = loaded(), np.random.default_rng(0)
     items = []
     for _ in range(60):
@@ -54,7 +54,7 @@ def test_it_is_what_writing_the_answer_gives() -> None:
 
 
 def test_of_pairs_the_labels_of_the_inputs_behind_the_prompt_are_asked() -> None:
-    """One pair of prompt, two of answer, the last with the end."""
+    """One pair of prompt and two of answer, the last with the end."""
     asked, rng = loaded("paired"), np.random.default_rng(1)
     pairs = [Item(rng.integers(FEW, size=6), 2) for _ in range(200)]
     exact, inner, loss = 0, 0, 0.0
