@@ -1,14 +1,13 @@
-"""What happens where a record batch is not as it was written: fail, fetch it elsewhere, or pass over
-its rows and say so.
+"""Handles damaged record batches: fail, read them elsewhere, or replace their rows.
 
     fail      the error names file, batch and bytes, and ends the run
-    refetch   it is read again, then from the copies of the folder that `data.replicas` names
-    skip      as refetch; if nothing helps its rows are replaced by others of their window
+    refetch   reads the batch again, then from the copies in `data.replicas`
+    skip      like refetch; if that fails, other rows of the window replace the lost ones
 
-Which row replaces a lost one is a pure function of the order: the first whole one from half a window
-further on. So every rank, whatever the number of ranks, decides alike without a word to the others.
-Each replaced row is also written down, in `skipped/` of the run folder, one file per rank: a run
-that is resumed repeats what was decided, though the file may be whole again by then.
+The replacement is a pure function of the order: the first intact row from half a window further on. All
+ranks therefore agree without communication, whatever their number. Each rank also records its replaced
+rows in `skipped/` of the run folder. A resumed run repeats the replacements, even if the file has been
+repaired since.
 """
 
 import json
@@ -34,12 +33,12 @@ RowKey = tuple[str, int, int, int]
 """Source, epoch, segment, row."""
 
 _TRIES = 3
-_PAUSE_S = 0.2  # doubled from try to try: what a network file system may need to come to itself
+_PAUSE_S = 0.2  # doubles with every try: a network file system may recover
 
 
 @dataclass(frozen=True)
 class SkippedBatch:
-    """Names a record batch that was passed over, and why."""
+    """Names a record batch that was skipped, and why."""
 
     source: str
     segment: int
@@ -49,29 +48,28 @@ class SkippedBatch:
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """Names a row that was replaced, when, and by which row of the same segment."""
+    """Names a replaced row, its sample, and its replacement from the same segment."""
 
     source: str
     epoch: int
     segment: int
     row: int
-    sample: int  # the global number of the sample that it was to be
+    sample: int  # the global sample number
     replaced_by: int
 
     @property
     def key(self) -> RowKey:
-        """Returns what names the row."""
+        """Returns (source, epoch, segment, row)."""
         return self.source, self.epoch, self.segment, self.row
 
 
 class SkipList:
-    """Keeps what was passed over, in memory and in a folder's files, one per rank.
+    """Keeps skipped batches and replaced rows, in memory and in one file per rank.
 
     Args:
-        folder: where the files are; None: in memory only.
-        rank: whose file is written, while those of all ranks are read; None: the files stay as they
-            are, for who only looks at a run.
-        most_batches: so many damaged record batches may be passed over, and not one more.
+        folder: the folder of the files; None keeps them in memory only.
+        rank: whose file to write; all ranks' files are read. None only reads.
+        most_batches: how many damaged record batches may be skipped.
 
     Raises:
         DataError: a file cannot be read.
@@ -92,26 +90,26 @@ class SkipList:
                     self._note(entry)
 
     def add_batch(self, batch: SkippedBatch) -> None:
-        """Notes a damaged batch.
+        """Records a damaged batch.
 
         Raises:
-            DataError: there are too many.
+            DataError: too many batches are damaged.
         """
         key = batch.source, batch.segment, batch.batch
         if key in self.batches:
             return
         if len(self.batches) >= self._most_batches:
             raise DataError(
-                f"{len(self.batches) + 1} damaged record batches, and data.max_skipped_batches="
-                f"{self._most_batches} may be passed over: restore the folder from a copy, or allow "
+                f"{len(self.batches) + 1} record batches are damaged, more than data."
+                f"max_skipped_batches={self._most_batches}: restore the folder from a copy, or allow "
                 f"more. The last: {batch.error}"
             )
         self._note(batch)
         self._append({"batch": asdict(batch)})
-        logger.warning("its rows are replaced by others: %s", batch.error)
+        logger.warning("replacing the rows of a damaged record batch: %s", batch.error)
 
     def add_row(self, row: SkippedRow) -> None:
-        """Notes a row that was replaced."""
+        """Records a replaced row."""
         if row.key not in self.rows:
             self._note(row)
             self._append({"row": asdict(row)})
@@ -123,7 +121,7 @@ class SkipList:
             self.rows.setdefault(entry.key, entry)
 
     def _append(self, entry: dict[str, Any]) -> None:
-        """Writes a line that survives a crash; a line torn by an earlier one is left behind."""
+        """Appends a line durably, on a new line if an earlier crash tore the last one."""
         if self._file is None:
             return
         try:
@@ -135,8 +133,8 @@ class SkipList:
                 os.fsync(file.fileno())
         except OSError as error:
             raise DataError(
-                f"{self._file} cannot be written ({error.strerror}), and without it a resumed run "
-                "would not repeat which rows were passed over: make room there"
+                f"{self._file} cannot be written ({error.strerror}), so a resumed run could not "
+                "repeat which rows were replaced: free some space there"
             ) from error
 
 
@@ -151,17 +149,17 @@ def _read_entries(path: Path) -> list[SkippedBatch | SkippedRow]:
             ((kind, values),) = json.loads(line).items()
             found.append(SkippedBatch(**values) if kind == "batch" else SkippedRow(**values))
         except (ValueError, TypeError, AttributeError):
-            logger.warning("%s has a torn line, which is passed over: %.80r", path, line)
+            logger.warning("ignoring a torn line of %s: %.80r", path, line)
     return found
 
 
 class BatchFetcher:
-    """Reads record batches, and does what was asked for where one is damaged.
+    """Reads record batches, and applies a policy to damaged ones.
 
     Args:
-        when_corrupt: what to do.
+        when_corrupt: the policy.
         replicas: copies of the prepared folder.
-        skipped: takes note of what is passed over.
+        skipped: records skipped batches.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class BatchFetcher:
         self._replicas, self._skipped = tuple(replicas), skipped or SkipList()
         self._lost: set[tuple[str, int, int]] = set()
         self.doing = ""
-        """What is being read just now, for whoever waits for it; "": nothing."""
+        """What is being read, for wait messages; "" if nothing."""
 
     def __call__(
         self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None = None
@@ -185,15 +183,15 @@ class BatchFetcher:
         Args:
             store: the segment.
             batch: the record batch's number.
-            in_full: whether ends and mask are wanted.
-            into: takes the tokens; None: memory is taken for them.
+            in_full: whether to read ends and mask.
+            into: the array to decode the tokens into; None allocates one.
 
         Returns:
-            The batch; None: it is lost, and to be passed over.
+            The batch; None if it is lost and the policy is to skip it.
 
         Raises:
-            ShardError: it is lost, and not to be passed over.
-            DataError: too much would be passed over.
+            ShardError: it is lost, and the policy is not to skip it.
+            DataError: too many batches are lost.
         """
         self.doing = f"reading record batch {batch} of segment {store.segment} of source {store.source.name!r}"
         try:
@@ -221,7 +219,7 @@ class BatchFetcher:
             self._lost.add(key)
         if self.when_corrupt == "refetch":
             raise ShardError(
-                f"{error} (read {_TRIES} times, and from {len(self._replicas)} replicas)"
+                f"{error} (read {_TRIES} times and from {len(self._replicas)} replicas)"
             ) from error
         self._skipped.add_batch(SkippedBatch(*key, str(error)))
         return None
@@ -229,7 +227,7 @@ class BatchFetcher:
     def _first_that_works(
         self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None
     ) -> TokenBatch | None:
-        """Reads a batch again after pauses, then from the copies."""
+        """Reads a batch again after pauses, then from the replicas; None if all reads fail."""
         for number, folder in enumerate([*[None] * (_TRIES - 1), *self._replicas]):
             try:
                 if folder is None:
@@ -244,7 +242,7 @@ class BatchFetcher:
 
 
 def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:
-    """Returns what reads record batches as the configuration wants it where one is damaged."""
+    """Returns a fetcher with the configuration's policy for damaged batches."""
     return BatchFetcher(
         data.when_corrupt, replicas=[Path(folder) for folder in data.replicas], skipped=skipped
     )

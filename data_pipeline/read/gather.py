@@ -1,18 +1,17 @@
-"""Rows of decoded chunks, joined from their pieces: many rows of many chunks in one go.
+"""Gathers rows from decoded chunks: joins their pieces, for many rows and chunks at once.
 
-A row is some pieces of its chunk's tokens, one behind the other, and then padding. What is asked of
-a piece is worked out once for all chunks that are kept (`JoinedChunks`); a batch then is
+A row is a sequence of pieces of its chunk's tokens, then padding. `JoinedChunks` prepares the pieces of
+all cached chunks once. For each batch it then
 
-1. a list of the pieces of its rows, by number;
-2. their tokens, which Arrow joins: pieces are elements of one of its binary view arrays (buffer,
-   place, length), and it copies them one behind the other where it makes plain binary values of
-   them. That is one call for all chunks, and no loop in Python;
-3. which targets count and which documents they are of, from the pieces' lengths.
+1. lists the numbers of the pieces of its rows;
+2. joins their tokens with Arrow: pieces are elements of a binary view array (buffer, offset, length),
+   and a cast to plain binary copies them one behind the other, in one call for all chunks;
+3. derives loss mask and document ids from the pieces' lengths.
 
-Cost: 1 ns per token, 0.4 of it for the copy, 0.2 to make int64 of it and 0.2 for documents, on one
-core that decodes a token in 2.4.
+Cost: 1 ns per token (0.4 for the copy, 0.2 for int64, 0.2 for documents) on a core that decodes a token
+in 2.4 ns.
 
-Legend: S tokens predicted per row, P pieces, R rows, n rows asked for.
+Legend: S tokens predicted per row, P pieces, R rows, n requested rows.
 """
 
 from collections.abc import Mapping
@@ -25,13 +24,13 @@ from .chunks import LoadedChunk
 from .packing import ChunkPieces
 
 _VIEW = np.dtype([("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("offset", "<i4")])
-"""An element of Arrow's binary view arrays; up to 12 bytes stand in the place of the last three."""
+"""An element of Arrow's binary view arrays; values up to 12 bytes replace the last three fields."""
 
 _INLINE_BYTES = 12
-_AS_ONE = np.dtype(np.complex128)  # of the same size: numpy takes such by index 16 bytes at a time
+_AS_ONE = np.dtype(np.complex128)  # same size: numpy then indexes 16 bytes at a time
 _NOT_THERE = -1
 PADDING = -1
-"""The document of a token that is none's."""
+"""The document id of padding."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ class Rows:
     """Holds n rows of S+1 tokens."""
 
     tokens: np.ndarray  # int64 [n, S+1]
-    loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: every one counts
-    document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not asked for
-    damaged: np.ndarray  # bool [n]: some of the row's tokens are lost
+    loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: all count
+    document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not requested
+    damaged: np.ndarray  # bool [n]: whether tokens are lost
 
     def put(self, places: np.ndarray, other: "Rows") -> None:
-        """Puts other rows in the place of some."""
+        """Replaces the rows at `places` by others."""
         self.tokens[places] = other.tokens
         self.damaged[places] = other.damaged
         if self.loss_mask is not None and other.loss_mask is not None:
@@ -54,7 +53,7 @@ class Rows:
 
 
 def empty_rows(count: int, seq_len: int, *, loss_mask: bool, document_ids: bool) -> Rows:
-    """Returns rows that are still to be filled."""
+    """Returns uninitialised rows, to be filled by `Rows.put`."""
     return Rows(
         np.empty((count, seq_len + 1), dtype=np.int64),
         np.empty((count, seq_len), dtype=bool) if loss_mask else None,
@@ -64,22 +63,22 @@ def empty_rows(count: int, seq_len: int, *, loss_mask: bool, document_ids: bool)
 
 
 class JoinedChunks:
-    """Joins rows of some chunks of a segment.
+    """Joins rows of several chunks of a segment.
 
-    What that takes is worked out for all of the chunks together: the arrays of one are so short
-    that numpy takes longer to begin with each of them than for what it does.
+    It treats all chunks together: the arrays of one are so short that numpy's overhead per call
+    would dominate.
     """
 
     def __init__(
         self, chunks: Mapping[int, LoadedChunk], *, num_chunks: int, width: int, end_id: int
     ):
-        """Takes chunks by their numbers in their segment; at least one.
+        """Prepares the pieces of the chunks.
 
         Args:
-            chunks: the chunks.
-            num_chunks: of the segment.
+            chunks: at least one chunk, by number.
+            num_chunks: the number of chunks of the segment.
             width: S+1.
-            end_id: what padding consists of.
+            end_id: the token that pads rows.
         """
         loaded = list(chunks.values())
         self._width = width
@@ -103,13 +102,13 @@ class JoinedChunks:
         }
 
     def has(self, chunks: np.ndarray) -> bool:
-        """Returns whether all of some chunks are there."""
+        """Returns whether this joins all the given chunks."""
         return bool((self._first_rows[chunks] != _NOT_THERE).all())
 
     def read(
         self, chunks: np.ndarray, inside: np.ndarray, *, loss_mask: bool, document_ids: bool
     ) -> Rows:
-        """Returns rows by the numbers of their chunks and in these: int64 [n] each."""
+        """Returns rows by their chunk and their number inside it: int64 [n] each."""
         rows = self._first_rows[chunks] + inside
         chosen = self._pieces.of_rows(rows)
         return Rows(
@@ -123,10 +122,7 @@ class JoinedChunks:
         return self._columns[column].join(chosen.pieces).reshape(-1, self._width)
 
     def _loss_mask(self, rows: np.ndarray, chosen: "_Chosen") -> np.ndarray:
-        """Returns which targets count: learned ones, no padding, and none a second time.
-
-        Those that do not are few, and are named one by one.
-        """
+        """Returns which targets count: learned tokens, without padding and repeated targets."""
         mask = np.ones((len(rows), self._width), dtype=bool)
         if "counts" in self._columns:
             mask = self._join("counts", chosen).copy()
@@ -139,8 +135,8 @@ class JoinedChunks:
         return mask[:, 1:]
 
     def _document_ids(self, chosen: "_Chosen") -> np.ndarray:
-        """Returns which document of its row each token is of: counted in the row, −1: padding."""
-        if "documents" not in self._columns:  # every piece is one
+        """Returns the document of each token, counted within its row; −1 is padding."""
+        if "documents" not in self._columns:  # every piece is a document
             return np.repeat(chosen.numbers, chosen.lengths).reshape(-1, self._width)
         numbers = self._join("documents", chosen)
         return numbers - numbers[:, :1]
@@ -148,27 +144,27 @@ class JoinedChunks:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Names the pieces of the rows of a batch. Padding, perhaps of no length, ends each row or none."""
+    """Names the pieces of a batch's rows. Either every row ends with padding, maybe empty, or none."""
 
     pieces: np.ndarray  # int64
     lengths: np.ndarray  # int64
-    numbers: np.ndarray  # int32: which of its row's pieces it is, or PADDING
+    numbers: np.ndarray  # int32: the piece's number in its row, or PADDING
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Lists the pieces of all rows of some chunks. Before them is padding: piece n is n long."""
+    """Lists the pieces of all rows of several chunks, after S+1 pieces of padding of length 0 … S."""
 
     lengths: np.ndarray  # int64 [P]
     starts: np.ndarray  # int64 [P]: in its chunk
-    chunks: np.ndarray  # int64 [P]: which chunk it is of, counted from 1; 0: padding
+    chunks: np.ndarray  # int64 [P]: its chunk, counted from 1; 0: padding
     row_firsts: np.ndarray  # int64 [R]: the first piece of each row
-    row_counts: np.ndarray  # int64 [R]: how many it has
-    padding: np.ndarray  # int64 [R]: how much each row needs
-    is_padded: bool  # whether any row does
+    row_counts: np.ndarray  # int64 [R]: its number of pieces
+    padding: np.ndarray  # int64 [R]: the padding that each row needs
+    is_padded: bool  # whether any row needs padding
 
     def of_rows(self, rows: np.ndarray) -> _Chosen:
-        """Returns the pieces of rows."""
+        """Returns the pieces of the given rows."""
         counts = self.row_counts[rows] + self.is_padded
         ends = np.cumsum(counts)
         numbers = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
@@ -199,7 +195,7 @@ def _listed(of_chunks: list[ChunkPieces], width: int) -> _Pieces:
 
 
 def _joined_marks(marks: list[np.ndarray | None], pieces: _Pieces) -> np.ndarray | None:
-    """Returns which pieces begin with a token that was a target already, bool [P]; None: none."""
+    """Returns which pieces begin with a token that was a target before, bool [P]; None: no piece."""
     found = [one for one in marks if one is not None]
     if not found:
         return None
@@ -207,7 +203,7 @@ def _joined_marks(marks: list[np.ndarray | None], pieces: _Pieces) -> np.ndarray
 
 
 class _Column:
-    """Joins pieces of one array of every chunk: buffer 0 is padding, the chunks' follow."""
+    """Joins pieces of one array per chunk; buffer 0 is padding, the chunks' buffers follow."""
 
     def __init__(self, flats: list[np.ndarray], fill: int, pieces: _Pieces):
         self._dtype = flats[0].dtype
@@ -224,7 +220,7 @@ class _Column:
         self._buffers = [pa.py_buffer(array) for array in arrays]
 
     def join(self, pieces: np.ndarray) -> np.ndarray:
-        """Returns the values of pieces, one behind the other; read-only."""
+        """Returns the concatenated values of pieces, read-only."""
         views = pa.py_buffer(self._views.take(pieces))
         buffers = [None, views, *self._buffers]
         array = pa.Array.from_buffers(pa.binary_view(), len(pieces), buffers)
@@ -233,7 +229,7 @@ class _Column:
 
 
 def _write_inline(views: np.ndarray, short: np.ndarray, buffer: np.ndarray) -> None:
-    """Writes values of up to 12 bytes into their views, where the format wants them."""
+    """Writes values of up to 12 bytes into their views, as the format requires."""
     inline = views.view(np.uint8).reshape(-1, _VIEW.itemsize)[:, -_INLINE_BYTES:]
     order = np.arange(_INLINE_BYTES)
     places = views["offset"][short][:, None] + order
@@ -242,7 +238,7 @@ def _write_inline(views: np.ndarray, short: np.ndarray, buffer: np.ndarray) -> N
 
 
 def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the numbers of the last `counts` before each end."""
+    """Returns the last `counts` indices before each end."""
     total = np.cumsum(counts)
     return np.arange(int(total[-1])) + np.repeat(ends - total, counts)
 

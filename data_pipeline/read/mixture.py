@@ -1,21 +1,20 @@
-"""Which source comes when: a pure function of the global sample number, with exact proportions.
+"""Deals rows to sources in exact proportions, as a pure function of the global sample number.
 
-Weights are of rows, and rows are equally long, so they are of tokens. They become integers
-c_1 + … + c_k = P ("rows of each source in P rows"): exact for weights that are decimal numbers or
-ratios of a common denominator up to 2**20, otherwise rounded to 2**-20.
+Weights count rows, which are equally long, and so count tokens. They become integers
+c_1 + … + c_k = P, the rows of each source in a period of P rows. The integers are exact for weights
+with a common denominator up to 2**20, and are otherwise rounded to 2**-20.
 
-Rows are dealt in blocks of L. After every block each source has had floor or ceil of its exact
-share, so no proportion is ever wrong by a whole row at a block's end; inside a block the sources
-stand in a keyed random order, so that no place in a batch, and no rank, belongs to one source. L is
-256 or little more: a multiple of P, or a divisor of it; then the counts repeat after P/L blocks, and
-a table of at most 4096 lines makes any sample number's source known in constant time.
+Rows are dealt in blocks of L. After every block, each source has had floor or ceil of its exact share.
+Inside a block the sources come in a keyed random order, so that no place in a batch, and no rank,
+belongs to one source. L is 256 or a little more, a multiple or a divisor of P. The counts therefore
+repeat after P/L blocks, and a table of at most 4,096 lines finds any sample's source in constant time.
 
-How the remainders are dealt: each row of a source has a first block in which it may come, the one
-at whose end ceil of the share allows it, and a last one, at whose end floor requires it. The
-earliest deadline goes first, which finds a schedule wherever there is one, and the weights
-themselves are one (Tijdeman's chairman assignment, in steps of a block).
+Remainders are dealt by deadline. A source's row may first come in the block at whose end ceil of the
+share allows it, and must come by the block at whose end floor requires it. Earliest deadline first
+finds a schedule if one exists, and the weights prove that one does (Tijdeman's chairman assignment, in
+steps of a block).
 
-A later stage with other weights starts where a block of the one before ends.
+A later stage with other weights starts at the end of a block of the previous stage.
 """
 
 import functools
@@ -37,7 +36,7 @@ _LARGEST_PERIOD = 2**20
 
 @dataclass(frozen=True)
 class WeightStage:
-    """Gives the weights from row `start_row` on, by name of source; sources left out have none."""
+    """Gives the weights by source from row `start_row` on; omitted sources get no rows."""
 
     start_row: int
     weights: Mapping[str, float]
@@ -51,12 +50,12 @@ class _DealtStage:
     """
 
     start: int
-    dealt_before_k: np.ndarray  # int64: rows that each source had in the stages before
+    dealt_before_k: np.ndarray  # int64: rows of each source in earlier stages
     block_rows: int
     dealt_Ck: np.ndarray  # int64 [C + 1, k]: rows of each source before each block of a cycle
 
     def dealt(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns how many rows each source had before these blocks, over all stages: [n, k]."""
+        """Returns each source's rows before these blocks, over all stages: int64 [n, k]."""
         cycles, inside = np.divmod(blocks, len(self.dealt_Ck) - 1)
         return self.dealt_before_k + cycles[:, None] * self.dealt_Ck[-1] + self.dealt_Ck[inside]
 
@@ -65,12 +64,12 @@ class Mixture:
     """Deals the rows of a run to its sources, in stages of constant weights.
 
     Args:
-        names: the sources; their order matters to nobody but the caller, who gets numbers into it.
-        stages: at least one, the first from row 0 on, in ascending order.
-        seed: of the order inside the blocks.
+        names: the sources; results are indices into it.
+        stages: at least one, ascending, the first from row 0 on.
+        seed: the seed of the order inside blocks.
 
     Raises:
-        DataError: weights or stages that make no sense.
+        DataError: the names, stages or weights are invalid.
     """
 
     def __init__(self, names: Sequence[str], stages: Sequence[WeightStage], *, seed: int):
@@ -84,18 +83,18 @@ class Mixture:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Returns the row with which each stage really starts: after the block it fell into."""
+        """Returns the row at which each stage starts, rounded up to the end of a block."""
         return tuple(stage.start for stage in self._stages)
 
     def block_at(self, row: int) -> tuple[int, int]:
-        """Returns first row and length of the block that a global row lies in."""
+        """Returns the first row and the length of a global row's block."""
         stage = self._stages[self._stage_of(row)]
         return row - (row - stage.start) % stage.block_rows, stage.block_rows
 
     def rows_at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (sources, indices), int64 [count], of the global rows start, start + 1, ...
 
-        `indices` count the rows of a source from 0 on: each source's come in ascending order.
+        `indices` count each source's rows from 0, in ascending order.
         """
         if len(self.names) == 1:
             return np.zeros(count, np.int64), np.arange(start, start + count, dtype=np.int64)
@@ -112,7 +111,7 @@ class Mixture:
         return np.concatenate(sources), np.concatenate(indices)
 
     def rows_before(self, row: int) -> np.ndarray:
-        """Returns how many of the rows before a global row each source has had: int64 [k]."""
+        """Returns each source's share of the rows before a global row: int64 [k]."""
         stage = self._stages[self._stage_of(row)]
         first, _ = self.block_at(row)
         dealt_k = stage.dealt(np.array([(first - stage.start) // stage.block_rows]))[0]
@@ -137,11 +136,11 @@ class Mixture:
         return number
 
     def _end_of(self, stage: int) -> int:
-        """Returns the row with which the next stage starts; the last one ends beyond all rows."""
+        """Returns the row at which the next stage starts; the last stage ends beyond all rows."""
         return self._stages[stage + 1].start if stage + 1 < len(self._stages) else 2**62
 
     def _rows_of_stage(self, number: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (sources, indices) of rows that lie in one stage: its blocks, cut to size."""
+        """Returns (sources, indices) of rows within one stage."""
         stage = self._stages[number]
         length = stage.block_rows
         first_block, last_block = (start - stage.start) // length, (end - 1 - stage.start) // length
@@ -159,7 +158,7 @@ class Mixture:
 
 
 def _numbered(sources_nL: np.ndarray, first_nk: np.ndarray, counts_nk: np.ndarray) -> np.ndarray:
-    """Numbers the rows of each source in order of appearance, from first_nk on: int64 [n, L]."""
+    """Numbers each source's rows in order of appearance, from first_nk on: int64 [n, L]."""
     num_blocks, length = sources_nL.shape
     by_source_nL = np.argsort(sources_nL, axis=1, kind="stable")
     starts_nk = np.cumsum(counts_nk, axis=1) - counts_nk
@@ -173,7 +172,7 @@ def _numbered(sources_nL: np.ndarray, first_nk: np.ndarray, counts_nk: np.ndarra
 
 def _check_stages(names: Sequence[str], stages: Sequence[WeightStage]) -> None:
     if len(set(names)) < len(names) or not names:
-        raise DataError(f"a mixture needs sources with names of their own, not {list(names)}")
+        raise DataError(f"a mixture needs sources with distinct names, not {list(names)}")
     starts = [stage.start_row for stage in stages]
     if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
         raise DataError(
@@ -184,8 +183,8 @@ def _check_stages(names: Sequence[str], stages: Sequence[WeightStage]) -> None:
         unknown = set(stage.weights) - set(names)
         if unknown:
             raise DataError(
-                f"the stage from row {stage.start_row} on weighs {sorted(unknown)}, which are none "
-                f"of the sources {sorted(names)}"
+                f"the stage from row {stage.start_row} on weighs unknown sources {sorted(unknown)}: "
+                f"the sources are {sorted(names)}"
             )
         weights = list(stage.weights.values())
         if any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
@@ -208,7 +207,7 @@ def _integer_counts(weights: Sequence[Fraction]) -> list[int]:
     by_remainder = sorted(range(len(counts)), key=lambda s: (counts[s] - exact[s], s))
     for source in by_remainder[: max(0, missing)]:
         counts[source] += 1
-    # sources so small that even one row in a period is too many take it from the largest
+    # tiny sources, rounded up to one row per period, take it from the largest
     counts[max(range(len(counts)), key=lambda s: counts[s])] += min(0, missing)
     return counts
 
@@ -224,7 +223,7 @@ def _block_rows(period: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _deal_cycle(counts: tuple[int, ...], block_rows: int) -> np.ndarray:
-    """Returns the rows of each source before each block, until the counts repeat: [C + 1, k]."""
+    """Returns each source's rows before each block, until the counts repeat: int64 [C + 1, k]."""
     period = max(sum(counts), block_rows)
     counts_k = np.array(counts, dtype=np.int64) * (period // sum(counts))
     ends = np.arange(period // block_rows + 1, dtype=np.int64) * block_rows
@@ -245,11 +244,11 @@ def _deal_cycle(counts: tuple[int, ...], block_rows: int) -> np.ndarray:
     return dealt_Ck
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step: 2**64 divided by the golden ratio
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step: 2**64 over the golden ratio
 
 
 def derive_key(*parts: object) -> int:
-    """Derives a 64-bit key from the names and numbers of what it is for."""
+    """Derives a 64-bit key from names and numbers."""
     name = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
@@ -262,16 +261,12 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 def permutation(size: int, key: int) -> np.ndarray:
-    """Returns a permutation of [0, size), int64; the one that `key` names."""
+    """Returns the permutation of [0, size) that `key` selects: int64 [size]."""
     return permutations(np.zeros(1, dtype=np.int64), size, key)[0]
 
 
 def permutations(numbers: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Returns one permutation of [0, size) for each of `numbers`, int64 [len(numbers), size].
-
-    `numbers` are whatever the permutations are counted by (blocks of a mixture); each is another
-    permutation of the same key.
-    """
+    """Returns one permutation of [0, size) per number, keyed by `key`: int64 [len(numbers), size]."""
     inside = np.arange(size, dtype=np.uint64)
     counters = numbers.astype(np.uint64)[:, None] * np.uint64(size) + inside
     words = mixed(counters * _GOLDEN + np.uint64(key))

@@ -1,25 +1,23 @@
-"""Which row comes when: pure functions of (seed, number of samples consumed). No state, no epoch
-arrays, no ranks.
+"""The order of rows, a pure function of the seed and the number of consumed samples.
 
-Legend: S tokens predicted per row, g global sample number, i number of a row among its source's.
+Legend: S tokens predicted per row, g global sample number, i number of a row within its source.
 
-    g -> (source, i)            the mixture (mixture.py), which deals rows by weight
-    i -> (epoch, segment, j)        a source is read segment after segment; after its last, another epoch begins
-    j -> row                    a shuffle inside the segment, with keys from (seed, source, epoch, segment)
+    g -> (source, i)             the mixture (mixture.py) deals rows by weight
+    i -> (epoch, segment, j)     segments follow each other; after the last, another epoch begins
+    j -> row                     a shuffle inside the segment, keyed by (seed, source, epoch, segment)
 
-A segment is a run of shards that never changes once it is sealed, so the order of what is there does
-not depend on what is still being made: a run may start on the first segment, and sees what it would see
-after all of them were made. In epoch 0 the segments come as they were made, later in a keyed order.
+A sealed segment never changes, so the order within it does not depend on segments still being made. A
+run may therefore start on the first segment and sees the same rows as after a full preparation. Epoch
+0 takes the segments in the order of their making, later epochs in a keyed order.
 
-The shuffle inside a segment has two levels, so that a reader which keeps some tens of record batches
+The shuffle inside a segment has two levels, so that a reader that keeps some tens of record batches
 decodes each batch about once per epoch:
 
-1. the segment is taken as chunks, the rows of a few consecutive record batches each; the chunks are
-   permuted;
-2. some chunks at a time form a window; the rows of a window are permuted.
+1. permute the segment's chunks, each of which holds the rows of a few consecutive record batches;
+2. group consecutive chunks into windows, and permute the rows of each window.
 
-Any (epoch, segment, j) is found by permuting its segment's chunks and its window's rows: 1 ms for a window
-of 32,768 rows. The latest windows are kept, so a run pays some 50 ns per row.
+Finding any (epoch, segment, j) permutes its segment's chunks and its window's rows: 1 ms for a window
+of 32,768 rows. The latest windows are cached, so a run pays some 50 ns per row.
 """
 
 import functools
@@ -31,16 +29,16 @@ import numpy as np
 from .mixture import Mixture, derive_key, permutation
 
 ORDER_VERSION = 2
-"""Raised when the same (seed, g) would give another row: no run can be resumed across that."""
+"""Raise it when the same (seed, g) would give another row; older runs then cannot be resumed."""
 
 _KEPT_WINDOWS = 2
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Says how the rows of a segment lie in chunks, and how many chunks are mixed with each other."""
+    """Divides the rows of a segment into chunks, and chunks into windows."""
 
-    row_starts: np.ndarray  # int64 [chunks + 1]: chunk c has the rows row_starts[c] and following
+    row_starts: np.ndarray  # int64 [chunks + 1]: chunk c begins with row row_starts[c]
     chunks_per_window: int
 
     @property
@@ -60,20 +58,20 @@ class SegmentOrder:
         self._chunks, self._key = chunks, key
         num_chunks = len(chunks.row_starts) - 1
         self.chunk_order = permutation(num_chunks, derive_key(key, "chunks"))
-        """int64: the chunks in the order in which they are read."""
+        """int64: the chunks in reading order."""
         rows_in_order = np.diff(chunks.row_starts)[self.chunk_order]
         row_ends = np.concatenate([[0], np.cumsum(rows_in_order)])
         firsts = np.arange(0, num_chunks, chunks.chunks_per_window)
         self.window_starts = row_ends[np.append(firsts, num_chunks)]
-        """int64 [windows + 1]: the position with which each window begins."""
-        self._windows: dict[int, np.ndarray] = {}  # the latest; of most segments there is none
+        """int64 [windows + 1]: the first position of each window."""
+        self._windows: dict[int, np.ndarray] = {}  # the latest
 
     def windows_of(self, positions: np.ndarray) -> np.ndarray:
         """Returns the window that each position lies in."""
         return np.searchsorted(self.window_starts, positions, side="right") - 1
 
     def chunks_of_window(self, window: int) -> np.ndarray:
-        """Returns the chunks of a window, in the order in which they are read."""
+        """Returns the chunks of a window, in reading order."""
         first = window * self._chunks.chunks_per_window
         return self.chunk_order[first : first + self._chunks.chunks_per_window]
 
@@ -88,7 +86,7 @@ class SegmentOrder:
         return rows
 
     def others_of_window(self, position: int) -> np.ndarray:
-        """Returns the other rows of a position's window, from half a window further on."""
+        """Returns the other rows of a position's window, starting half a window further on."""
         window = int(self.windows_of(np.array([position]))[0])
         rows = self._rows_of_window(window)
         inside = position - int(self.window_starts[window])
@@ -96,7 +94,7 @@ class SegmentOrder:
         return rows[places[places != inside]].astype(np.int64)
 
     def _rows_of_window(self, window: int) -> np.ndarray:
-        """Returns the rows of a window in their order, of which the latest are kept."""
+        """Returns the permuted rows of a window; caches the latest windows."""
         rows = self._windows.pop(window, None)
         if rows is None:
             rows = self._permuted_window(window)
@@ -109,17 +107,14 @@ class SegmentOrder:
         starts = self._chunks.row_starts
         chunks = self.chunks_of_window(window)
         spans = zip(starts[chunks].tolist(), starts[chunks + 1].tolist(), strict=True)
-        small = int(starts[-1]) < 2**31  # half of the bytes, for windows are most of what is kept
+        small = int(starts[-1]) < 2**31  # int32 halves the largest part of the memory
         dtype = np.int32 if small else np.int64
         rows = np.concatenate([np.arange(first, end, dtype=dtype) for first, end in spans])
         return rows[permutation(len(rows), derive_key(self._key, "rows", window))]
 
 
 class EndOfSourceError(Exception):
-    """Says that a source has no such row: not yet, or never.
-
-    `num_known` rows can be given; `growing`: more may come.
-    """
+    """Says that a source has no row `index`: it has `num_known`, and more may come if `growing`."""
 
     def __init__(self, source: str, index: int, num_known: int, growing: bool):
         super().__init__(source, index, num_known, growing)
@@ -128,18 +123,18 @@ class EndOfSourceError(Exception):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Counts the rows of a source's segments, as far as they are sealed."""
+    """Counts the rows of a source's sealed segments."""
 
     segment_rows: tuple[int, ...]
-    complete: bool  # there will be no more segments
-    max_epochs: int = 0  # 0: as many as wanted
+    complete: bool  # whether no more segments will come
+    max_epochs: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True)
 class RowRefs:
-    """Names rows: int64 arrays of one length n.
+    """Names n rows: int64 arrays [n].
 
-    `positions` are those inside the segment; each row is found by `SampleOrder.segment_order`.
+    `positions` count inside the segment; `SampleOrder.segment_order` maps them to `rows`.
     """
 
     sources: np.ndarray
@@ -155,7 +150,7 @@ class RowRefs:
         return RowRefs(*(getattr(self, name)[chosen] for name in _REF_FIELDS))
 
     def with_rows(self, rows: np.ndarray) -> "RowRefs":
-        """Returns the same places with other rows of their segments."""
+        """Returns the same positions with other rows of their segments."""
         return replace(self, rows=rows)
 
 
@@ -163,13 +158,13 @@ _REF_FIELDS = tuple(RowRefs.__dataclass_fields__)
 
 
 class SampleOrder:
-    """Orders the samples of a run: g to rows.
+    """Maps the global sample numbers of a run to rows.
 
     Args:
-        mixture: which source comes when.
-        sources: the rows of each of the mixture's sources, by name.
-        chunks_of: (source, segment) to the segment's chunks; asked only for segments that are reached.
-        seed: of every shuffle.
+        mixture: deals rows to sources.
+        sources: the row counts of the mixture's sources, by name.
+        chunks_of: (source, segment) to the segment's chunks; called only for segments that are reached.
+        seed: the seed of every shuffle.
     """
 
     def __init__(
@@ -186,18 +181,18 @@ class SampleOrder:
         self.segment_order = functools.lru_cache(maxsize=2 * len(mixture.names) + 2)(
             self._segment_order
         )
-        """(source number, epoch, segment) to the SegmentOrder; the latest are kept."""
+        """(source number, epoch, segment) to SegmentOrder; caches the latest."""
 
     def extend(self, sources: Mapping[str, SourceRows]) -> None:
-        """Takes note of segments that were sealed since; what was ordered before stays as it was."""
+        """Adds segments sealed since; the order of earlier ones does not change."""
         for name, rows in sources.items():
             self._sources[name] = _CountedSource(name, rows, self._seed)
 
     def check(self, start: int, count: int) -> None:
-        """Checks that the samples start, …, start + count − 1 can be given.
+        """Checks that the samples start, …, start + count − 1 exist.
 
         Raises:
-            EndOfSourceError: one of their sources has too few rows, yet or for good.
+            EndOfSourceError: a source has too few rows, for now or for good.
         """
         numbers, indices = self.mixture.rows_at(start, count)
         for number in np.unique(numbers).tolist():
@@ -205,10 +200,10 @@ class SampleOrder:
             self._sources[self.mixture.names[number]].check(last)
 
     def refs_at(self, start: int, count: int) -> RowRefs:
-        """Returns the rows of the global samples start, start + 1, ...
+        """Returns the rows of the global samples start, …, start + count − 1.
 
         Raises:
-            EndOfSourceError: a source has too few rows, yet or for good.
+            EndOfSourceError: a source has too few rows, for now or for good.
         """
         numbers, indices = self.mixture.rows_at(start, count)
         epochs, segments, positions, rows = np.zeros((4, count), dtype=np.int64)
@@ -229,7 +224,7 @@ class SampleOrder:
 
 
 class _CountedSource:
-    """Finds rows of a source by their number i, over its segments and epochs."""
+    """Finds a source's rows by their number i, over its segments and epochs."""
 
     def __init__(self, name: str, rows: SourceRows, seed: int):
         self._name, self._rows, self._seed = name, rows, seed
@@ -238,7 +233,7 @@ class _CountedSource:
         self._later_epoch = functools.lru_cache(maxsize=4)(self._order_of_segments)
 
     def check(self, index: int) -> None:
-        """Raises EndOfSourceError where there is no row `index`."""
+        """Raises EndOfSourceError if there is no row `index`."""
         if index < self._num_rows:
             return
         known = self._num_rows
@@ -251,7 +246,7 @@ class _CountedSource:
         raise EndOfSourceError(self._name, index, known, growing=not self._rows.complete)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (epochs, segments, positions in them) of rows i, which ascend."""
+        """Returns (epochs, segments, positions in them) of ascending row numbers i."""
         self.check(int(indices[-1]))
         epochs, inside = np.divmod(indices, self._num_rows)
         segments, positions = np.empty_like(indices), np.empty_like(indices)
@@ -265,26 +260,25 @@ class _CountedSource:
         return epochs, segments, positions
 
     def _segments_in_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the segments in the order of an epoch, and their last rows' numbers plus one."""
+        """Returns the segments in an epoch's order, and the exclusive ends of their rows."""
         if epoch == 0:
             return np.arange(len(self._ends)), self._ends
         return self._later_epoch(epoch)
 
     def _order_of_segments(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        # "eras", as "era" above, is part of the key: another word would give another order
+        # "eras" and "era" are part of the keys: other words would give another order
         order = permutation(len(self._ends), derive_key(self._seed, "eras", self._name, epoch))
         return order, np.cumsum(np.diff(self._ends, prepend=0)[order])
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields each pair of values (int64, below 2**31) that occurs, and the places where it does.
+    """Yields each distinct pair of values (int64, below 2**31) and its places.
 
-    They come in order of appearance: where one segment ends and the next begins, chunks of the first are
-    not needed again once the second's are read.
+    Pairs come in order of appearance, so that a reader finishes one segment before the next.
     """
     if not len(first):
         return
-    if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
+    if (first == first[0]).all() and (second == second[0]).all():  # the usual case
         yield int(first[0]), int(second[0]), np.arange(len(first))
         return
     pairs = (first << 32) | second
@@ -294,8 +288,5 @@ def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, in
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Returns how many rows of S+1 tokens, S apart, a stream holds.
-
-    Up to S tokens at its end are not used.
-    """
+    """Returns how many rows of S+1 tokens, S apart, fit into a stream; up to S tokens are left over."""
     return max(0, (num_tokens - 1) // seq_len)

@@ -1,19 +1,18 @@
-"""How the documents of a segment become rows of S+1 tokens: cut, or fitted whole.
+"""Packs the documents of a segment into rows of S+1 tokens, by cutting or by fitting them.
 
-"concat": the segment is one stream and row n is its tokens S*n up to and including S*(n+1), whatever
-documents they are of. Nothing is lost and nothing is stored, but half of the documents are cut.
+"concat": the segment is one stream, and row n holds its tokens S*n to S*(n+1) inclusive, across
+document borders. It loses and stores nothing, but cuts half of the documents.
 
-"best_fit": documents are fitted whole into rows, best-fit-decreasing inside chunks of about 1,000
-documents: the longest first, each into the fullest row that has room for it. 99.8 % of the places
-are filled at S=2048 (mean document 1,900 tokens), for 0.5 ns per token. Only a document longer than
-a row is cut, into rows that share their border token so that every token but its first is a target;
-its tail is fitted like a short document. The plan is a file of its own beside the shards:
+"best_fit": best-fit-decreasing inside chunks of about 1,000 documents: the longest first, each into
+the fullest row with room for it. At S=2048 and a mean document of 1,900 tokens it fills 99.8 % of the
+places, for 0.5 ns per token. Only documents longer than a row are cut, into rows that share their
+border token, so that every token but the first is a target; the tail is fitted like a short document.
+The plan lies beside the shards:
 
     pack-SOURCE-SEGMENT-sS.arrow   one record batch per chunk: for each row its pieces (start, length)
-    pack-SOURCE-SEGMENT-sS.json    chunks and rows, offset, length and CRC32 of each batch, of which segment
+    pack-SOURCE-SEGMENT-sS.json    the segment, and per chunk its rows and its batch's place and CRC32
 
-It can be deleted, and is made again from the shards in about the time of reading them once. Another
-S is another plan: the tokens stay as they are.
+A deleted plan is made again in about the time of reading the shards once. Each S has its own plan.
 
 Legend: S tokens predicted per row, C chunks of a segment. A chunk is a run of whole record batches.
 """
@@ -38,13 +37,13 @@ from ..shards import crc32
 from .order import ChunkTable, num_rows
 
 PLAN_VERSION = 1
-"""Raised when the same documents would get other rows; old plans are then made again."""
+"""Raise it when the same documents would get other rows; old plans are then made again."""
 
 WINDOW_BATCHES = 64
-"""Record batches of usual size that the order mixes with each other: 16 MiB of uint16."""
+"""Record batches of usual size per shuffle window: 16 MiB of uint16."""
 
 CHUNK_BATCHES = 8
-"""Record batches of a chunk whose rows are cut: for the last of them a ninth may be decoded."""
+"""Record batches per chunk with "concat"; its last row may need a ninth."""
 
 _PLAN_DOCUMENTS = 1000
 _PLAN_ROWS = 256  # a chunk leaves about one row unfilled, whatever its size
@@ -52,14 +51,14 @@ _PLAN_BATCHES = 16
 _MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _MAX_HEAD_BYTES = 64 * 2**20
 AGAIN = "delete the plan's two files; they are made again"
-"""What helps against a damaged plan."""
+"""The advice for a damaged plan."""
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Says which record batches each chunk of a segment has, and how many rows they make."""
+    """Divides a segment's record batches into chunks, and counts their rows."""
 
-    chunk_batches: np.ndarray  # int64 [C + 1]: chunk c has the batches from chunk_batches[c] on
+    chunk_batches: np.ndarray  # int64 [C + 1]: chunk c begins with batch chunk_batches[c]
     chunks: ChunkTable
 
 
@@ -75,13 +74,13 @@ def concat_plan(
 ) -> SegmentPlan:
     """Returns the plan of rows that are cut from the stream.
 
-    A row belongs to the chunk in which its first token lies; its last ones may lie in the next.
+    A row belongs to the chunk of its first token; its last tokens may lie in the next chunk.
 
     Args:
         batch_starts: int64 [batches + 1]: the first token of each record batch in the segment's stream.
         seq_len: S.
         batch_tokens: the usual size of a record batch.
-        chunk_batches: how many record batches of that size are a chunk.
+        chunk_batches: how many record batches of that size make a chunk.
     """
     firsts = _grouped(np.diff(batch_starts), chunk_batches * batch_tokens)
     total = num_rows(int(batch_starts[-1]), seq_len)
@@ -93,7 +92,7 @@ def _grouped(sizes: np.ndarray, least: int) -> np.ndarray:
     """Groups consecutive batches until each group has `least` tokens.
 
     Returns:
-        The first batch of each group, and the number of all batches.
+        The first batch of each group, then the number of batches.
     """
     starts, tokens = [0], 0
     for batch, size in enumerate(sizes.tolist(), start=1):
@@ -117,14 +116,14 @@ def _chunk_table(row_starts: np.ndarray, num_tokens: int, batch_tokens: int) -> 
 
 @dataclass(frozen=True)
 class ChunkPieces:
-    """Lists the pieces of documents in the rows of a chunk, each row's in the order of the stream.
+    """Lists the pieces that form the rows of a chunk, in stream order within a row.
 
     P pieces, R rows.
     """
 
-    starts: np.ndarray  # int64 [P]: of the chunk's tokens
+    starts: np.ndarray  # int64 [P]: in the chunk's tokens
     lengths: np.ndarray  # int64 [P]
-    row_starts: np.ndarray  # int64 [R + 1]: row r has the pieces from row_starts[r] on
+    row_starts: np.ndarray  # int64 [R + 1]: row r begins with piece row_starts[r]
 
     @property
     def num_rows(self) -> int:
@@ -132,7 +131,7 @@ class ChunkPieces:
         return len(self.row_starts) - 1
 
     def fit(self, *, num_tokens: int, width: int) -> bool:
-        """Returns whether these can be the pieces of so many tokens, and rows of `width` of them."""
+        """Returns whether the pieces lie within `num_tokens` tokens and no row exceeds `width`."""
         starts, lengths, row_starts = self.starts, self.lengths, self.row_starts
         if not len(starts) == len(lengths) == int(row_starts[-1]) or int(row_starts[0]) != 0:
             return False
@@ -152,7 +151,7 @@ def fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     lengths_list = lengths.tolist()
     row_of = np.zeros(len(lengths_list), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where some row has exactly r places left
+    rooms = 0  # bit r is set if some row has exactly r places left
     rows = 0
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = lengths_list[item]
@@ -176,7 +175,7 @@ def fit_chunk(document_ends: np.ndarray, seq_len: int) -> ChunkPieces:
     """Fits the documents of a chunk into rows of S+1 tokens.
 
     Args:
-        document_ends: int64: where each document ends in the chunk's tokens, ascending.
+        document_ends: int64, ascending: where each document ends in the chunk's tokens.
         seq_len: S.
     """
     starts, lengths = _cut_documents(document_ends, seq_len)
@@ -194,7 +193,7 @@ def _cut_documents(document_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray,
         Starts and lengths of all pieces, in the order of the tokens.
     """
     lengths = np.diff(document_ends, prepend=0)
-    # A piece has at least two tokens, of which one is a target, unless the document has but one.
+    # A piece has at least two tokens, hence a target, unless its document has only one.
     pieces = np.maximum(1, -(-(lengths - 1) // seq_len))
     document = np.repeat(np.arange(len(lengths)), pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -209,14 +208,14 @@ def _cut_documents(document_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray,
 _PIECES = pa.list_(pa.struct([("start", pa.uint32()), ("length", pa.uint32())]))
 _PLAN_SCHEMA = pa.schema([("pieces", _PIECES)])
 _OFFSETS, _STARTS, _LENGTHS = 1, 4, 6
-"""Buffers of a record batch of this schema; those between them say what is null, and nothing is."""
+"""Buffer numbers in a record batch of this schema; those between are validity bitmaps, all unset."""
 
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Names a plan: of which segment of which source, for which S.
+    """Names a plan by source, segment and S.
 
-    `content` is a hash of the segment's content: a plan of other documents is not used.
+    `content` is a hash of the segment's content, so that no plan of other documents is used.
     """
 
     source: str
@@ -226,7 +225,7 @@ class PlanKey:
 
     @property
     def stem(self) -> str:
-        """Returns the files' common name."""
+        """Returns the common stem of the plan's file names."""
         return f"pack-{self.source}-{self.segment:06d}-s{self.seq_len}"
 
 
@@ -239,7 +238,7 @@ class _Chunk(NamedTuple):
 
 
 class _PlanHead(BaseModel):
-    """Is what a plan's .json says."""
+    """Holds the content of a plan's .json file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -251,7 +250,7 @@ class _PlanHead(BaseModel):
     content: str
     batch_tokens: Annotated[int, Field(ge=1)]
     num_tokens: Annotated[int, Field(ge=0)]  # of the segment
-    num_filled: Annotated[int, Field(ge=0)]  # places of all rows that hold a token
+    num_filled: Annotated[int, Field(ge=0)]  # places in rows that hold a token
     chunks: tuple[_Chunk, ...]
 
     @property
@@ -288,7 +287,7 @@ class BestFitPlan:
         except OSError as error:
             raise ShardError(f"{where}: cannot be read ({error.strerror}); {AGAIN}") from error
         if crc32(message) != entry.crc32:
-            raise ShardError(f"{where}: its CRC32 is not that of the plan's head; {AGAIN}")
+            raise ShardError(f"{where}: its CRC32 differs from the plan's head; {AGAIN}")
         try:
             return _decoded(message, entry.rows)
         except ValueError as error:
@@ -302,17 +301,17 @@ def open_plan(
     batch_tokens: int,
     batches: Callable[[], Iterator[np.ndarray]],
 ) -> BestFitPlan:
-    """Opens the plan of a segment, and makes it first where there is none.
+    """Opens the plan of a segment; makes it first if there is none.
 
     Args:
         directory: the prepared folder.
-        key: of which segment.
+        key: names the plan.
         batch_tokens: the usual size of a record batch.
-        batches: where the documents of each record batch end, from the segment's first batch on; asked
-            only if the plan must be made.
+        batches: yields each record batch's document ends; called only to make the plan.
 
     Raises:
-        ShardError: the plan is damaged, or cannot be written.
+        ShardError: the plan is damaged.
+        PrepareError: the plan cannot be written.
     """
     head = _read_head(directory, key)
     if head is None:
@@ -358,7 +357,7 @@ def _write_plan(
 def _chunks_of(
     batches: Iterator[np.ndarray], seq_len: int, batch_tokens: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the chunks: the batch that each ends before, and where its documents end in it."""
+    """Yields for each chunk the batch after its last, and where its documents end in it."""
     least = min(_PLAN_ROWS * (seq_len + 1), WINDOW_BATCHES * batch_tokens)
     collected: list[np.ndarray] = []
     documents = tokens = batch = 0
@@ -384,7 +383,7 @@ def _encoded(pieces: ChunkPieces) -> pa.RecordBatch:
 
 
 def _decoded(message: bytes, num_rows: int) -> ChunkPieces:
-    """Decodes the pieces of a chunk, buffer by buffer: Arrow's own way starts a thread for them."""
+    """Decodes a chunk's pieces buffer by buffer; Arrow's own decoder would start a thread."""
     encoded = EncodedBuffers(message)
     row_starts = encoded.decode(_OFFSETS, num_rows + 1, np.dtype("<i4")).astype(np.int64)
     if row_starts[0] != 0:
@@ -403,7 +402,7 @@ def _signed(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_head(directory: Path, key: PlanKey) -> _PlanHead | None:
-    """Returns the head of an intact plan of just this segment; None: it must be made."""
+    """Returns the head of this segment's plan; None if it must be made."""
     path = directory / f"{key.stem}.json"
     try:
         with open(path, "rb") as file:

@@ -1,7 +1,7 @@
-"""Rows decoded for people: the text of each document in a row, what of it is learned, padding.
+"""Decodes rows for people: the text of each document, its learned parts, and padding.
 
-Text of strangers goes to a terminal here, so what would steer it (control characters, marks that
-turn the direction of writing) is replaced by what shows that it is there.
+The text may come from strangers, so `visible` replaces characters that control a terminal, such as
+escape sequences and bidirectional marks, by printable ones.
 """
 
 import unicodedata
@@ -25,20 +25,20 @@ from .samples import OrderedSamples
 _SHOWN_AS = {"\n": "↵\n", "\t": "␉"}
 _CONTROL_PICTURES = 0x2400  # the picture of control character n is at this plus n
 _DELETE = 0x7F
-# control, format (directions of writing, zero width), of no meaning, private, half a pair, lines
+# control, format, unassigned, private use, surrogate, line and paragraph separators
 _HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 
 
 class DocumentPart(NamedTuple):
-    """Holds what a row has of one document."""
+    """Holds a row's part of one document."""
 
-    segments: list[tuple[str, bool]]  # stretches of its text, and whether they are learned
-    ends: bool  # the document's end is in the row
+    segments: list[tuple[str, bool]]  # stretches of text, and whether they are learned
+    ends: bool  # whether the document ends in the row
 
 
 @dataclass(frozen=True)
 class DecodedRow:
-    """Holds a row as people read it."""
+    """Holds a row decoded to text."""
 
     place: str
     documents: tuple[DocumentPart, ...]
@@ -52,7 +52,7 @@ def peek_split(
     """Decodes evenly spaced rows of a split, cut from the stream.
 
     Raises:
-        ShardError: the split holds no row, or a record batch is damaged.
+        ShardError: the split has no row, or a record batch is damaged.
     """
     with SplitReader(data.directory, split, seq_len=data.seq_len) as reader:
         total = reader.num_rows
@@ -73,10 +73,10 @@ def peek_samples(
     """Decodes consecutive samples in the order of a run.
 
     Args:
-        data: what the run reads.
-        samples: their numbers.
-        tokenizer: of the folder.
-        skip_folder: where the run has written down the damaged rows that it replaced.
+        data: the run's data configuration.
+        samples: the sample numbers.
+        tokenizer: the folder's tokenizer.
+        skip_folder: where the run recorded the damaged rows that it replaced.
 
     Raises:
         DataError: a sample is damaged, or its segment is not sealed yet.
@@ -107,7 +107,7 @@ def peek_samples(
 def _decoded(place: str, rows: Rows, number: int, tokenizer: Tokenizer) -> DecodedRow:
     tokens = rows.tokens[number]
     learned = np.ones(len(tokens), dtype=bool)
-    if rows.loss_mask is not None:  # of the targets: nothing is said of a row's first token
+    if rows.loss_mask is not None:  # it covers targets, so not a row's first token
         learned[1:] = rows.loss_mask[number]
         learned[0] = learned[1]
     num_padding = 0
@@ -121,7 +121,7 @@ def _decoded(place: str, rows: Rows, number: int, tokenizer: Tokenizer) -> Decod
 def _document_parts(
     tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer
 ) -> Iterator[DocumentPart]:
-    """Yields the documents of a row, which are parted by the token that ends each."""
+    """Yields the documents of a row, split after end-of-document tokens."""
     ends = (np.flatnonzero(tokens == tokenizer.end_of_document_id) + 1).tolist()
     if not ends or ends[-1] < len(tokens):
         ends.append(len(tokens))
@@ -132,10 +132,10 @@ def _document_parts(
 
 
 def visible(text: str) -> str:
-    """Returns text in which every character shows and none steers the terminal.
+    """Returns text whose characters are all printable, safe for a terminal.
 
-    Lines end with ↵, control characters are their pictures (␛), and other hidden ones their
-    numbers (<U+202E>).
+    Lines end with ↵, control characters become their pictures (␛), other hidden ones their code
+    points (<U+202E>).
     """
     return "".join(map(_visible_character, text))
 

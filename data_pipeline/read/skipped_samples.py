@@ -1,8 +1,8 @@
-"""Ranges of samples that a run skips, and which samples its steps take instead.
+"""The samples of each step of a run that skips ranges of samples.
 
-A run that returned to an earlier checkpoint because of a spike skips what it had read since
-(train/spikes/). Its steps take the remaining samples in order, so the data of a step remains a pure
-function of the skipped ranges, whatever the number of ranks.
+After a loss spike, a run returns to a checkpoint and skips the samples read since (train/spikes/). Its
+steps take the remaining samples in order, so a step's samples are a pure function of the skipped
+ranges.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Holds the ranges of samples that a run skips: ascending, and apart from each other."""
+    """Holds the ranges of samples that a run skips: ascending and disjoint."""
 
     ranges: tuple[range, ...] = ()
 
@@ -27,11 +27,11 @@ class SkippedSamples:
         return cls(tuple(merged))
 
     def next_step(self, sample: int, count: int) -> int:
-        """Returns where the step begins that a run makes at a position: there, or further on.
+        """Returns where the next step begins: at `sample`, or after the ranges it would overlap.
 
         Args:
-            sample: the position, which is the end of the step before.
-            count: samples of a step; it takes neighbours, of which none is skipped.
+            sample: the end of the previous step.
+            count: consecutive samples of a step, none of which may be skipped.
         """
         for stretch in self.ranges:
             if sample < stretch.stop and stretch.start < sample + count:

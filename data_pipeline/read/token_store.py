@@ -1,9 +1,9 @@
-"""Reading token shards: how one record batch is fetched, checked and decoded alone.
+"""Reads token shards: fetches, checks and decodes single record batches.
 
-`TokenStore` reads one split of one segment of one source: batch number in, tokens out. The CRC is
-compared *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 % of
-single flipped bits. Every size that a file states is compared with what is known already before
-memory is taken for it (see `messages`). `shards` says what the files are and writes them.
+`TokenStore` reads one split of one segment of one source by batch number. It compares the CRC *before*
+it decodes, because Arrow over zstd silently returns wrong tokens for 70 % of single flipped bits. It
+checks every size that a file states before it allocates memory (see `arrow_messages`). `shards`
+describes and writes the files.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from ..shards import (
 )
 from ..tokenizers.interface import token_dtype
 
-_BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
+_BATCH_SLACK_BYTES = 4096  # for validity bitmaps and empty offsets
 _INDEX_ROW_BYTES = 64  # 32 in the file, padded
 _OPEN_FILES = 128
 _KEPT_OF_INDEX = np.dtype([("offset", "<i8"), ("length", "<u4"), ("crc32", "<u4")])
@@ -37,10 +37,10 @@ _RESTORE = "restore the file from a copy, or delete the folder and prepare again
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:
-    """Reads a shard and its index whole and compares both blake2b-256, at about 1 GB/s.
+    """Checks the blake2b-256 of a whole shard and its index, at about 1 GB/s.
 
     Raises:
-        ShardError: one of them differs.
+        ShardError: a hash differs, or a file cannot be read.
     """
     for name, expected in ((entry.name, entry.blake2b), (entry.index_name, entry.index_blake2b)):
         path = directory / name
@@ -59,18 +59,18 @@ def verify_shard(directory: Path, entry: ShardEntry) -> None:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Holds the tokens of one record batch and what is known about each of them."""
+    """Holds the tokens of one record batch, their documents and their loss mask."""
 
     tokens: np.ndarray  # uint16 or uint32 [n], ends of documents included
-    document_ends: np.ndarray  # int64 [documents]: where each ends, its last token included
+    document_ends: np.ndarray  # int64 [documents]: exclusive ends
     loss_mask: np.ndarray | None  # bool [n]; None: every token is learned
 
 
 class TokenStore:
     """Reads the token stream of one split of one segment of one source, by record batch.
 
-    Opening checks that every shard is there in its full size and that every index is intact; tokens
-    are checked when they are read. Threads may share a store.
+    Opening checks the size of every shard and the hash of every index; reading checks tokens. Threads
+    may share a store.
     """
 
     def __init__(
@@ -90,12 +90,11 @@ class TokenStore:
             source: the source's name.
             segment: its number among the source's segments.
             split: "train" or "validation".
-            manifest: the folder's manifest, if it has been read.
-            check_sizes: whether a missing or truncated shard is refused now, and not where its
-                batches are read.
+            manifest: the folder's manifest, if already read.
+            check_sizes: whether to refuse missing or truncated shards now instead of in `read`.
 
         Raises:
-            ShardError: there is no such source or segment yet, or its files are damaged.
+            ShardError: the source or segment does not exist yet, or its files are damaged.
         """
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
@@ -117,7 +116,7 @@ class TokenStore:
         self.token_dtype = token_dtype(self.manifest.vocab_size)
         indices = [self._read_index(entry) for entry in entries]
         whole = {name: _joined([one[name] for one in indices]) for name in INDEX_SCHEMA.names}
-        # What is kept of a record batch takes 32 bytes, for as long as the store is open.
+        # An open store keeps 32 bytes per record batch.
         self._index = np.empty(len(whole["offset"]), dtype=_KEPT_OF_INDEX)
         for name in ("offset", "length", "crc32"):
             self._index[name] = whole[name]
@@ -129,7 +128,7 @@ class TokenStore:
 
     @property
     def entries(self) -> tuple[ShardEntry, ...]:
-        """Returns the shards, in the order of the token stream; made anew at every call."""
+        """Returns the shards, in the order of the token stream; unpacks them at every call."""
         return self._sealed.of(self.split)
 
     @property
@@ -149,11 +148,11 @@ class TokenStore:
 
         Args:
             batch: its number.
-            into: takes the tokens; None: memory is taken for them.
-            in_full: whether ends and mask are wanted; else no ends and no mask are given.
+            into: the array to decode the tokens into; None allocates one.
+            in_full: whether to decode ends and mask; without, both are empty.
 
         Raises:
-            ShardError: its bytes are not those that were written.
+            ShardError: its bytes are damaged.
         """
         message = self._fetch(batch)
         num_tokens, num_documents = self._counts(batch)
@@ -169,18 +168,18 @@ class TokenStore:
             if in_full and self.source.has_loss_mask:
                 bits = encoded.decode(self._buffers["mask"], -(-num_tokens // 8), np.dtype("u1"))
                 mask = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
-        except ValueError as error:  # intact bytes of another format, or made to do harm
+        except ValueError as error:  # intact bytes of another format, or crafted ones
             raise ShardError(
                 f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
             ) from error
         return TokenBatch(tokens, ends, mask)
 
     def document_ends(self, batch: int) -> np.ndarray:
-        """Returns where each document of a record batch ends, int64: after its last token."""
+        """Returns the exclusive end of each document of a record batch: int64."""
         return self.read(batch).document_ends
 
     def _counts(self, batch: int) -> tuple[int, int]:
-        """Returns how many tokens and documents the index says that a batch has."""
+        """Returns a batch's numbers of tokens and documents, from the index."""
         tokens, documents = (
             int(starts[batch + 1] - starts[batch])
             for starts in (self.batch_starts, self.document_starts)
@@ -192,7 +191,7 @@ class TokenStore:
         self._opened.cache_clear()
 
     def _fetch(self, batch: int) -> bytes:
-        """Returns the bytes of a record batch as they were written."""
+        """Returns the bytes of a record batch after checking their CRC."""
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         try:
             handle = self._opened(self._path_of(batch))
@@ -215,7 +214,7 @@ class TokenStore:
         return message
 
     def _place_of_shard(self, batch: int) -> int:
-        """Returns which of the segment's shards of this split a record batch lies in."""
+        """Returns the index, among this split's shards, of a record batch's shard."""
         return int(np.searchsorted(self._first_batches, batch, side="right")) - 1
 
     def _path_of(self, batch: int) -> str:
@@ -224,7 +223,7 @@ class TokenStore:
         return f"{self.directory}/{name}"
 
     def _place_of(self, batch: int) -> str:
-        """Says where a record batch lies."""
+        """Describes where a record batch lies: file, batch and bytes."""
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         local_batch = batch - int(self._first_batches[self._place_of_shard(batch)])
         return f"{self._path_of(batch)}, record batch {local_batch} (bytes {offset} to {offset + length})"
@@ -246,7 +245,7 @@ class TokenStore:
 
 
 class _Handle:
-    """Is an open file that closes when its last reader has let go of it."""
+    """Holds an open file, and closes it when its last reader releases it."""
 
     def __init__(self, path: str):
         self.number = os.open(path, os.O_RDONLY)
@@ -260,15 +259,15 @@ class _Handle:
 def _schema_of(
     vocab_size: int, has_loss_mask: bool, has_record_id: bool
 ) -> tuple[pa.Schema, dict[str, int]]:
-    """Returns the columns of shards, the same objects for all stores, and `_buffer_numbers`."""
+    """Returns the shards' schema, shared by all stores, and its `_buffer_numbers`."""
     schema = shard_schema(vocab_size, has_loss_mask=has_loss_mask, has_record_id=has_record_id)
     return schema, _buffer_numbers(schema)
 
 
 def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
-    """Returns which buffers of a record batch hold the tokens, their offsets and their loss mask.
+    """Returns the numbers of the buffers with a record batch's tokens, offsets and loss mask.
 
-    A list has two buffers (validity, offsets) and those of its elements.
+    A list has two buffers (validity, offsets) beside those of its elements.
     """
     before, number = {}, 0
     for field in schema:
@@ -297,10 +296,10 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
 def read_batches(
     path: Path, index_path: Path, schema: pa.Schema, batches: Sequence[int]
 ) -> Iterator[pa.RecordBatch]:
-    """Reads some record batches of a shard that no manifest names, such as one of a preparation.
+    """Reads record batches of a shard that no manifest lists, such as a preparation's spill file.
 
     Raises:
-        ShardError: its bytes are not those that were written.
+        ShardError: its bytes are damaged.
     """
     try:
         data = index_path.read_bytes()
@@ -334,7 +333,7 @@ def _check_size(path: Path, expected: int) -> None:
 def _read_at_most(path: Path, num_bytes: int) -> bytes:
     try:
         with open(path, "rb") as file:
-            # what was asked for is taken at once, and a damaged manifest may ask for anything
+            # `read` allocates what it is asked for, and a damaged manifest may ask for anything
             data = file.read(min(num_bytes, os.fstat(file.fileno()).st_size) + 1)
     except OSError as error:
         raise ShardError(f"{path} is missing ({error.strerror}): {_RESTORE}") from error
@@ -344,14 +343,14 @@ def _read_at_most(path: Path, num_bytes: int) -> bytes:
 
 
 def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
-    """Reads an index without trusting its footer: a schema, which is known, and one batch."""
+    """Decodes an index (a known schema and one batch) without trusting its footer."""
     stream = pa.BufferReader(data)
     stream.seek(ARROW_MAGIC_BYTES)
     pa.ipc.read_message(stream)
     batch = decode_batch(data[stream.tell() :], INDEX_SCHEMA, max_bytes=max_bytes)
     if any(column.null_count for column in batch.columns):
         raise ValueError("values are missing")
-    # (to_numpy would import pandas: half a second)
+    # `to_numpy` would import pandas, which takes half a second
     columns = {name: np.from_dlpack(batch.column(name)) for name in INDEX_SCHEMA.names}
     if any(int(column.max(initial=0)) >= 2**53 for column in columns.values()):
         raise ValueError("values are impossible")
@@ -359,7 +358,7 @@ def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
 
 
 def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_tokens: int) -> None:
-    """Checks that an index fits what the manifest says about its shard."""
+    """Raises ValueError if an index contradicts the manifest's entry of its shard."""
     if int(index["length"].max(initial=0)) >= 2**32:
         raise ValueError("a batch has 4 GiB or more")
     if int(index["n_tokens"].max(initial=0)) > max_batch_tokens:
@@ -377,7 +376,7 @@ def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_toke
         )
     ends = index["offset"] + index["length"]
     if (index["offset"][1:] < ends[:-1]).any() or (ends > entry.num_bytes).any():
-        raise ValueError("batches overlap or lie outside of the file")
+        raise ValueError("batches overlap or lie outside the file")
 
 
 def _joined(columns: list[np.ndarray]) -> np.ndarray:

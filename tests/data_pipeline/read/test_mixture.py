@@ -183,7 +183,7 @@ def test_the_mixture_of_order_version_2_is_this_one():
         ([(0, {"a": 1.0}), (9, {"a": 1.0}), (9, {"a": 1.0})], r"rows \[0, 9, 9\]"),
         (
             [(0, {"a": 1.0, "x": 1.0})],
-            r"weighs \['x'\], which are none of the sources \['a', 'b'\]",
+            r"weighs unknown sources \['x'\]: the sources are \['a', 'b'\]",
         ),
         ([], "the first must start at 0"),
     ],
