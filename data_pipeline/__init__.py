@@ -2,6 +2,5 @@
 
 if __name__ == "data_pipeline":
     raise ImportError(
-        "import moebius.data_pipeline: the repository root is the package `moebius` (pip install "
-        "-e .)"
+        "import moebius.data_pipeline: the repository root is the package `moebius` (pip install -e .)"
     )

@@ -1,10 +1,10 @@
-"""Arrow record batch messages from untrusted bytes: what a message says it will become is checked
-before Arrow takes memory for it, and what it became before anybody reads it.
+"""Decodes Arrow record batch messages from untrusted bytes.
 
-A compressed buffer begins with its size after decompression, which Arrow believes: a message of a
-few kB can ask for any amount of memory (a "zstd bomb"). Where the buffers lie is said in the
-message's head, a flatbuffer that Arrow's Python interface does not show; the few fields that are
-needed are read here (format/Message.fbs and Flatbuffers' "internals" of the two projects).
+It checks the sizes that a message states before Arrow allocates memory, and validates the result. A
+compressed buffer begins with its decompressed size, which Arrow trusts: a message of a few kB can
+request any amount of memory (a "zstd bomb"). The message's head, a flatbuffer, says where the buffers
+lie. Arrow's Python interface does not expose it, so this module reads the few fields that it needs
+(Arrow's format/Message.fbs and FlatBuffers' "internals").
 """
 
 import struct
@@ -19,7 +19,7 @@ import zstandard
 _RECORD_BATCH = 3  # MessageHeader of Message.fbs
 _HEADER_TYPE, _HEADER = 1, 2  # fields of Message
 _BUFFERS, _COMPRESSION = 2, 3  # fields of RecordBatch
-_NOT_COMPRESSED = -1  # a buffer that compression would have made longer
+_NOT_COMPRESSED = -1  # marks a buffer that compression would lengthen
 _PREFIX_BYTES = 8
 _ZSTD = pa.Codec("zstd")
 _SIZE = struct.Struct("<q")
@@ -27,7 +27,7 @@ _SIGNED, _UNSIGNED, _SHORT = struct.Struct("<i"), struct.Struct("<I"), struct.St
 _PAIR = struct.Struct("<qq")
 _DAMAGES = (struct.error, IndexError, TypeError, OSError, EOFError, zstandard.ZstdError)
 _of_thread = threading.local()
-"""A zstd decompressor per thread: it can write into memory that is there already, Arrow's cannot."""
+"""A zstd decompressor per thread; unlike Arrow's, it writes into existing memory."""
 
 
 def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.RecordBatch:
@@ -35,16 +35,16 @@ def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.Rec
 
     Args:
         message: the encapsulated message, from its continuation marker to the end of its body.
-        schema: the columns; nothing of the message can change them.
-        max_bytes: what its buffers may take in memory, all together.
+        schema: the columns, which the message cannot change.
+        max_bytes: the most memory that its buffers may take together.
 
     Raises:
-        ValueError: it is no such message, states larger buffers, or is not consistent in itself.
+        ValueError: it is no record batch, states larger buffers, or is inconsistent.
     """
     with _one_kind_of_error():
         total = EncodedBuffers(message).stated_bytes
         if total > max_bytes:
-            raise ValueError(f"its buffers ask for {total} bytes, at most {max_bytes} are possible")
+            raise ValueError(f"its buffers ask for {total} bytes, at most {max_bytes} are allowed")
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema)
         batch.validate(full=True)  # offsets inside their columns, text that is UTF-8
     return batch
@@ -59,16 +59,16 @@ def _one_kind_of_error() -> Iterator[None]:
 
 
 class EncodedBuffers:
-    """Decodes single buffers of a record batch message: each when it is asked for.
+    """Decodes single buffers of a record batch message on demand.
 
-    For a few columns of many that takes half of the time of `decode_batch`.
+    For a few of many columns it takes half of the time of `decode_batch`.
     """
 
     def __init__(self, message: bytes):
         """Takes the encapsulated message, from its continuation marker to the end of its body.
 
         Raises:
-            ValueError: it is no such message.
+            ValueError: it is no record batch message.
         """
         with _one_kind_of_error():
             opened = pa.ipc.read_message(message)
@@ -78,10 +78,10 @@ class EncodedBuffers:
 
     @property
     def stated_bytes(self) -> int:
-        """Returns the memory that all buffers take once they are decoded, as the message says.
+        """Returns the decoded size of all buffers in bytes, as the message states it.
 
         Raises:
-            ValueError: one lies outside of the message.
+            ValueError: a buffer lies outside the message.
         """
         with _one_kind_of_error():
             return sum(self._stated_size(self._at(*place)) for place in self._head.pairs(_BUFFERS))
@@ -90,7 +90,7 @@ class EncodedBuffers:
         """Returns the values of a buffer.
 
         Raises:
-            ValueError: it has not `count` of them.
+            ValueError: it does not have `count` values.
         """
         values = np.empty(count, dtype=dtype)
         self.decode_into(number, values)
@@ -100,7 +100,7 @@ class EncodedBuffers:
         """Decodes a buffer into an array.
 
         Raises:
-            ValueError: it has not the array's size.
+            ValueError: it does not have the array's size.
         """
         out = array.view(np.uint8)
         with _one_kind_of_error():
@@ -111,7 +111,7 @@ class EncodedBuffers:
             is_prefixed = self._is_compressed and len(data) > 0
             is_zstd = is_prefixed and _SIZE.unpack_from(data)[0] != _NOT_COMPRESSED
             content = data[_PREFIX_BYTES:] if is_prefixed else data
-            # A frame that states its size is decoded in one go, without a window in between.
+            # a frame that states its size is decoded directly, without a window in between
             if is_zstd and zstandard.frame_content_size(content) == len(out):
                 size = _decompressor().stream_reader(content).readinto(out)
                 if size != len(out):
@@ -138,7 +138,7 @@ class EncodedBuffers:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """Returns this thread's, which is not to be shared."""
+    """Returns this thread's decompressor, which must not be shared."""
     if not hasattr(_of_thread, "zstd"):
         _of_thread.zstd = zstandard.ZstdDecompressor()
     return _of_thread.zstd
@@ -155,7 +155,7 @@ def _record_batch(head: memoryview) -> "_Table":
 
 
 class _Table:
-    """Reads fields of a flatbuffer's table; reading outside of the buffer is a struct.error."""
+    """Reads fields of a flatbuffer's table; reading outside the buffer raises struct.error."""
 
     def __init__(self, data: memoryview, position: int):
         self._data, self._position = data, position
@@ -166,7 +166,7 @@ class _Table:
         (self._fields_bytes,) = _SHORT.unpack_from(data, self._fields)
 
     def _field(self, number: int) -> int | None:
-        """Returns where a field lies; None: it has its default."""
+        """Returns a field's position; None if it has its default."""
         slot = 4 + 2 * number
         if slot + 2 > self._fields_bytes:
             return None
@@ -184,20 +184,20 @@ class _Table:
         return _Table(self._data, position + _unsigned(self._data, position))
 
     def pair(self, number: int, index: int) -> tuple[int, int]:
-        """Returns one element of a vector of structs of two int64."""
+        """Returns one element of a vector of (int64, int64) structs."""
         start, count = self._vector(number)
         if not 0 <= index < count:
             raise IndexError(f"element {index} of {count}")
         return _PAIR.unpack_from(self._data, start + _PAIR.size * index)
 
     def pairs(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yields the elements of a vector of structs of two int64."""
+        """Yields the elements of a vector of (int64, int64) structs."""
         start, count = self._vector(number)
         for index in range(count):
             yield _PAIR.unpack_from(self._data, start + _PAIR.size * index)
 
     def _vector(self, number: int) -> tuple[int, int]:
-        """Returns where the elements of such a vector lie, and how many there are."""
+        """Returns the position of a vector's first element, and the number of elements."""
         position = self._field(number)
         if position is None:
             return 0, 0

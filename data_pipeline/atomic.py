@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and survive a power failure once they have appeared."""
+"""Atomic file writes that survive a power failure."""
 
 import errno
 import os
@@ -15,10 +15,10 @@ TEMPORARY = ".tmp-"
 
 
 def create_once(path: Path, data: bytes) -> None:
-    """Creates a file that appears whole or not at all, and never replaces another one.
+    """Creates a file atomically, and never replaces another one.
 
     Raises:
-        PrepareError: a file with other content is there, or the folder cannot be written.
+        PrepareError: a file with other content exists, or the folder cannot be written.
     """
     temporary = _temporary_name(path)
     with explained_write_errors(path):
@@ -32,8 +32,8 @@ def create_once(path: Path, data: bytes) -> None:
             except FileExistsError:
                 if path.read_bytes() != data:
                     raise PrepareError(
-                        f"{path} exists and says something else: another preparation wrote into "
-                        "this folder; choose another one"
+                        f"{path} exists with other content: another preparation wrote into this "
+                        "folder; choose another one"
                     ) from None
             sync_folder(path.parent)
         finally:
@@ -41,9 +41,9 @@ def create_once(path: Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Gives a file its name unless there is one of that name.
+    """Gives a file its name unless that is taken.
 
-    Where the file system has no hard links, a rename does it: the folder's lock keeps others out.
+    Without hard links it renames the file, which is safe under the folder's lock.
     """
     try:
         os.link(temporary, path)
@@ -57,14 +57,12 @@ def _link(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file that appears whole or not at all: temporary name, fsync, rename.
-
-    Any exception removes the temporary.
+    """Writes a file atomically: temporary name, fsync, rename. An exception removes it.
 
     Args:
         path: the file.
-        durable: whether it is on disk afterwards. If not, a power failure may leave it empty or
-            torn: for what `make_durable` is called later, or what is then noticed and made again.
+        durable: whether to fsync. Without, a power failure may leave the file empty or torn, so call
+            `make_durable` later, or detect and repeat.
     """
     temporary = _temporary_name(path)
     with explained_write_errors(path):
@@ -82,9 +80,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
 
 
 def make_durable(paths: Sequence[Path]) -> None:
-    """Fsyncs files of one folder and the folder itself, all files at once.
-
-    A disk that is asked for several files at the same time takes hardly longer than for one.
+    """Fsyncs files and their folders, all files in parallel: it takes hardly longer than for one.
 
     Raises:
         PrepareError: they cannot be written.
@@ -107,7 +103,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsyncs a folder: a rename survives a power failure only once its folder is on disk."""
+    """Fsyncs a folder, without which a rename does not survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,7 +113,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path) -> Iterator[None]:
-    """Turns the operating system's errors about `path` into what to do about them."""
+    """Turns the operating system's errors about `path` into PrepareErrors with advice."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """The section `data`: which prepared folder a run reads, in which order, and how.
 
-What makes the folder is a section of its own (`prepare_config`). A folder knows its sources, its
-tokenizer and its vocabulary, so a rank needs nothing of that section. Changing what stands here costs
-no new shards: they hold whole documents, which are cut into rows on the way out.
+The section `prepare` (`prepare_config`) makes the folder, which records its sources, tokenizer and
+vocabulary, so ranks need only `data`. Changing `data` never needs new shards: they hold whole
+documents, which are cut into rows as they are read.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 FORMAT_VERSION = 3
-"""The prepared folder's format. A change that old readers cannot follow raises it."""
+"""The prepared folder's format; a change that old readers cannot follow raises it."""
 
 SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
-"""The pattern of a source's name, which begins the names of its shards."""
+"""The pattern of a source's name, which is the prefix of its shards' names."""
 
 
 def _listed(value: Any) -> Any:
@@ -21,13 +21,13 @@ def _listed(value: Any) -> Any:
 
 
 OneOrMore = BeforeValidator(_listed)
-"""Lets a list of texts be given as a single text."""
+"""Accepts a single string for a list of strings."""
 
 SourceName = Annotated[str, Field(pattern=SOURCE_NAME)]
 
 
 class Stage(BaseModel):
-    """Sets the weights of the mixture from a position of the run on, counted in tokens."""
+    """Sets the mixture's weights from a position of the run on, counted in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -35,52 +35,52 @@ class Stage(BaseModel):
     """Tokens that the run has read when the stage begins."""
 
     weights: dict[str, float] = Field(min_length=1, examples=[{"books": 1.0}])
-    """Weights by source; a source that is not named gets no rows."""
+    """Weights by source; omitted sources get no rows."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> "Stage":
         wrong = {name: value for name, value in self.weights.items() if not 0 <= value < 2.0**64}
         if wrong or not any(self.weights.values()):
             raise ValueError(
-                f"the stage at {self.at_tokens} tokens has weights {self.weights}: each must be at "
-                "least 0 and finite, and one of them above 0"
+                f"the stage at {self.at_tokens} tokens has weights {self.weights}: each must be "
+                "finite and at least 0, and one of them above 0"
             )
         return self
 
 
 class DataConfig(BaseModel):
-    """Configures what a rank reads: a prepared folder, the order of its rows, and their form."""
+    """Configures what a rank reads: a prepared folder, and the order and form of its rows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     directory: str = Field(default="", examples=["shards"])
-    """The prepared folder; empty: one below `runs/data`, named after the hash of `prepare`."""
+    """The prepared folder; empty: a folder in `runs/data`, named after the hash of `prepare`."""
 
     seq_len: int = Field(default=256, ge=1)
     """Tokens that a row predicts; a row holds one more."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of the order in which rows are read."""
+    """Seed of the order of rows."""
 
     packing: Literal["concat", "best_fit"] = "concat"
-    """How documents become rows: cut wherever a row is full, or fitted whole into rows."""
+    """How documents become rows: cut where a row is full, or fitted whole into rows."""
 
     document_attention: bool = False
-    """Whether a token sees only its own document."""
+    """Whether a token attends only to its own document."""
 
     targets: Literal["next", "paired"] = "next"
-    """What a token predicts: the next token; or, if documents alternate between inputs and labels
-    ("a 1 b 2 …"), the label of an input. The model then reads only the inputs."""
+    """What a token predicts: the next token; or, in documents that alternate inputs and labels
+    ("a 1 b 2 …"), an input's label. The model then reads only the inputs."""
 
     weights: dict[SourceName, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = Field(
         default={}, examples=[{"books": 2.0, "web": 1.0}]
     )
-    """Relative share of each source in the rows that are read; 1 if not given."""
+    """Relative share of each source in the rows; 1 by default."""
 
     max_epochs: dict[SourceName, Annotated[int, Field(ge=0)]] = Field(
         default={}, examples=[{"books": 4}]
     )
-    """Passes over a source after which the run ends; 0 or not given: no limit."""
+    """Passes over a source after which the run ends; 0, the default, means no limit."""
 
     stages: tuple[Stage, ...] = Field(
         default=(), examples=[[{"at_tokens": 1_000_000, "weights": {"books": 1.0}}]]
@@ -88,19 +88,19 @@ class DataConfig(BaseModel):
     """Later weights of the mixture; `weights` apply until the first stage."""
 
     when_corrupt: Literal["fail", "refetch", "skip"] = "fail"
-    """What to do about a record batch that fails its checksum: end the run; read it again, also from
-    `replicas`; or, if that fails too, replace its rows by others."""
+    """What to do if a record batch fails its checksum: end the run; read it again, then from
+    `replicas`; or, if that fails too, replace its rows."""
 
     replicas: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["copies/shards"]]
     )
-    """Copies of the folder from which damaged record batches are read."""
+    """Copies of the folder, for record batches that are damaged."""
 
     max_skipped_batches: int = Field(default=10, ge=0)
     """Damaged record batches that a run may skip."""
 
     override_position: bool = False
-    """Whether a run continues although its data or their order differ from its checkpoint's."""
+    """Whether to continue although the data or its order differs from the checkpoint's."""
 
     @model_validator(mode="after")
     def _check_stages(self) -> "DataConfig":
@@ -113,8 +113,8 @@ class DataConfig(BaseModel):
     def _check_targets(self) -> "DataConfig":
         if self.targets == "paired" and self.seq_len % 2:
             raise ValueError(
-                f"targets='paired' with seq_len={self.seq_len}: rows are pairs of an input and its "
-                f"label, so the length is even; set seq_len={self.seq_len + 1}"
+                f"targets='paired' needs an even seq_len, for pairs of an input and its label, not "
+                f"{self.seq_len}: set seq_len={self.seq_len + 1}"
             )
         return self
 

@@ -1,17 +1,16 @@
-"""The table of contents of a prepared folder: a chain that only grows.
+"""The manifests of a prepared folder: an append-only chain of files.
 
-    manifest-000000.json   the header: what is made of what, with which tokenizer
-    manifest-000001.json   a segment, sealed: a run of consecutive shards of one source
+    manifest-000000.json   the header: specification, sources and tokenizer
+    manifest-000001.json   a sealed segment: a run of consecutive shards of one source
     ...
-    manifest-00000n.json   complete: totals, what was dropped or quarantined, the inputs' sizes
+    manifest-00000n.json   complete: totals, dropped and quarantined documents, the inputs' sizes
 
-Each file carries a sha256 of itself and names the sha256 of the one before, every shard with its
-counts and blake2b-256, and the tokenizer by its sha256, so that each byte a loader relies on is
-under some checksum. A file is created whole and never changed. A folder whose chain has no end yet
-is still being made: what its sealed segments hold is already final, and can be read and trained on.
+Each file carries its own sha256 and that of its predecessor. It names shards by counts and blake2b-256,
+and the tokenizer by sha256, so a checksum covers each byte that a loader relies on. Files are created
+atomically and never change. A folder without the last manifest is still being made, but its sealed
+segments are final and can be trained on.
 
-Nothing of time, host or worker count stands in it, and each segment has a file of its own: the same
-input gives the same chain, byte for byte, however it was made.
+Manifests record no time, host or worker count, so the same input gives the same chain, byte for byte.
 """
 
 import hashlib
@@ -32,10 +31,10 @@ from .data_config import FORMAT_VERSION, SOURCE_NAME
 from .errors import PrepareError, ShardError
 
 MAX_SEGMENT_SHARDS = 2**14
-"""A segment is closed with so many shards, however few tokens they hold: a manifest stays small."""
+"""The most shards of a segment, so that its manifest stays small."""
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
-_MAX_COUNT = 2**53  # of tokens, bytes or documents: what JSON readers agree on
+_MAX_COUNT = 2**53  # JSON readers agree on integers up to here
 _NUMBERED = re.compile(r".+-\d{5,9}\.tok\.arrow")
 _TOKENIZER_FILE = r"^[a-z0-9_-]{1,64}\.(json|model)$"
 _ELSEWHERE = "restore it from a copy, or prepare again elsewhere"
@@ -47,13 +46,13 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
-    """Is frozen and knows all its keys: what a manifest is made of."""
+    """Is the base of all parts of a manifest: frozen, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ShardEntry(_Entry):
-    """Describes a shard: a file of tokens and its index, made from one input split."""
+    """Describes a shard: a token file and its index, made from one input split."""
 
     name: str
     split: Split
@@ -74,7 +73,7 @@ class ShardEntry(_Entry):
 
     @property
     def number(self) -> int:
-        """Returns the number in the shard's name: which of its source's input splits it is."""
+        """Returns the number in the shard's name, which counts its source's units."""
         return int(self.name.removesuffix(".tok.arrow").rpartition("-")[2])
 
 
@@ -99,10 +98,9 @@ class TokenizerEntry(_Entry):
 
 
 class Segment(_Entry):
-    """Describes a run of consecutive shards of one source, whose content never changes again.
+    """Describes a sealed run of consecutive shards of one source.
 
-    Its shards of both splits stand in the order of their input splits. It is a manifest of the
-    chain's middle.
+    The shards of both splits are in the order of their input splits.
     """
 
     kind: Literal["segment"] = "segment"
@@ -112,10 +110,10 @@ class Segment(_Entry):
 
 
 class SealedSegment:
-    """Keeps a segment that was read as compressed JSON, and its totals beside it.
+    """Keeps a segment as compressed JSON, and its totals.
 
-    A shard's entry takes some 100 bytes so, where its Python objects take 1,500: a folder of many
-    small shards is kept open for as long as a run lasts, and its entries are asked for once.
+    A shard's entry thus takes some 100 bytes instead of the 1,500 of Python objects, for as long as a
+    run lasts.
     """
 
     __slots__ = ("_num_tokens", "_packed", "last_shard", "number", "source")
@@ -127,21 +125,19 @@ class SealedSegment:
         for shard in segment.shards:
             self._num_tokens[shard.split] += shard.num_tokens
         packed = zstandard.ZstdCompressor().compress(segment.model_dump_json().encode())
-        self._packed = bytes(
-            memoryview(packed)
-        )  # a copy: the library's has room for the worst case
+        self._packed = bytes(memoryview(packed))  # the library over-allocates its result
 
     def unpacked(self) -> Segment:
-        """Returns the segment as its manifest has it."""
+        """Returns the segment as its manifest describes it."""
         return Segment.model_validate_json(zstandard.ZstdDecompressor().decompress(self._packed))
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
-        """Returns the shards of both splits, made anew at every call."""
+        """Returns the shards of both splits; unpacks them at every call."""
         return self.unpacked().shards
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
-        """Returns the shards of one split, in the order of its token stream."""
+        """Returns the shards of one split, in stream order."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: str) -> int:
@@ -158,10 +154,7 @@ class QuarantinedSplit(_Entry):
 
 
 class Header(_Entry):
-    """Is the first manifest of a chain: what is being made.
-
-    `spec` is the configuration that `spec_hash` was taken of, for people to read.
-    """
+    """Is the first manifest of a chain; `spec_hash` is the hash of `spec`, the configuration."""
 
     kind: Literal["header"] = "header"
     format_version: int = FORMAT_VERSION
@@ -174,7 +167,7 @@ class Header(_Entry):
 
 
 class Completion(_Entry):
-    """Is the last manifest of a chain: what became of the whole input."""
+    """Is the last manifest of a chain: the totals of the whole input."""
 
     kind: Literal["complete"] = "complete"
     num_documents: dict[str, dict[Split, Count]]  # source -> split -> documents
@@ -190,17 +183,17 @@ _BODY: TypeAdapter[Body] = TypeAdapter(Body)
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """Describes what a prepared folder holds so far: the chain of its manifests, read to its end."""
+    """Describes the content of a prepared folder so far: its chain of manifests."""
 
     header: Header
-    sealed: tuple[SealedSegment, ...] = field(default=(), compare=False)  # told by the hash
+    sealed: tuple[SealedSegment, ...] = field(default=(), compare=False)  # implied by the hash
     completion: Completion | None = None
     sha256: str = ""
-    """Of the last manifest: two folders with the same one hold the same data."""
+    """The last manifest's hash; folders with the same one hold the same data."""
 
     @property
     def complete(self) -> bool:
-        """Returns whether the folder will not grow any more."""
+        """Returns whether the preparation is finished."""
         return self.completion is not None
 
     @property
@@ -212,7 +205,7 @@ class DatasetManifest:
         """Returns a source by its name.
 
         Raises:
-            ShardError: there is none of this name.
+            ShardError: no source has this name.
         """
         for source in self.sources:
             if source.name == name:
@@ -224,7 +217,7 @@ class DatasetManifest:
         """Returns the sealed segments of a source, in order.
 
         Raises:
-            ShardError: there is no source of this name.
+            ShardError: no source has this name.
         """
         return self._segments_by_source.get(self.source(source).name, ())
 
@@ -237,12 +230,12 @@ class DatasetManifest:
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
-        """Returns all shards: source after source, segment after segment."""
+        """Returns all shards, by source and segment."""
         segments = (segment for source in self.sources for segment in self.segments(source.name))
         return tuple(shard for segment in segments for shard in segment.shards)
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
-        """Returns the shards of one split of all sources, source after source."""
+        """Returns the shards of one split, by source and segment."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: str) -> int:
@@ -266,7 +259,7 @@ class DatasetManifest:
 
     @property
     def batch_tokens(self) -> int:
-        """Returns how many tokens a record batch has at least, if it is not a shard's last."""
+        """Returns the least number of tokens of a record batch, except a shard's last."""
         return self.header.batch_tokens
 
 
@@ -289,7 +282,7 @@ def manifest_name(number: int) -> str:
 
 
 def is_prepared(directory: str | Path) -> bool:
-    """Returns whether a folder holds prepared data, be it still growing, or without its header."""
+    """Returns whether a folder holds prepared data, complete, growing or damaged."""
     first = Path(directory) / manifest_name(0)
     return first.exists() or _later_than(first, 0) is not None
 
@@ -298,10 +291,10 @@ def is_prepared(directory: str | Path) -> bool:
 
 
 class ManifestWriter:
-    """Extends a folder's chain of manifests, from wherever it stands.
+    """Writes a folder's chain of manifests.
 
-    Writing again what is there already is allowed and changes nothing, so that an interrupted
-    preparation can be repeated; writing something else in its place is refused.
+    Writing the same manifest again changes nothing, so an interrupted preparation can be repeated;
+    writing another one in its place is refused.
     """
 
     def __init__(self, directory: Path):
@@ -309,18 +302,17 @@ class ManifestWriter:
         self._number, self._parent = 0, ""
 
     def append(self, body: Body) -> str:
-        """Writes the next manifest, whole or not at all, and returns its sha256.
+        """Writes the next manifest atomically and returns its sha256.
 
         Raises:
-            PrepareError: another one is there, or the folder cannot be written.
+            PrepareError: another manifest has this number, or the folder cannot be written.
         """
         chained = {"file": self._number, "parent": self._parent} | body.model_dump(mode="json")
         data = _encoded(chained)
         if len(data) > _MAX_MANIFEST_BYTES:
             raise PrepareError(
-                f"{manifest_name(self._number)} would have {len(data)} bytes, more than the "
-                f"{_MAX_MANIFEST_BYTES} that are read: give fewer and larger input files, or lower "
-                "segment_tokens"
+                f"{manifest_name(self._number)} would have {len(data)} bytes, the limit is "
+                f"{_MAX_MANIFEST_BYTES}: give fewer and larger input files, or lower segment_tokens"
             )
         create_once(self._directory / manifest_name(self._number), data)
         self._number, self._parent = self._number + 1, _body_hash(chained)
@@ -331,17 +323,17 @@ class ManifestWriter:
 
 
 def read_manifest(directory: str | Path) -> DatasetManifest:
-    """Reads the chain of manifests of a prepared folder, as far as it goes.
+    """Reads the chain of manifests of a prepared folder.
 
     Raises:
-        ShardError: there is none, or one that is not as it was written.
+        ShardError: there is no manifest, or one is missing or damaged.
     """
     folder = Path(directory)
     first = folder / manifest_name(0)
     data = _read(first)
     if data is None:
         if (later := _later_than(first, 0)) is not None:
-            raise ShardError(f"{first} is missing, and {later.name} is there: {_ELSEWHERE}")
+            raise ShardError(f"{first} is missing, but {later.name} exists: {_ELSEWHERE}")
         raise ShardError(
             f"{first} does not exist: this folder holds no prepared data; run `moebius prepare`"
         )
@@ -349,8 +341,8 @@ def read_manifest(directory: str | Path) -> DatasetManifest:
     version = chained.get("format_version")
     if version != FORMAT_VERSION:
         raise ShardError(
-            f"{first} has format {version!r:.40}, this version reads {FORMAT_VERSION}: prepare the "
-            "data again"
+            f"{first} has format {version!r:.40}, but this version reads format {FORMAT_VERSION}: "
+            "prepare the data again"
         )
     header = _checked(first, chained, number=0, parent="")
     if not isinstance(header, Header):
@@ -359,12 +351,10 @@ def read_manifest(directory: str | Path) -> DatasetManifest:
 
 
 def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
-    """Reads what was added to a chain since `known` was read.
-
-    Returns `known` itself where nothing was. Content that was read before is not read again.
+    """Reads the manifests added since `known` was read; returns `known` itself if there are none.
 
     Raises:
-        ShardError: a manifest is missing, not as it was written, or does not continue `known`.
+        ShardError: a manifest is missing, damaged, or does not continue `known`.
     """
     segments, parent, completion = list(known.sealed), known.sha256, known.completion
     last = {segment.source: segment for segment in segments}
@@ -376,7 +366,7 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
             if (later := _later_than(path, number)) is None:
                 break
             if (data := _read(path)) is None:  # else it was written a moment ago
-                raise ShardError(f"{path} is missing, and {later.name} is there: {_ELSEWHERE}")
+                raise ShardError(f"{path} is missing, but {later.name} exists: {_ELSEWHERE}")
         chained = _opened(path, data)
         body = _checked(path, chained, number=number, parent=parent)
         if isinstance(body, Segment):
@@ -394,14 +384,14 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
 
 
 def _later_than(path: Path, number: int) -> Path | None:
-    """Returns a manifest of a higher number than one that is missing; None: the chain ends there."""
+    """Returns the next manifest after a missing one; None if the chain ends there."""
     names = (one.name for one in path.parent.glob("manifest-??????.json"))
     later = min((name for name in names if name > manifest_name(number)), default=None)
     return None if later is None else path.with_name(later)
 
 
 def _read(path: Path) -> bytes | None:
-    """Returns a manifest's bytes, or None where there is none."""
+    """Returns a manifest's bytes, or None if it does not exist."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_MANIFEST_BYTES + 1)
@@ -411,13 +401,13 @@ def _read(path: Path) -> bytes | None:
         raise ShardError(f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}") from error
     if len(data) > _MAX_MANIFEST_BYTES:
         raise ShardError(
-            f"{path} has more than {_MAX_MANIFEST_BYTES} bytes: it is no manifest; {_ELSEWHERE}"
+            f"{path} has more than {_MAX_MANIFEST_BYTES} bytes, so it is no manifest: {_ELSEWHERE}"
         )
     return data
 
 
 def _opened(path: Path, data: bytes) -> dict[str, Any]:
-    """Returns the body of a manifest whose bytes are those that were written."""
+    """Returns a manifest's body after checking its bytes."""
     try:
         body = json.loads(data)["manifest"]
         intact = isinstance(body, dict) and data == _encoded(body)
@@ -448,7 +438,7 @@ def _checked(path: Path, chained: dict[str, Any], *, number: int, parent: str) -
 def _check_segment(
     path: Path, segment: Segment, header: Header, last: SealedSegment | None
 ) -> None:
-    """Checks that a segment continues its source, and that its files can only be in the folder."""
+    """Checks that a segment continues its source, and that its file names stay in the folder."""
     if segment.source not in {source.name for source in header.sources}:
         raise ShardError(f"{path} holds a segment of an unknown source {segment.source!r:.80}")
     expected = 0 if last is None else last.number + 1
@@ -462,8 +452,8 @@ def _check_segment(
         of_rule = is_numbered and shard_name(segment.source, shard.split, shard.number)
         if of_rule != shard.name or shard.source != segment.source:
             raise ShardError(
-                f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "
-                f"source {segment.source!r}: it is damaged or was made by hand; prepare the data again"
+                f"{path} lists {shard.name!r:.200}, which is not a name of a {shard.split} shard of "
+                f"source {segment.source!r}: it is damaged or edited; prepare the data again"
             )
         place = (shard.number, str(shard.split))
         if place <= before:
@@ -472,7 +462,7 @@ def _check_segment(
 
 
 def _encoded(chained: dict[str, Any]) -> bytes:
-    """Returns the one form in which a manifest is written: any other bytes are damage."""
+    """Returns the bytes of a manifest; any other form counts as damage."""
     whole = {"manifest": chained, "sha256": _body_hash(chained)}
     return json.dumps(whole, indent=1).encode()
 

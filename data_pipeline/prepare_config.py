@@ -1,8 +1,8 @@
 """The section `prepare`: which text becomes tokens, and how.
 
-`PrepareConfig.spec_hash` names the bytes that `moebius prepare` writes. A folder that was made from
-another specification is refused. The section stands apart from the stages that it configures
-(`make/`), because every command reads a configuration and few need numpy or Arrow.
+`PrepareConfig.spec_hash` identifies the bytes that `moebius prepare` writes; a folder of another
+specification is refused. This module stays apart from `make/`, because every command reads a
+configuration but few need numpy or Arrow.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ MAX_NGRAM = 1024
 """The longest n-gram of words that is hashed."""
 
 DEFAULT_SOURCE = "text"
-"""The name of the one source of a configuration that gives `input` instead of `sources`."""
+"""The name of the only source, if a configuration gives `input` instead of `sources`."""
 
 
 Name = Annotated[str, Field(min_length=1)]
-"""A file, folder, glob, URL or function; an empty one would be the working folder."""
+"""A file, folder, glob, URL or function; an empty name would be the working folder."""
 
 
 class RecordFields(BaseModel):
@@ -45,13 +45,13 @@ class RecordFields(BaseModel):
     """The field that holds a record's text."""
 
     source_field: str = "source"
-    """The field that names a record's origin; the file's name if it is missing."""
+    """The field of a record's origin; records without it get the file's name."""
 
     id_field: str = Field(default="", examples=["id"])
-    """The field of a record's own id, which is stored beside its tokens; empty: no ids."""
+    """The field of a record's id, which is stored beside its tokens; empty: no ids."""
 
     prompt_field: str = Field(default="", examples=["question"])
-    """The field of a prompt; with `answer_field`, only the tokens of the answer are learned."""
+    """The field of a prompt; with `answer_field`, only the answer's tokens are learned."""
 
     answer_field: str = Field(default="", examples=["answer"])
     """The field of the answer to the prompt."""
@@ -61,8 +61,8 @@ class RecordFields(BaseModel):
         prompt, answer = self.prompt_field, self.answer_field
         if bool(prompt) != bool(answer) or (prompt and prompt == answer):
             raise ValueError(
-                f"prompt_field={prompt!r} and answer_field={answer!r} belong together: give two "
-                "fields, or neither and text_field"
+                f"prompt_field={prompt!r} and answer_field={answer!r} belong together: set both, to "
+                "different fields, or set text_field instead"
             )
         return self
 
@@ -71,7 +71,7 @@ class SourceConfig(RecordFields):
     """Names one source of text and the fields of its records."""
 
     name: SourceName = Field(examples=["books"])
-    """The source's name, which begins the names of its shards."""
+    """The source's name, the prefix of its shards' names."""
 
     input: Annotated[tuple[Name, ...], OneOrMore] = Field(min_length=1, examples=[["books/*.txt"]])
     """Files, folders, globs, URLs or functions, as in `prepare.input`."""
@@ -82,29 +82,29 @@ class SourceConfig(RecordFields):
     """Text to validate on; empty: a share of `input`."""
 
     licence: str = Field(default="", max_length=200, examples=["CC0-1.0"])
-    """The licence of the text, for people to read, e.g. an SPDX name."""
+    """The licence of the text, e.g. an SPDX name; for information only."""
 
     @property
     def has_loss_mask(self) -> bool:
-        """Returns whether some tokens of this source are read and not learned."""
+        """Returns whether some tokens of this source are not learned."""
         return bool(self.prompt_field)
 
 
 class DecontaminateConfig(BaseModel):
-    """Names the evaluation sets that training text must not overlap with."""
+    """Names evaluation sets whose text must not occur in training documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     evaluation_sets: Annotated[tuple[str, ...], OneOrMore] = Field(
         min_length=1, examples=[["test.jsonl"]]
     )
-    """Local .jsonl and .jsonl.zst files, one item a line."""
+    """Local .jsonl and .jsonl.zst files, one item per line."""
 
     fields: Annotated[tuple[str, ...], OneOrMore] = Field(default=(), examples=[["question"]])
-    """The fields that hold an item's text; empty: every string in its record."""
+    """The fields of an item's text; empty: every string in its record."""
 
     ngram_words: int = Field(default=13, ge=2, le=MAX_NGRAM)
-    """Words in a row that a document must share with an item to be dropped."""
+    """Consecutive words that a document must share with an item to be dropped."""
 
 
 _REPEATED_IN_SOURCES = {"input", "validation_input", *RecordFields.model_fields}
@@ -113,15 +113,15 @@ _REPEATED_IN_SOURCES = {"input", "validation_input", *RecordFields.model_fields}
 class PrepareConfig(RecordFields):
     """Configures how a folder is prepared: sources, tokenizer, and what is dropped.
 
-    Give text of several kinds as `sources`; `input` is short for one source named "text".
+    Give several kinds of text as `sources`; `input` is short for one source named "text".
     """
 
     input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=("embedded",), examples=[["texts/*.txt"]]
     )
     """Files, folders, globs and fsspec URLs of .txt and .jsonl (also .gz and .zst), .parquet and
-    .arrow; python:package.module:function for records of your own; or "embedded", the English prose
-    that every Python carries."""
+    .arrow; python:package.module:function for your own records; or "embedded", the English prose
+    that comes with every Python."""
 
     validation_input: Annotated[tuple[Name, ...], OneOrMore] = Field(
         default=(), examples=[["held_out.txt"]]
@@ -129,7 +129,7 @@ class PrepareConfig(RecordFields):
     """Text to validate on; empty: `validation_fraction` of `input`."""
 
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
-    """Share of the documents that is held out, by their hash; not used with `validation_input`."""
+    """Share of the documents to hold out, by their hash; not used with `validation_input`."""
 
     sources: tuple[SourceConfig, ...] = Field(
         default=(), examples=[[{"name": "books", "input": ["books/*.txt"]}]]
@@ -138,42 +138,42 @@ class PrepareConfig(RecordFields):
 
     tokenizer: str = Field(default="bpe", examples=["bytes"])
     """"bpe" (trained on the text), "bytes", or an existing one: a .json or .model file, its folder,
-    hf://owner/name, or python:package.module:function, which returns words that are one token each."""
+    hf://owner/name, or python:package.module:function, which returns words, each a token."""
 
     end_of_document: str = Field(default="", examples=["<|endoftext|>"])
     """The special token of an existing tokenizer that ends a document; empty: its own end token."""
 
     vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
-    """Size of the vocabulary that BPE training aims at; the most ids of an existing tokenizer."""
+    """Vocabulary size for BPE training; the most ids that an existing tokenizer may have."""
 
     tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
-    """Size of the text sample that BPE is trained on; 32 MiB take about 20 s."""
+    """Size of the text sample for BPE training; 32 MiB take about 20 s."""
 
     batch_tokens: int = Field(default=128 * 1024, ge=1, le=2**24)
-    """Tokens per record batch; batches larger than the default do not compress better."""
+    """Tokens per record batch; larger batches do not compress better."""
 
     split_bytes: int = Field(default=64 * 2**20, ge=1)
     """Size above which a .txt, .jsonl or .parquet file is split between workers."""
 
     segment_tokens: int = Field(default=2**28, ge=1)
-    """Training tokens per segment, the unit that is sealed, read and shuffled."""
+    """Training tokens per segment, the unit of sealing and shuffling."""
 
     encoding_faults: Literal["error", "drop"] = "error"
-    """What to do about text that is not valid Unicode: end with an error, or drop the document."""
+    """What to do if text is not valid Unicode: end with an error, or drop the document."""
 
     filters: Annotated[tuple[str, ...], OneOrMore] = Field(
         default=(), examples=[["my_filters:too_short"]]
     )
-    """Functions (package.module:function) that get the text of a document and return None to keep it,
-    or the reason to drop it."""
+    """Functions (package.module:function) that take a document's text and return None to keep it, or
+    the reason to drop it."""
 
     decontaminate: DecontaminateConfig | None = Field(
         default=None, examples=[{"evaluation_sets": ["test.jsonl"]}]
     )
-    """Drops documents that overlap with evaluation sets."""
+    """Drops documents that share text with evaluation sets."""
 
     shuffle_documents: bool = False
-    """Whether to spread the documents of each source over all its shards, in a second pass."""
+    """Whether to spread each source's documents over all its shards, in a second pass."""
 
     @field_validator("filters")
     @classmethod
@@ -181,7 +181,7 @@ class PrepareConfig(RecordFields):
         for path in filters:
             if not is_own(path):
                 raise ValueError(
-                    f"{path!r} is no function: write package.module:function, for example "
+                    f"{path!r} is not a function: write package.module:function, for example "
                     "my_filters:too_short"
                 )
         return filters
@@ -189,7 +189,7 @@ class PrepareConfig(RecordFields):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Sets what need not be given: the raw bytes' vocabulary, no `input` beside `sources`."""
+        """Sets the vocabulary size of raw bytes, and no `input` beside `sources`."""
         if not isinstance(values, dict):
             return values
         if values.get("tokenizer") == "bytes":
@@ -202,10 +202,8 @@ class PrepareConfig(RecordFields):
     def _check_vocab_size(self) -> Self:
         if self.tokenizer == "bytes" and self.vocab_size != NUM_BYTE_IDS:
             raise ValueError(
-                f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a "
-                "document), but "
-                f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose "
-                "tokenizer='bpe'"
+                f"tokenizer='bytes' has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), not "
+                f"vocab_size={self.vocab_size}: set vocab_size={NUM_BYTE_IDS}, or tokenizer='bpe'"
             )
         return self
 
@@ -214,7 +212,7 @@ class PrepareConfig(RecordFields):
         if not self.loads_tokenizer:
             if self.end_of_document:
                 raise ValueError(
-                    f"end_of_document={self.end_of_document!r} is for a tokenizer that exists; "
+                    f"end_of_document={self.end_of_document!r} is only for existing tokenizers; "
                     f"tokenizer={self.tokenizer!r} has its own: leave it out"
                 )
         elif not (
@@ -223,29 +221,29 @@ class PrepareConfig(RecordFields):
             or self.tokenizer.startswith("python:")
         ):
             raise ValueError(
-                f"tokenizer={self.tokenizer!r}: it is 'bpe', 'bytes', a .json or .model file, a "
-                "folder (with a slash in its name, such as ./mine), hf://owner/name, or "
-                "python:package.module:function for the words of a function"
+                f"tokenizer={self.tokenizer!r} is unknown: give 'bpe', 'bytes', a .json or .model "
+                "file, a folder (with a slash in its name, such as ./mine), hf://owner/name, or "
+                "python:package.module:function"
             )
         return self
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if bool(self.input) == bool(self.sources):
-            given = f"input={list(self.input)} and {len(self.sources)} sources"
             raise ValueError(
-                f"{given} were given: name the text by one of the two (with sources, set input=[])"
+                f"input={list(self.input)} and {len(self.sources)} sources: give one of the two (with "
+                "sources, set input=[])"
             )
         if self.sources and self.validation_input:
             raise ValueError(
-                f"validation_input={list(self.validation_input)} beside sources: give it to the "
+                f"validation_input={list(self.validation_input)} beside sources: move it into the "
                 "source that it belongs to"
             )
         fields = RecordFields.model_fields
         given = [name for name, field in fields.items() if getattr(self, name) != field.default]
         if self.sources and given:
             raise ValueError(
-                f"{', '.join(given)} beside sources: give it to the source that it belongs to"
+                f"{', '.join(given)} beside sources: move it into the source that it belongs to"
             )
         names = [source.name for source in self.sources]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -254,7 +252,7 @@ class PrepareConfig(RecordFields):
 
     @classmethod
     def of_folder(cls, header: "Header") -> Self | None:
-        """Returns what a prepared folder was made of; None: its first manifest does not say it all."""
+        """Returns a prepared folder's configuration; None if its header does not record all of it."""
         licences = {source.name: source.licence for source in header.sources}
         values = {"vocab_size": max(NUM_BYTE_IDS, header.tokenizer.vocab_size)} | header.spec
         if licences == {DEFAULT_SOURCE: ""}:
@@ -273,7 +271,7 @@ class PrepareConfig(RecordFields):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """Returns the sources: `sources`, or the one source that `input` is short for."""
+        """Returns `sources`, or the one source that `input` is short for."""
         if self.sources:
             return self.sources
         fields = {name: getattr(self, name) for name in RecordFields.model_fields}
@@ -287,22 +285,19 @@ class PrepareConfig(RecordFields):
 
     @property
     def loads_tokenizer(self) -> bool:
-        """Returns whether `tokenizer` names one that exists, instead of a kind."""
+        """Returns whether `tokenizer` names an existing tokenizer instead of a kind."""
         return self.tokenizer not in ("bpe", "bytes")
 
     @property
     def num_token_ids(self) -> int:
-        """Returns an upper bound of the vocabulary.
-
-        It is what an embedding needs before the tokenizer exists.
-        """
+        """Returns an upper bound of the vocabulary, for models built before the tokenizer exists."""
         return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Returns all that decides the prepared bytes, and nothing else.
+        """Returns exactly the settings that determine the prepared bytes.
 
-        It is equal for `input` and the same written as one of `sources`.
+        `input` and the equivalent entry of `sources` give the same result.
         """
         spec = self.model_dump(mode="json", exclude={*_REPEATED_IN_SOURCES, "sources"})
         spec["sources"] = [
@@ -316,6 +311,6 @@ class PrepareConfig(RecordFields):
 
     @property
     def spec_hash(self) -> str:
-        """Returns the hex sha256 of `spec` and the format of the files."""
+        """Returns the hex sha256 of `spec` and the file format's version."""
         versioned = self.spec | {"format_version": FORMAT_VERSION}
         return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()

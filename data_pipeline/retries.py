@@ -1,9 +1,8 @@
-"""Which failures of a connection pass, and trying again until they have.
+"""Retries for transient connection failures.
 
-Input lies behind fsspec, whose file systems let through what their client libraries raise: aiohttp,
-botocore, httpx and others, some of it OSErrors, some not, some wrapped in a FileNotFoundError. Here
-they are told apart without importing any of those libraries: by HTTP status where there is one, else
-by the names of the classes.
+fsspec's file systems raise their client libraries' errors: those of aiohttp, botocore, httpx and
+others, some OSErrors, some not, some wrapped in a FileNotFoundError. This module classifies them
+without importing the libraries, by HTTP status or else by class name.
 """
 
 import errno
@@ -14,14 +13,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITS_S = (0.5, 2.0, 8.0)
-"""Seconds between one try and the next."""
+"""Seconds between tries."""
 
 _LIBRARIES = {
     *("aiohttp", "aiobotocore", "botocore", "s3fs", "gcsfs", "google", "adlfs", "azure"),
     *("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "huggingface_hub"),
     *("paramiko", "fsspec"),
 }
-# base classes of those libraries for connections that fail, time out or end too early
+# the libraries' base classes for connections that fail, time out or end too early
 _PASSING = {
     *("ClientConnectionError", "ClientPayloadError"),  # aiohttp
     *("HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError"),
@@ -35,10 +34,10 @@ _TOO_MANY, _TOO_SLOW, _TOO_EARLY, _SERVER_ERRORS = 429, 408, 425, 500
 
 
 def patiently(action: Callable[[], T]) -> T:
-    """Returns what `action` returns; where it fails in a way that passes, it is tried again.
+    """Calls `action` until it succeeds; retries only transient failures, up to three times.
 
     Raises:
-        Exception: what it raised last.
+        Exception: the last error of `action`.
     """
     for wait_s in WAITS_S:
         try:
@@ -51,22 +50,22 @@ def patiently(action: Callable[[], T]) -> T:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Returns whether an error is about reaching or reading a file, and not a mistake of ours."""
+    """Returns whether an error is about reaching or reading a file, not a bug of ours."""
     modules = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or not modules.isdisjoint(_LIBRARIES)
 
 
 def is_passing(error: BaseException) -> bool:
-    """Returns whether the same request may succeed in a while."""
+    """Returns whether an error is transient: the same request may succeed later."""
     causes = list(_causes(error))
-    for cause in reversed(causes):  # the first cause knows best
+    for cause in reversed(causes):  # the root cause knows best
         if (status := _status(cause)) is not None:
             return status in (_TOO_MANY, _TOO_SLOW, _TOO_EARLY) or status >= _SERVER_ERRORS
     return any(map(_passes, causes))
 
 
 def explain(error: BaseException) -> str:
-    """Says in one line why a file could not be reached or read, and how often it was tried."""
+    """Describes in one line why a file could not be read, and how often it was tried."""
     causes = list(_causes(error)) if is_passing(error) else [error]
     first = next((cause for cause in causes if _passes(cause)), causes[-1])
     reason = getattr(first, "strerror", None) or " ".join(str(first).split())
@@ -83,7 +82,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _passes(error: BaseException) -> bool:
-    """Returns whether an error itself says that a connection has failed."""
+    """Returns whether an error itself denotes a failed connection."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     if isinstance(error, OSError) and error.errno in _PASSING_ERRNOS:
@@ -93,7 +92,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the HTTP status that a library's error carries."""
+    """Returns the HTTP status of a library's error, if it has one."""
     status = getattr(error, "status", None)  # aiohttp
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore

@@ -1,21 +1,20 @@
-"""Token shards: Arrow IPC files of whole documents, their schema and how they are written.
+"""Token shards: the schema of Arrow IPC files of whole documents, and their writer.
 
-`ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes
-`*.tok.arrow` (zstd level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of every
+`ShardWriter` collects documents into record batches of about `batch_tokens` tokens. It writes
+`*.tok.arrow` (zstd level 3) and `*.idx.arrow`, which holds offset, length, counts and CRC32 of every
 compressed batch message. `token_store` reads them.
 
-The schema is fixed by the format, the token width and the source, so a batch needs nothing of its
-file but its own bytes: any (offset, length) can be read from any copy. The footer is only for other
-tools. Cost: 2.9 times smaller than uint16 in memory, written at about 150 M tokens/s/core, read at
-about 400-700.
+Format, token width and source fix the schema, so a batch can be read from any copy by its (offset,
+length) alone; the footer serves other tools. Files are 2.9 times smaller than uint16 in memory. They
+are written at about 150 M tokens/s/core and read at about 400-700.
 
-    tokens      list<uint16>, or uint32 above 65536 ids; each one's last token is its end
+    tokens      list<uint16>, or uint32 above 65536 ids; the last token ends the document
     doc_id      blake2b-128 of the normalised text
-    n_bytes     UTF-8 bytes of the text, for bits per byte without the text
-    source      where the document says it comes from
+    n_bytes     UTF-8 bytes of the text, for bits per byte
+    source      the document's origin
     source_row  its record in the input split
-    loss_mask   list<bool>, where a source has prompts: which tokens are learned
-    record_id   string, where a source has an id_field: the record's own name for itself
+    loss_mask   list<bool>, if the source has prompts: which tokens are learned
+    record_id   string, if the source has an id_field: the record's own id
 """
 
 import hashlib
@@ -38,14 +37,13 @@ except ImportError:
     from zlib import crc32
 
 MAX_DOCUMENT_BYTES = 2**27
-"""A longer document is dropped: it bounds what one record batch can take in memory."""
+"""Longer documents are dropped, which bounds the memory of a record batch."""
 
 MAX_LABEL_BYTES = 1024
-"""Of `source` and `record_id`, each; what is longer is cut."""
-
+"""The most bytes of `source` and of `record_id`; longer values are cut."""
 
 ARROW_MAGIC_BYTES = 8
-"""The magic, "ARROW1", and its padding, before the schema message."""
+"""The magic "ARROW1" and its padding, before the schema message."""
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -65,10 +63,7 @@ def shard_schema(
     has_loss_mask: bool = False,
     has_record_id: bool = False,
 ) -> pa.Schema:
-    """Returns the columns of a shard.
-
-    `metadata` is for the file only and not needed to decode a batch.
-    """
+    """Returns the schema of a shard; decoding a batch does not need `metadata`."""
     token = pa.uint16() if token_dtype(vocab_size).itemsize == 2 else pa.uint32()
     columns: list[tuple[str, pa.DataType]] = [
         ("tokens", pa.list_(token)),
@@ -85,10 +80,7 @@ def shard_schema(
 
 
 def shard_metadata(tokenizer: Tokenizer, label: str) -> dict[str, str]:
-    """Returns a shard's description of itself.
-
-    It has no path and no time: the same documents give the same bytes anywhere.
-    """
+    """Returns a shard's metadata, without path or time, so that the same documents give the same bytes."""
     return {
         "moebius.format_version": str(FORMAT_VERSION),
         "moebius.tokenizer_sha256": tokenizer.sha256,
@@ -100,22 +92,22 @@ def shard_metadata(tokenizer: Tokenizer, label: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """Holds one document as it goes into a shard."""
+    """Holds one document for a shard."""
 
     tokens: np.ndarray  # with the end of document
     doc_id: bytes
     num_text_bytes: int
     source: str
     source_row: int
-    num_prompt_tokens: int = 0  # the first so many are read and not learned
+    num_prompt_tokens: int = 0  # leading tokens that are not learned
     record_id: str = ""
 
 
 class ShardWriter:
     """Writes documents into one shard file.
 
-    A document longer than `batch_tokens` makes a record batch of its own size. The caller owns the
-    file (see `atomic.atomic_write`), so that a shard appears whole or not at all.
+    A record batch ends with the document that fills it to `batch_tokens`, however long that is. The
+    caller owns the file, so that a shard appears atomically (`atomic.atomic_write`).
     """
 
     def __init__(self, file: IO[bytes], *, schema: pa.Schema, batch_tokens: int):
@@ -132,7 +124,7 @@ class ShardWriter:
         )
 
     def add(self, document: TokenDocument) -> None:
-        """Adds a document, and writes a record batch once it has `batch_tokens` tokens."""
+        """Adds a document; writes a record batch once it has `batch_tokens` tokens."""
         self._pending.append(document)
         self._pending_tokens += len(document.tokens)
         self._num_text_bytes += document.num_text_bytes
@@ -141,16 +133,16 @@ class ShardWriter:
 
     @property
     def num_batches(self) -> int:
-        """Returns how many record batches are written."""
+        """Returns the number of record batches written."""
         return len(self._index)
 
     def end_batch(self) -> None:
-        """Writes what is pending as a record batch of its own size."""
+        """Writes the pending documents as a record batch of any size."""
         if self._pending:
             self._write_batch()
 
     def close_index(self, index_file: IO[bytes]) -> str:
-        """Writes what is pending, the footer, and the index; returns the index's blake2b."""
+        """Writes pending documents, the footer and the index; returns the index's blake2b."""
         self.end_batch()
         self._arrow.close()
         self._write(self._taken())
@@ -159,14 +151,14 @@ class ShardWriter:
     def close(
         self, *, name: str, split: Split, source: str, label: str, index_file: IO[bytes]
     ) -> ShardEntry:
-        """Writes what is pending, the footer, and the index.
+        """Writes pending documents, the footer and the index.
 
         Args:
             name: the shard's file name.
-            split: the side its documents are for.
+            split: "train" or "validation".
             source: the source's name.
             label: the input split's URL and range.
-            index_file: takes the index.
+            index_file: the file for the index.
 
         Returns:
             The manifest's entry for this shard.
@@ -190,7 +182,7 @@ class ShardWriter:
         batch = _record_batch(self._pending, self._schema)
         self._arrow.write_batch(batch)
         message = self._taken()
-        if not self._index:  # Arrow writes its magic and the schema together with the first batch
+        if not self._index:  # Arrow writes magic and schema together with the first batch
             prefix = ARROW_MAGIC_BYTES + self._schema.serialize().size
             self._write(message[:prefix])
             message = message[prefix:]
@@ -207,7 +199,7 @@ class ShardWriter:
         self._pending, self._pending_tokens = [], 0
 
     def _taken(self) -> bytes:
-        """Returns what Arrow has written since the last call."""
+        """Returns the bytes that Arrow has written since the last call."""
         taken = self._captured.getvalue()
         self._captured.seek(0)
         self._captured.truncate()
@@ -241,18 +233,18 @@ def _numbers(values: Sequence[int], arrow_type: pa.DataType) -> pa.Array:
 
 
 def _numpy_type(arrow_type: pa.DataType) -> np.dtype:
-    return np.dtype(arrow_type.to_pandas_dtype())  # the name alone is of pandas
+    return np.dtype(arrow_type.to_pandas_dtype())  # does not import pandas
 
 
 def _learned(documents: list[TokenDocument]) -> np.ndarray:
-    """Returns which tokens are learned, of all documents in a row."""
+    """Returns which tokens of the concatenated documents are learned."""
     return np.concatenate(
         [np.arange(len(one.tokens)) >= one.num_prompt_tokens for one in documents]
     )
 
 
 def _label(text: str) -> bytes:
-    """Returns a name in UTF-8 that fits, cut between two characters."""
+    """Returns a name in UTF-8, cut between two characters if it is too long."""
     data = text.encode()
     if len(data) <= MAX_LABEL_BYTES:
         return data

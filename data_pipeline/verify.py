@@ -1,7 +1,6 @@
-"""Looks into prepared folders: which there are, and whether every byte is as it was written.
+"""Finds prepared folders and verifies every byte of them, without changing them.
 
-Nothing here changes a folder, and a folder that is still growing is read as far as it is sealed.
-Verifying reads every file twice, once for its hash and once to decode it.
+Of a growing folder it reads the sealed segments. It reads every file twice: to hash and to decode it.
 """
 
 import json
@@ -25,12 +24,12 @@ from .tokenizers.tokenizer import prepared_tokenizer
 _CONFIG_FILE = "config.json"  # of a run folder
 
 OnBytes = Callable[[int], None]
-"""Told how many more bytes were read."""
+"""Receives the number of bytes read since the last call."""
 
 
 @dataclass(frozen=True)
 class FoundFolder:
-    """Names a prepared folder, and holds its manifest or what is wrong with it."""
+    """Holds a prepared folder's path, and its manifest or its problem."""
 
     path: Path
     manifest: DatasetManifest | None
@@ -38,15 +37,15 @@ class FoundFolder:
 
 
 def data_folder(path: Path) -> Path:
-    """Returns the prepared folder that a path names: itself, or that of a run folder.
+    """Returns the prepared folder of a path: the path itself, or the data of a run folder.
 
     Raises:
-        ShardError: it is neither, or nothing of it is sealed yet.
+        ShardError: it is neither, or has no sealed segment yet.
     """
     if is_prepared(path):
         return path
     if (path / UNFINISHED).is_dir():
-        raise ShardError(f"{path} is being prepared, and no segment is sealed yet: ask again later")
+        raise ShardError(f"{path} is being prepared, and no segment is sealed yet: try again later")
     try:
         directory = json.loads((path / _CONFIG_FILE).read_bytes())["data"]["directory"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -60,7 +59,7 @@ def data_folder(path: Path) -> Path:
 
 
 def find_folders(root: Path) -> Iterator[FoundFolder]:
-    """Yields the prepared folders in `root`, down to two levels below it, sorted by name."""
+    """Yields `root` and folders up to two levels below it that are prepared, sorted by name."""
     levels = [[root], sorted(root.glob("*")), sorted(root.glob("*/*"))]
     for path in (path for level in levels for path in level):
         if path.is_dir() and is_prepared(path):
@@ -73,21 +72,21 @@ def find_folders(root: Path) -> Iterator[FoundFolder]:
 
 
 def _lost_end(directory: Path, manifest: DatasetManifest) -> str:
-    """Says that the last manifest of a folder is gone which is not being prepared any more."""
+    """Returns a message if a folder lacks its last manifest and is no longer being prepared."""
     if manifest.complete or (directory / UNFINISHED).exists() or read_manifest(directory).complete:
         return ""
     last = directory / manifest_name(1 + len(manifest.sealed))
     return (
-        f"{last} is missing, and the folder is not being prepared: restore it from a copy, or run the "
+        f"{last} is missing, and nothing is preparing the folder: restore it from a copy, or run the "
         "same `moebius prepare` again"
     )
 
 
 def verify(directory: Path, manifest: DatasetManifest, on_bytes: OnBytes) -> Iterator[str]:
-    """Reads every byte of a folder and yields what is wrong, one sentence each.
+    """Reads every byte of a folder and yields one message per problem.
 
-    Checks the tokenizer, both hashes of every shard, and every record batch: its CRC32, and that it
-    decodes to the documents that its index states.
+    Checks the tokenizer, both hashes of every shard, and that every record batch has its CRC32 and
+    decodes to the documents in its index.
     """
     if lost := _lost_end(directory, manifest):
         yield lost
@@ -119,7 +118,7 @@ def _verify_store(
         on_bytes(entry.num_bytes)
     try:
         store = TokenStore(directory, segment.source, segment.number, split, manifest)
-    except ShardError as error:  # what was told above cannot be opened either
+    except ShardError as error:  # damage reported above prevents opening, too
         if intact:
             yield str(error)
         on_bytes(sum(entry.num_bytes for entry in entries))

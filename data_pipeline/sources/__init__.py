@@ -1,8 +1,6 @@
-"""From file names, globs, URLs and functions to documents.
+"""Reads documents from files, globs, URLs and functions.
 
-1. `splits.plan_splits` expands what the user gave into input splits.
-2. `formats.read_documents` reads one split.
-
-What can be read is the table in `formats`; `files` opens it, and `records` says what a record must
-have. Every error names the file and, inside it, the byte and the line.
+`splits.plan_splits` expands the configured names into input splits, and `formats.read_documents` reads
+one split. `formats` lists what can be read, `files` opens it, and `records` checks records. Every error
+names the file and, inside it, the byte and the line.
 """

@@ -1,7 +1,7 @@
-"""Parquet and Arrow: a record is a row, and only the columns that are asked for are read.
+"""Reads Parquet and Arrow: a record is a row, and only the needed columns are read.
 
-Where text is no UTF-8 its rows are taken as bytes and decoded one by one, so that it is told with
-its row, or dropped alone. A missing value is an empty document: dropped and counted like one.
+If text is not UTF-8, its rows are read as bytes and decoded one by one, so that the error names the
+row, or only that row is dropped. A missing value counts as an empty document.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from .documents import Document, InputSplit, SplitRange
 from .files import opened
 from .records import NOT_UTF8, RecordRules, document_of, shown
 
-_ROWS = 64  # of long documents, enough to read at full speed
+_ROWS = 64  # per batch: enough for full speed, few enough for long documents
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes rows with equal keys as a Parquet file, which is there whole or not at all."""
+    """Writes rows with equal keys as a Parquet file, atomically."""
     with atomic_write(path) as file:
         pq.write_table(pa.Table.from_pylist(rows), file)
 
@@ -32,7 +32,7 @@ def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRan
     """Yields ranges of the row groups of a Parquet file.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     with opened(url) as file, _columnar_errors(url):
         metadata = pq.ParquetFile(file).metadata
@@ -49,12 +49,12 @@ def row_group_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRan
 
 
 def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields ranges of the record batches of an Arrow file; of a stream, the file.
+    """Yields ranges of the record batches of an Arrow file, or one range for a stream.
 
-    It is cut evenly by its number of batches, for their sizes are not in its footer.
+    It divides the number of batches evenly, because the footer does not give their sizes.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     with opened(url) as file, _columnar_errors(url):
         reader = _arrow_reader(file)
@@ -69,7 +69,7 @@ def record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[Split
 
 
 def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of some row groups of a Parquet file.
+    """Reads the documents of a split's row groups of a Parquet file.
 
     Raises:
         InputError: they cannot be read.
@@ -83,7 +83,7 @@ def read_parquet(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 
 
 def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
-    """Reads the documents of some record batches of an Arrow file, or of a stream.
+    """Reads the documents of a split's record batches of an Arrow file, or of a whole stream.
 
     Raises:
         InputError: they cannot be read.
@@ -99,7 +99,7 @@ def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 def _small_batches(whole: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for batch in whole:
         chosen = batch.select(columns)
-        # Arrow believes the offsets that stand in a file. As bytes: what is no UTF-8 is told later
+        # Arrow trusts a file's offsets; validate as bytes, because invalid UTF-8 is reported later
         _as_bytes(chosen).validate(full=True)
         for start in range(0, chosen.num_rows, _ROWS):
             yield chosen.slice(start, _ROWS)
@@ -117,7 +117,7 @@ def _documents(
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a batch; where one is no UTF-8, all of them with text as bytes."""
+    """Returns the rows of a batch, with text as bytes if any of it is not UTF-8."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
@@ -136,8 +136,8 @@ def _document(
                     return Document(shown(value), file_name, row, fault=NOT_UTF8)
                 raise InputError(
                     f"{where}: column {name!r} is not UTF-8 (byte 0x{value[error.start]:02x} at "
-                    f"{error.start}, {error.reason}): mend the file, or leave such documents out "
-                    "with prepare.encoding_faults=drop"
+                    f"{error.start}, {error.reason}): repair the file, or drop such documents with "
+                    "prepare.encoding_faults=drop"
                 ) from error
         elif value is None and name != rules.fields.id_field:
             record[name] = ""
@@ -145,7 +145,7 @@ def _document(
 
 
 def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Returns a batch with its text as bytes: the same memory, and nothing decoded."""
+    """Returns a view of a batch with text columns as bytes."""
     kinds = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     columns = [
         column.view(kinds[column.type]) if column.type in kinds else column
@@ -155,7 +155,7 @@ def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _arrow_reader(file: IO[bytes]) -> Any:
-    """Opens an Arrow file, or the stream that other programs write under the same ending."""
+    """Opens an Arrow file, or a stream, which other programs write with the same suffix."""
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     return pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)

@@ -1,8 +1,8 @@
-"""Unpacks .gz and .zst while they are read, in memory that no file can make large.
+"""Decompresses .gz and .zst streams in bounded memory.
 
-A few kB of either can unpack to any size: 1,000 times as much for gzip, 30,000 times for zstd. So
-bytes are unpacked from small pieces and handed on in small pieces; `lines` bounds what is kept of
-them. A file that ends too early is an error, which the libraries' own readers hide.
+A few kB can expand by a factor of 1,000 (gzip) or 30,000 (zstd), so this decompresses small pieces and
+yields small pieces; `lines` bounds how much of them is kept. A truncated file is an error, which the
+libraries' own readers hide.
 """
 
 import zlib
@@ -15,18 +15,18 @@ import zstandard
 from ..errors import InputError
 
 CHUNK_BYTES = 2**20
-"""Bytes that are read, and handed on, at a time."""
+"""Bytes read, and yielded, at a time."""
 
-_COMPRESSION_RATIO = 4  # of text, about
+_COMPRESSION_RATIO = 4  # of text, approximately
 
 
 @dataclass(frozen=True)
 class _Codec:
-    """Holds what differs between the two."""
+    """Holds what differs between gzip and zstd."""
 
     name: str
-    part: str  # what a file is a sequence of
-    piece_bytes: int  # that are unpacked at a time: to 32 MiB of gzip, 64 MiB of zstd at the most
+    part: str  # a file is a sequence of these
+    piece_bytes: int  # input per step: it expands to at most 32 MiB (gzip) or 64 MiB (zstd)
     start: Callable[[], Any]
 
 
@@ -37,7 +37,7 @@ _CODECS = {
 
 
 def is_compressed(url: str) -> bool:
-    """Returns whether a file's name says that it is compressed."""
+    """Returns whether a file's name has a compression suffix."""
     return url.endswith(tuple(_CODECS))
 
 
@@ -47,16 +47,16 @@ def text_bytes(size: int) -> int:
 
 
 def chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the bytes of a file from where it stands."""
+    """Yields the bytes of a file from its current position."""
     while chunk := file.read(CHUNK_BYTES):
         yield chunk
 
 
 def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
-    """Yields the bytes of all zstd frames or gzip members of a file, one after the other.
+    """Yields the decompressed bytes of all zstd frames or gzip members of a file.
 
     Raises:
-        InputError: it is damaged or truncated.
+        InputError: the file is damaged or truncated.
     """
     codec = next(codec for suffix, codec in _CODECS.items() if url.endswith(suffix))
     stream = codec.start()
@@ -67,7 +67,7 @@ def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
                 text = stream.decompress(piece)
             except (zstandard.ZstdError, zlib.error) as error:
                 raise InputError(
-                    f"{url} is not valid {codec.name} ({error}): it is damaged, fetch it again"
+                    f"{url} is not valid {codec.name} ({error}): it is damaged; fetch it again"
                 ) from error
             for start in range(0, len(text), CHUNK_BYTES):
                 yield text[start : start + CHUNK_BYTES]
@@ -77,8 +77,7 @@ def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
                 stream = codec.start()
     if pending:
         raise InputError(
-            f"{url} ends in the middle of a {codec.name} {codec.part}: it is truncated, fetch it "
-            "again"
+            f"{url} ends in the middle of a {codec.name} {codec.part}: it is truncated; fetch it again"
         )
 
 

@@ -1,7 +1,4 @@
-"""What is read: a part of the input that one task reads, and the documents that it gives.
-
-Formats, planning and everything after them share these values.
-"""
+"""The values that formats, planning and tasks share: input splits and documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +13,9 @@ class InputSplit:
     """Names a part of the input that one task reads: units [start, stop) of a file.
 
     The unit is a byte (.txt, .jsonl), a row group (.parquet), a record batch (.arrow), a part of the
-    embedded corpus or of what a function returns, or the file (what is compressed, an Arrow stream).
-    A line belongs to the split in which it begins. `size` is the whole file's, to notice that it
-    has changed. `number` counts the splits of a source, `source` is its name.
+    embedded corpus, a function's split, or the whole file (compressed files, Arrow streams). A line
+    belongs to the split in which it begins. `size`, that of the whole file, reveals changes. `number`
+    counts the splits of a source.
     """
 
     source: str
@@ -29,11 +26,11 @@ class InputSplit:
     stop: int
     size: int
     role: Role
-    num_bytes: int  # about how much text
+    num_bytes: int  # of text, estimated
 
     @property
     def file_name(self) -> str:
-        """Returns the file's name without folders: where documents come from that do not say."""
+        """Returns the file's name without folders, the default origin of its documents."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
@@ -43,12 +40,12 @@ class InputSplit:
 
     @property
     def local_label(self) -> str:
-        """Returns file name and range: the same wherever the file lies."""
+        """Returns file name and range, independent of the file's folder."""
         return f"{self.file_name}[{self.start}:{self.stop}]"
 
 
 class SplitRange(NamedTuple):
-    """Holds the units of one split, and about how many bytes of text they are."""
+    """Holds the units of one split, and the estimated bytes of their text."""
 
     start: int
     stop: int
@@ -56,17 +53,17 @@ class SplitRange(NamedTuple):
 
 
 def byte_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields ranges of bytes of a file of lines; one of no bytes where it is empty."""
+    """Yields byte ranges of a file of lines; an empty file has one empty range."""
     for start, stop in pairwise([*range(0, max(size, 1), split_bytes), size]):
         yield SplitRange(start, stop, stop - start)
 
 
 @dataclass(frozen=True)
 class Document:
-    """Holds one document as it was found; `row` counts the records of its split.
+    """Holds one document as read; `row` counts the records of its split.
 
-    Where a record is a prompt and its answer, `text` is the answer. A `fault` says why there is no
-    text to read, in words that many documents share; then `text` shows what there is instead.
+    If a record has prompt and answer, `text` is the answer. A `fault` is the reason why a document has
+    no valid text; `text` then shows its bytes.
     """
 
     text: str
@@ -78,5 +75,5 @@ class Document:
 
     @property
     def whole(self) -> str:
-        """Returns prompt and answer as one text, for what looks at words."""
+        """Returns prompt and answer as one text, for filters and decontamination."""
         return f"{self.prompt}\n{self.text}" if self.prompt else self.text

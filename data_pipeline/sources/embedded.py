@@ -1,10 +1,10 @@
-"""The input that needs no download: the English prose that every Python carries.
+"""The embedded corpus: the English prose that comes with every Python, without a download.
 
-Sources: the language reference in `pydoc_data.topics`, and of the standard library's own source
-files the docstrings and the longer comments. Files are parsed with `ast`, never imported. Code
-examples, grammars, tables and fragments are left out, wrapped lines are joined, repeated paragraphs
-are dropped. The result depends only on the Python version: test suites and other parts that
-distributions leave out are not read.
+It consists of the language reference (`pydoc_data.topics`) and of the docstrings and longer comments
+of the standard library, whose files are parsed with `ast` and never imported. Code examples,
+grammars, tables, fragments and repeated paragraphs are dropped, and wrapped lines are joined. The
+result depends only on the Python version: parts that distributions omit, such as test suites, are not
+read.
 
 Cost: about 3 s of one core, once per process, nearly all of it `ast.parse`. CPython 3.11 yields 2.0
 MB in 942 documents, a quarter of it from comments.
@@ -25,7 +25,6 @@ from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules
 
 EMBEDDED = "embedded"
-"""The name of this input."""
 
 _PART_BYTES = 500_000
 
@@ -50,8 +49,7 @@ def read_embedded(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 NUM_PARTS = 4
 """Input splits of the corpus: part i holds every fourth document from the i-th on."""
 
-# A module's text is cut at the end of a docstring once it has grown past this.
-_DOCUMENT_CHARS = 3000
+_DOCUMENT_CHARS = 3000  # a module's text is cut at the end of the paragraph that reaches this
 _REPEAT_CHARS = 60  # a paragraph at least this long appears once in the corpus
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "__pycache__"}
@@ -69,15 +67,14 @@ def embedded_documents() -> tuple[str, ...]:
     """Returns all documents, in a fixed order.
 
     Raises:
-        InputError: this Python comes without its sources.
+        InputError: this Python lacks its library sources.
     """
     documents = tuple(_documents([*([topic] for topic in _topics()), *_modules()]))
     if not documents:
         raise InputError(
             f"input 'embedded': this Python ({sys.version.split()[0]}, "
-            f"{sysconfig.get_path('stdlib')}) carries neither "
-            "pydoc_data nor readable library sources; install the full standard library, or give "
-            "prepare.input=FILE"
+            f"{sysconfig.get_path('stdlib')}) has neither pydoc_data nor readable library sources: "
+            "install the full standard library, or set prepare.input=FILE"
         )
     return documents
 
@@ -95,13 +92,13 @@ def prose(text: str) -> list[str]:
 
 
 def _joined(item: str) -> str:
-    """Joins an item's lines into one, without the marks of reStructuredText."""
+    """Joins an item's lines into one, without reStructuredText markup."""
     plain = _ROLE.sub(r"\1", item).replace("``", "")
     return " ".join(plain.split()).replace("::", ":")
 
 
 def _items(paragraph: str) -> Iterator[str]:
-    """Splits a list that was written without blank lines into one paragraph per bullet."""
+    """Splits a list without blank lines into one paragraph per bullet."""
     item: list[str] = []
     for line in paragraph.splitlines():
         if _BULLET.match(line) and item:
@@ -122,9 +119,9 @@ def _is_prose(raw: str, joined: str) -> bool:
 
 def _topics() -> Iterator[list[str]]:
     """Yields the language reference: one text per topic."""
-    if find_spec("pydoc_data") is None:  # some distributions package it apart
+    if find_spec("pydoc_data") is None:  # some distributions package it separately
         return
-    from pydoc_data import topics  # data, not a module of the library under way
+    from pydoc_data import topics
 
     for _, text in sorted(topics.topics.items()):
         title = text.strip().splitlines()[0].replace('"', "")
@@ -132,7 +129,7 @@ def _topics() -> Iterator[list[str]]:
 
 
 def _modules() -> Iterator[Iterator[list[str]]]:
-    """Yields, per module of the standard library, its titled texts in the order of the source."""
+    """Yields the titled texts of each module of the standard library, in source order."""
     root = sysconfig.get_path("stdlib")
     for parts in sorted(_source_files(root)):
         *packages, file = parts
@@ -142,9 +139,9 @@ def _modules() -> Iterator[Iterator[list[str]]]:
 
 
 def _source_files(root: str) -> Iterator[tuple[str, ...]]:
-    """Yields the parts of the path of every file below `root` that may be a module's source."""
+    """Yields the path components of every .py file below `root`, except in `_LEFT_OUT`."""
     for folder, folders, files in os.walk(root):
-        # in place: what is left out may hold ten times as many files (site-packages)
+        # in place, so that `os.walk` does not enter site-packages, which may be ten times larger
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         inside = Path(folder).relative_to(root).parts
         yield from ((*inside, name) for name in files if name.endswith(".py"))
@@ -171,7 +168,7 @@ def _docstrings(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _comments(source: str) -> Iterator[str]:
-    """Yields runs of three and more comment lines; an empty comment line parts paragraphs."""
+    """Yields runs of three or more comment lines; an empty comment line separates paragraphs."""
     run: list[str] = []
     for line in [*source.splitlines(), ""]:
         if line.lstrip().startswith("#"):
@@ -183,10 +180,7 @@ def _comments(source: str) -> Iterator[str]:
 
 
 def _documents(works: Iterable[Iterable[list[str]]]) -> Iterator[str]:
-    """Joins the texts of a work and cuts them at paragraph ends.
-
-    Leaves out what was said before and what is too short.
-    """
+    """Joins the texts of a work and cuts them at paragraph ends, without repeats and short texts."""
     seen: set[str] = set()
     for work in works:
         paragraphs = [paragraph for title, *text in work for paragraph in _fresh(title, text, seen)]

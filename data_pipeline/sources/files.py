@@ -1,7 +1,7 @@
-"""Opens and lists input through fsspec: a local name or a URL whose package is installed.
+"""Lists and opens input through fsspec: local names, and URLs whose package is installed.
 
-Every failure is one `InputError` that names the file and says what to do. What comes through a
-network is tried again where that may help (`retries`, `remote`).
+Every failure is an `InputError` that names the file and the remedy. Transient network failures are
+retried (`retries`, `remote`).
 """
 
 import zipfile
@@ -31,21 +31,21 @@ _PACKAGES = {
 
 
 class FoundFile(NamedTuple):
-    """Holds the URL of a file that is there, and its size in bytes."""
+    """Holds the URL of an existing file, and its size in bytes."""
 
     url: str
     size: int
 
 
 def find_files(pattern: str, suffixes: Sequence[str]) -> Iterator[FoundFile]:
-    """Yields every file of a name, folder, glob or URL, sorted by name.
+    """Yields the files of a name, folder, glob or URL, sorted by name.
 
     Args:
-        pattern: what the user gave. Of a folder it is the files with one of `suffixes`.
-        suffixes: the endings that can be read.
+        pattern: the user's input; a folder stands for its files with one of `suffixes`.
+        suffixes: the suffixes that can be read.
 
     Raises:
-        InputError: nothing is there, or it cannot be listed.
+        InputError: no file matches, or it cannot be listed.
     """
     fs, path = _filesystem(pattern)
     try:
@@ -67,11 +67,11 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
         expected_size: its size when the preparation began.
 
     Raises:
-        InputError: it cannot be read, or has another size now.
+        InputError: it cannot be read, or its size has changed.
     """
     fs, path = _filesystem(url)
     try:
-        fs.invalidate_cache()  # a listing from before says nothing about a file that has changed
+        fs.invalidate_cache()  # an old listing would hide changes
         size = patiently(lambda: _size(fs, path, url))
         if expected_size is not None and size != expected_size:
             raise InputError(
@@ -85,8 +85,7 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
         if not is_of_connection(error):
             raise
         raise InputError(
-            f"{url} cannot be read ({explain(error)}): check that it exists and that you may read "
-            "it"
+            f"{url} cannot be read ({explain(error)}): check that it exists and that you may read it"
         ) from error
 
 
@@ -101,9 +100,9 @@ def _found_files(fs: Any, path: str, pattern: str, suffixes: Sequence[str]) -> l
 
 
 def _exists(fs: Any, path: str) -> bool:
-    """Returns whether a file or folder is there.
+    """Returns whether a file or folder exists.
 
-    The file systems' own `exists` says no where a server does not answer.
+    Unlike the file systems' own `exists`, it raises if a server does not answer.
     """
     try:
         fs.info(path)
@@ -115,7 +114,7 @@ def _exists(fs: Any, path: str) -> bool:
 
 
 def _readable_files(fs: Any, folder: str, pattern: str, suffixes: Sequence[str]) -> list[str]:
-    """Returns the files below a folder whose ending is known, sorted; hidden ones are left out."""
+    """Returns the readable files below a folder, sorted, without hidden ones."""
     prefix = f"{folder.rstrip('/')}/"
     inside = {str(path): str(path).removeprefix(prefix).split("/") for path in fs.find(folder)}
     paths = [
@@ -125,8 +124,8 @@ def _readable_files(fs: Any, folder: str, pattern: str, suffixes: Sequence[str])
     ]
     if not paths:
         raise InputError(
-            f"input {pattern!r} is a folder without files that are read: {len(inside)} files, none "
-            f"of which ends in {', '.join(suffixes)}"
+            f"input {pattern!r} is a folder without readable files: none of its {len(inside)} files "
+            f"ends in {', '.join(suffixes)}"
         )
     return sorted(paths)
 
@@ -140,7 +139,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise InputError(
             f"input {url!r} needs a package for {protocol}://: pip install {package}"
         ) from error
-    except OSError as error:  # the archive of zip://member::archive is opened here
+    except OSError as error:  # zip://member::archive opens the archive here
         raise InputError(
             f"input {url!r} cannot be opened ({explain(error)}): check the name and your access"
         ) from error
@@ -156,7 +155,7 @@ def _size(fs: Any, path: str, url: str) -> int:
     size = fs.info(path)["size"]
     if size is None:
         raise InputError(
-            f"{url}: the server does not tell the file's size: download the file and give its name"
+            f"{url}: the server does not report the file's size: download it and give its local name"
         )
     return int(size)
 
@@ -168,10 +167,10 @@ def _is_local(fs: Any) -> bool:
 def _nothing_there(pattern: str) -> str:
     if any(character in pattern for character in "*?["):
         return (
-            f"input {pattern!r} matches no file: check the folder and the ending (and quote the "
-            "glob in a shell)"
+            f"input {pattern!r} matches no file: check the folder and the suffix (and quote the glob "
+            "in a shell)"
         )
     return (
-        f"input {pattern!r} does not exist: check the name, or give input=embedded for the corpus "
-        "that is built in"
+        f"input {pattern!r} does not exist: check the name, or give input=embedded for the built-in "
+        "corpus"
     )

@@ -1,4 +1,4 @@
-"""The table of what can be read: a new format is one file beside this one, and one line here."""
+"""The table of readable formats; a new one needs a module beside this one and a line here."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from .records import RecordRules
 
 @dataclass(frozen=True)
 class Format:
-    """Says how input of one kind is cut into splits, and how a split is read."""
+    """Defines how one kind of input is cut into splits, and how a split is read."""
 
-    # of a URL, the file's size and prepare.split_bytes
+    # from URL, size of the file and prepare.split_bytes
     ranges: Callable[[str, int, int], Iterator[SplitRange]]
-    # pure: a split of the same input gives the same documents, on any machine
+    # must be pure: the same split gives the same documents on any machine
     read: Callable[[InputSplit, RecordRules], Iterator[Document]]
-    # of what is no file: its size in its own units
+    # for input that is not a file: its size in its own units
     size: Callable[[str], int] | None = None
     has_fields: bool = True
 
@@ -38,13 +38,13 @@ FILE_FORMATS = {
     ".parquet": Format(row_group_ranges, read_parquet),
     ".arrow": Format(record_batch_ranges, read_arrow),
 }
-"""By the ending of a file's name."""
+"""Formats by the suffix of a file's name."""
 
 OTHER_FORMATS = {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
     PYTHON: Format(function_ranges, read_function, function_size),
 }
-"""By the beginning of the name of an input that is no file."""
+"""Formats of input that is not a file, by the prefix of its name."""
 
 SUFFIXES = tuple(FILE_FORMATS)
 
@@ -53,14 +53,12 @@ def kind_of(url: str) -> str:
     """Returns the key of a file's format.
 
     Raises:
-        InputError: there is none.
+        InputError: no format has this suffix.
     """
     for suffix in SUFFIXES:
         if url.endswith(suffix):
             return suffix
-    raise InputError(
-        f"input {url!r} has an ending that is not read: give one of {', '.join(SUFFIXES)}"
-    )
+    raise InputError(f"input {url!r} has an unknown suffix: give one of {', '.join(SUFFIXES)}")
 
 
 def format_of(kind: str) -> Format:
@@ -74,16 +72,15 @@ def read_documents(
     *,
     encoding_faults: Literal["error", "drop"] = "error",
 ) -> Iterator[Document]:
-    """Reads the documents of one split in the order of its input.
+    """Reads the documents of one split, in order.
 
     Args:
-        split: what is read.
+        split: the split.
         source: names the fields of its records.
-        encoding_faults: what is done with text that is no Unicode; "drop" yields it as a document
-            with a `fault`.
+        encoding_faults: "error" raises on invalid Unicode; "drop" yields a document with a `fault`.
 
     Raises:
-        InputError: something cannot be read; with its place.
+        InputError: something cannot be read; the message names its place.
     """
     rules = RecordRules(source, drop_faults=encoding_faults == "drop")
     return format_of(split.kind).read(split, rules)

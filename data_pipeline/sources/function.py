@@ -1,4 +1,4 @@
-"""Records from a function of the user's own: the input `python:package.module:function`.
+"""Reads records from a user's function: the input `python:package.module:function`.
 
     # my_texts.py, in the folder of the command
     def letters():                               # one split
@@ -10,11 +10,11 @@
 
     moebius prepare --input python:my_texts:pages --output shards --workers 8
 
-Settings may follow, which the function gets by name: `python:my_texts:pages?first=10&language=en`.
+The function gets settings by name: `python:my_texts:pages?first=10&language=en`.
 
-A record is a text, or a dict with the fields that JSON lines would have. The function is called
-two or three times per split (to choose, to train the tokenizer, to tokenise), in any process, and
-must give the same records each time: split numbers decide what is read, never who reads it.
+A record is a string, or a dict with the fields that JSON lines would have. The function is called two
+or three times per split (to scan, to train the tokenizer, to tokenise), in any process, and must yield
+the same records each time, determined by the split's number alone.
 """
 
 import inspect
@@ -27,14 +27,14 @@ from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
 
 MAX_SPLITS = 100_000
-_RESULT = "an iterable of texts or dicts"
+_RESULT = "an iterable of strings or dicts"
 
 
 def function_size(url: str) -> int:
-    """Returns the number of splits that a function declares; 1 if none.
+    """Returns the number of splits that a function declares, 1 by default.
 
     Raises:
-        InputError: there is no such function, or it cannot be called so.
+        InputError: the function does not exist, or does not take the arguments.
     """
     function, settings = _function(url)
     declared = getattr(function, "num_splits", None)
@@ -52,7 +52,7 @@ def function_size(url: str) -> int:
 
 
 def function_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields one range per split; how much text each has is not known."""
+    """Yields one range per split; the size of its text is unknown."""
     for index in range(size):
         yield SplitRange(index, index + 1, split_bytes)
 
@@ -61,7 +61,7 @@ def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
     """Reads the records of one split.
 
     Raises:
-        InputError: the function fails, or returns something else.
+        InputError: the function fails, or its result is not an iterable of records.
     """
     name = split.url.removeprefix(PYTHON)
     for row, record in enumerate(_records(split)):
@@ -73,13 +73,13 @@ def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
             yield document_of(record, row, rules, where=where, file_name=name)
         else:
             raise InputError(
-                f"{where}: a {type(record).__name__} ({record!r:.60}): a record is a text, or a "
+                f"{where}: a {type(record).__name__} ({record!r:.60}): a record must be a string, or a "
                 "dict with fields"
             )
 
 
 def _records(split: InputSplit) -> Iterator[Any]:
-    """Yields what the function yields; what it raises becomes one error."""
+    """Yields the function's records; turns its exceptions into InputErrors."""
     function, settings = _function(split.url)
     declares = getattr(function, "num_splits", None) is not None
     arguments = (split.start, split.size) if declares else ()
@@ -105,11 +105,11 @@ def _check_has_no_fields(rules: RecordRules, where: str) -> None:
     fields = rules.fields
     if fields.prompt_field or fields.id_field:
         wanted = ", ".join(map(repr, rules.names))
-        raise InputError(f"{where}: a text, where a dict with the fields {wanted} is asked for")
+        raise InputError(f"{where}: a string, but the source needs a dict with the fields {wanted}")
 
 
 def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the function that a name of an input means, and its settings."""
+    """Returns the function that an input names, and its settings."""
     wants = f"a function that returns {_RESULT}"
     return named_function(url, where=f"input {url!r}", wants=wants)
 
@@ -117,7 +117,7 @@ def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 def _check_takes(
     function: Callable[..., Any], arguments: tuple[int, ...], settings: dict[str, Any], url: str
 ) -> None:
-    """Checks that a function can be called as it will be."""
+    """Checks that a function takes the arguments that it will get."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none
@@ -131,5 +131,5 @@ def _check_takes(
             wanted = f"{', '.join(settings)} (of its name) and {wanted}"
         advice = f"; to be called per split, declare {name}.num_splits = 64" * (not arguments)
         raise InputError(
-            f"input {url!r} is called with {wanted}, and it takes {signature}{advice}"
+            f"input {url!r} is called with {wanted}, but it takes {signature}{advice}"
         ) from error

@@ -1,4 +1,4 @@
-"""From the bytes of a file to its lines, each with its place, and from lines to text."""
+"""Reads lines with their place from a file's bytes, and documents from lines."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,12 @@ from .files import opened
 from .records import NOT_UTF8, RecordRules, document_of, shown
 
 MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
-"""A longer line is an error: without a limit, one of a few kB of .zst could take all memory. It is
-more than a document may have, for JSON spells some characters long."""
+"""Longer lines are an error, because a few kB of .zst could otherwise take all memory. The limit
+exceeds that of documents, because JSON escapes lengthen text."""
 
 
 class Line(NamedTuple):
-    """Holds a line with its newline, the byte where it begins, and its number where known."""
+    """Holds a line with its newline, its first byte's offset, and its number if known."""
 
     offset: int
     number: int | None
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 def whole_file(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
-    """Yields the one range of a compressed file: there is no way into its middle."""
+    """Yields the only range of a compressed file, which has no entry points."""
     yield SplitRange(0, 1, text_bytes(size))
 
 
@@ -41,7 +41,7 @@ def split_lines(split: InputSplit) -> Iterator[Line]:
             yield from _numbered(lines(unpacked_chunks(file, split.url), split))
             return
         offset, found = split.start, lines(chunks(file), split)
-        if offset:  # the line that reaches into this split belongs to the one before
+        if offset:  # a line that reaches into this split belongs to the previous one
             file.seek(offset - 1)
             offset += len(next(found, b"")) - 1
         for line in _numbered(found) if split.start == 0 else _placed(found, offset):
@@ -51,7 +51,7 @@ def split_lines(split: InputSplit) -> Iterator[Line]:
 
 
 def _numbered(found: Iterable[bytes]) -> Iterator[Line]:
-    """Yields the lines of a file from its beginning."""
+    """Yields lines from the beginning of a file, with their numbers."""
     offset = 0
     for number, data in enumerate(found, start=1):
         yield Line(offset, number, data)
@@ -59,7 +59,7 @@ def _numbered(found: Iterable[bytes]) -> Iterator[Line]:
 
 
 def _placed(found: Iterable[bytes], offset: int) -> Iterator[Line]:
-    """Yields the lines of a file from somewhere in it: how many are before is not known."""
+    """Yields lines from the middle of a file, where their numbers are unknown."""
     for data in found:
         yield Line(offset, None, data)
         offset += len(data)
@@ -86,13 +86,13 @@ def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
 def _too_long(split: InputSplit) -> InputError:
     beyond = "unpacked " if is_compressed(split.url) else ""
     return InputError(
-        f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the most that is read "
-        "(data_pipeline/sources/lines.py): break the file into lines, or leave it out"
+        f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the limit of "
+        "data_pipeline/sources/lines.py: break the file into lines, or leave it out"
     )
 
 
 class Place(NamedTuple):
-    """Says where a line is, once it is asked for: most places are never told."""
+    """Formats a line's place lazily, because few places are ever shown."""
 
     split: InputSplit
     line: Line
@@ -102,19 +102,17 @@ class Place(NamedTuple):
 
 
 def where(split: InputSplit, line: Line, byte: int = 0) -> str:
-    """Returns file, byte and line number of a place in a line, for messages."""
+    """Returns file, byte and line number of a byte in a line, for messages."""
     unpacked = " (unpacked)" if is_compressed(split.url) else ""
     number = f", line {line.number}" if line.number else ""
     return f"{split.url}, byte {line.offset + byte}{unpacked}{number}"
 
 
 def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, str]:
-    """Returns the text of a line, and its fault: "" if it is UTF-8.
-
-    The text of a line that is not shows its bytes.
+    """Returns the text of a line, and its fault, "" if it is UTF-8; otherwise the text shows its bytes.
 
     Raises:
-        InputError: it is not UTF-8, and that is not to be dropped.
+        InputError: it is not UTF-8, and `drop_faults` is off.
     """
     try:
         text = line.data.decode("utf-8")
@@ -124,7 +122,7 @@ def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, s
         raise InputError(
             f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
             f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > "
-            "NEW; or leave such documents out with prepare.encoding_faults=drop"
+            "NEW; or drop such documents with prepare.encoding_faults=drop"
         ) from error
     return (text.removeprefix("\ufeff") if line.offset == 0 else text), ""
 
@@ -133,7 +131,7 @@ def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]
     """Reads the documents of a split of JSON lines, at about 100 MB/s/core.
 
     Raises:
-        InputError: something in it cannot be read; with byte and line.
+        InputError: a line cannot be read; the message names byte and line.
     """
     row = 0
     for line in split_lines(split):
@@ -187,7 +185,7 @@ class _Growing:
         return is_pause or self.size >= _DOCUMENT_MAX_CHARS
 
     def texts(self) -> Iterator[str]:
-        """Yields the document, in pieces where it is too long."""
+        """Yields the document, in pieces if it is too long."""
         text = self.faulty_line if self.fault else "".join(self.parts)
         for start in range(0, len(text), _DOCUMENT_MAX_CHARS):
             yield text[start : start + _DOCUMENT_MAX_CHARS]

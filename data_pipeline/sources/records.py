@@ -1,8 +1,6 @@
-"""From a record, an object with fields, to a document: its text or prompt and answer, where it
-comes from, and its own name.
+"""Turns records, objects with fields, into documents.
 
-JSON lines, columns and functions give records; what is asked of a field, and what is said about a
-wrong one, is the same for all of them.
+JSON lines, columns and functions yield records, with the same checks and messages for all of them.
 """
 
 from collections.abc import Mapping
@@ -14,17 +12,17 @@ from ..shards import MAX_LABEL_BYTES
 from .documents import Document
 
 NOT_UTF8 = "not UTF-8"
-"""Why a document is dropped whose bytes are no text."""
+"""The reason for dropping a document whose bytes are not UTF-8."""
 
 LONE_SURROGATE = "not Unicode (lone surrogates)"
-"""Why a document is dropped with half a character, which JSON can spell and UTF-8 cannot."""
+"""The reason for dropping a document with half a character, which JSON can spell and UTF-8 cannot."""
 
-_SHOWN_CHARS = 1000  # of a document that is dropped
+_SHOWN_CHARS = 1000  # of a dropped document
 
 
 @dataclass(frozen=True)
 class RecordRules:
-    """Says which fields of a record are read, and what is done with text that is no Unicode."""
+    """Names the fields of a record, and whether to drop invalid Unicode."""
 
     fields: SourceConfig
     drop_faults: bool = False
@@ -37,7 +35,7 @@ class RecordRules:
         return (*(texts or (fields.text_field,)), *filter(None, (fields.id_field,)))
 
     def setting_of(self, name: str) -> str:
-        """Returns the key of the configuration that has named a field."""
+        """Returns the configuration key that names a field."""
         fields = self.fields
         settings = {
             fields.text_field: "text_field",
@@ -51,17 +49,17 @@ class RecordRules:
 def document_of(
     record: Mapping[str, object], row: int, rules: RecordRules, *, where: object, file_name: str
 ) -> Document:
-    """Returns the document that a record is.
+    """Returns the document of a record.
 
     Args:
         record: its fields by name.
         row: its number in its split.
-        rules: which fields are read.
-        where: its place; what messages say is `str` of it.
-        file_name: where it comes from, unless it says so itself.
+        rules: the fields to read.
+        where: its place, whose `str` messages show.
+        file_name: its origin, unless the record names one.
 
     Raises:
-        InputError: a field is missing, or holds something else.
+        InputError: a field is missing or has the wrong type.
     """
     fields = rules.fields
     prompt = _text(record, fields.prompt_field, rules, where) if fields.prompt_field else ""
@@ -74,10 +72,10 @@ def document_of(
 
 
 def checked(document: Document, rules: RecordRules, *, where: object) -> Document:
-    """Returns a document, or the fault that it is if part of it is no Unicode.
+    """Returns a document, or a fault in its place if part of it is not valid Unicode.
 
     Raises:
-        InputError: it is, and that is not to be dropped.
+        InputError: it is not, and `rules.drop_faults` is off.
     """
     texts = (document.prompt, document.text, document.record_id, document.source)
     if all(map(str.isascii, texts)):
@@ -89,14 +87,14 @@ def checked(document: Document, rules: RecordRules, *, where: object) -> Documen
         place = next(at for at, character in enumerate(broken) if "\ud800" <= character <= "\udfff")
         raise InputError(
             f"{where}: not Unicode (half a surrogate pair, \\u{ord(broken[place]):x}, at character "
-            f"{place}): mend the record, or leave such documents out with prepare.encoding_faults=drop"
+            f"{place}): repair the record, or drop such documents with prepare.encoding_faults=drop"
         )
     beginning = document.whole[:_SHOWN_CHARS].encode(errors="backslashreplace").decode()
     return Document(beginning, "", document.row, fault=LONE_SURROGATE)
 
 
 def shown(data: bytes) -> str:
-    """Returns the beginning of bytes that are no text, what is wrong in them spelled out."""
+    """Returns the beginning of invalid UTF-8, with its faulty bytes escaped."""
     return data[:_SHOWN_CHARS].decode("utf-8", errors="backslashreplace")
 
 
@@ -123,14 +121,14 @@ def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, wher
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         given = "an empty text" if value == "" else f"a {type(value).__name__}"
         raise InputError(
-            f"{where}: field {name!r} holds {given}, not the record's own name (a text or a whole "
-            "number): give every record one, or set id_field to another field or to nothing"
+            f"{where}: field {name!r} holds {given}, not an id (a text or a whole number): give every "
+            "record an id, or set id_field to another field or to nothing"
         )
     found = str(value)
     if len(found.encode(errors="backslashreplace")) > MAX_LABEL_BYTES:  # a shard would keep it cut
         raise InputError(
-            f"{where}: field {name!r} is longer than {MAX_LABEL_BYTES} bytes ({found[:40]!r}…): a "
-            "record's own name may have so many; set id_field to another field"
+            f"{where}: field {name!r} is longer than {MAX_LABEL_BYTES} bytes ({found[:40]!r}…), the "
+            "limit of an id: set id_field to another field"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""A file behind a network: a read whose connection fails is tried again from where it stood.
+"""A remote file whose reads survive failed connections: they continue where they stopped.
 
-The size is known before, so a file that ends too early is noticed too, whatever the server and its
-library make of it. A server that gives no parts of files is read from the beginning, once through.
+The size is known in advance, so a truncated transfer is an error even if the library hides it. A file
+on a server without range requests is read once, from the beginning.
 """
 
 import contextlib
@@ -12,21 +12,21 @@ from ..retries import patiently
 
 
 class NoRangesError(OSError):
-    """Says that a server gives whole files only, where a part in front is asked for."""
+    """Says that a server without range requests was asked for an earlier part of a file."""
 
 
 class RemoteFile(io.RawIOBase):
     """Reads a file of known size through fsspec."""
 
     def __init__(self, fs: Any, path: str, size: int):
-        """Opens nothing yet: the first read does."""
+        """Opens nothing; the first read does."""
         self._fs, self._path, self._size = fs, path, size
         self._position = 0
         self._file: Any = None
-        self._is_stream = False  # the server gives no parts: read in order, nothing twice
+        self._is_stream = False  # without range requests: only reads forward
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Returns so many bytes, fewer only at the end of the file."""
+        """Returns `size` bytes, fewer only at the end of the file."""
         left = max(0, self._size - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
         data = patiently(lambda: self._read(wanted)) if wanted else b""
@@ -40,13 +40,13 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Says where the next read begins."""
+        """Sets the position of the next read, and returns it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = base + offset
         return self._position
 
     def tell(self) -> int:
-        """Returns where the next read begins."""
+        """Returns the position of the next read."""
         return self._position
 
     def readable(self) -> bool:
@@ -64,14 +64,14 @@ class RemoteFile(io.RawIOBase):
 
     def _drop(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(Exception):  # it is given up because something is wrong
+            with contextlib.suppress(Exception):  # it has failed already
                 self._file.close()
             self._file = None
 
     def _read(self, size: int) -> bytes:
         try:
             return self._read_once(size)
-        except ValueError as error:  # fsspec's word for a server without range requests
+        except ValueError as error:  # fsspec raises it for a server without range requests
             self._drop()
             if self._is_stream or "range requests" not in str(error):
                 raise
@@ -96,20 +96,20 @@ class RemoteFile(io.RawIOBase):
             self._file.seek(position)
             return
         if position < found:
-            raise NoRangesError("the server gives no parts of files: download it and give its name")
+            raise NoRangesError(
+                "the server supports no range requests: download the file and give its local name"
+            )
         while found < position:
             found += len(self._take(min(io.DEFAULT_BUFFER_SIZE * 128, position - found)))
 
     def _take(self, size: int) -> bytes:
-        """Reads exactly so many bytes."""
+        """Reads exactly `size` bytes."""
         parts: list[bytes] = []
         left = size
         while left:
             part = self._file.read(left)
             if not part:
-                raise ConnectionError(
-                    f"it ended {left} bytes too early, of {self._size} that it should have"
-                )
+                raise ConnectionError(f"it ended {left} bytes too early, of {self._size} bytes")
             parts.append(part)
             left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,9 +1,9 @@
-"""From file names, globs and URLs to input splits.
+"""Expands file names, globs and URLs into input splits, in sorted order.
 
-A split is one file, or a byte range (.txt, .jsonl), row groups (.parquet) or record batches (.arrow)
-of a large one, in sorted order. A compressed .txt or .jsonl is one split, for there is no way into
-its middle, and so is an Arrow stream. A folder is all files in it that can be read. What is no file
-(the embedded corpus, a function) says itself how many splits it has.
+A split is a file, or a part of a large one: a byte range (.txt, .jsonl), row groups (.parquet) or
+record batches (.arrow). A compressed file or an Arrow stream is one split, because it has no entry
+points. A folder stands for its readable files. The embedded corpus and functions define their own
+splits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from .formats import OTHER_FORMATS, SUFFIXES, format_of, kind_of
 def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
     """Lists all input splits, source after source.
 
-    In a source validation comes first: what is in both is validated on, not trained on.
+    Validation comes first in each source, so that text in both is not trained on.
 
     Raises:
-        InputError: something is not there.
+        InputError: some input does not exist.
     """
     return tuple(
         replace(split, number=number)
@@ -53,7 +53,7 @@ def _plan(
 
 
 def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:
-    """Yields (url, kind, size) of everything that one name of an input stands for."""
+    """Yields (url, kind, size) of all input that one name stands for."""
     for kind, form in OTHER_FORMATS.items():
         if form.size is not None and _is_of(pattern, kind):
             yield pattern, kind, form.size(pattern)
@@ -63,15 +63,15 @@ def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _check_fields(source: SourceConfig, url: str) -> None:
-    """Checks that nothing is asked for that only a record has."""
+    """Checks that the configuration names no fields of input without records."""
     asked = {"prompt_field": source.prompt_field, "id_field": source.id_field}
     if wanted := [f"{key}={name!r}" for key, name in asked.items() if name]:
         raise InputError(
-            f"{url} has no fields, and source {source.name!r} asks for {' and '.join(wanted)}: "
-            "give it as .jsonl, .parquet or .arrow, or as a source of its own"
+            f"{url} has no fields, but source {source.name!r} sets {' and '.join(wanted)}: convert it "
+            "to .jsonl, .parquet or .arrow, or make it a source of its own"
         )
 
 
 def _is_of(pattern: str, kind: str) -> bool:
-    """Returns whether an input is of a kind: its name, or where that ends in ":" its beginning."""
+    """Returns whether an input is of a kind: a name, or a prefix if it ends in ":"."""
     return pattern.startswith(kind) if kind.endswith(":") else pattern == kind

@@ -66,7 +66,7 @@ def test_truth_values_come_back_from_any_part_of_a_column(start, stop):
 
 
 def test_a_value_that_does_not_fit_is_never_cut_off():
-    with pytest.raises(OverflowError, match="values from 3 to 65536 as uint16"):
+    with pytest.raises(OverflowError, match="values from 3 to 65536 do not fit into uint16"):
         number_column(np.array([3, 65536]), np.dtype("<u2"))
     with pytest.raises(ValueError, match="2 values have 31 bytes, not 16 each"):
         bytes_column([bytes(16), bytes(15)], 16)

@@ -75,7 +75,7 @@ def test_input_is_short_for_one_source() -> None:
     ("values", "message"),
     [
         ({"tokenizer": "bpee"}, "'bpee'"),
-        ({"end_of_document": "</s>"}, "'</s>' is for a tokenizer that exists"),
+        ({"end_of_document": "</s>"}, "'</s>' is only for existing tokenizers"),
         ({"tokenizer": "bytes", "end_of_document": "x"}, "'bytes' has its own"),
         ({"tokenizer": "bytes", "vocab_size": 512}, r"257 ids.*vocab_size=512"),
         (_two_sources(input=["a.txt"]), r"input=\['a.txt'\] and 2 sources"),

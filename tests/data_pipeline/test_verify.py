@@ -72,7 +72,7 @@ def _change_tokenizer(folder: Path) -> list[str]:
 
 def _lose_end(folder: Path) -> list[str]:
     (folder / manifest_name(2)).unlink()
-    return ["manifest-000002.json is missing, and the folder is not being prepared"]
+    return ["manifest-000002.json is missing, and nothing is preparing the folder"]
 
 
 @pytest.mark.parametrize(

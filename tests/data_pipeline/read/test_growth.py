@@ -195,7 +195,7 @@ def test_a_folder_is_given_up_until_it_is_prepared_again(tmp_path, monkeypatch):
         patched.setattr(Path, "read_bytes", _stale)
         assert given_up(tmp_path) is None
     (tmp_path / UNFINISHED / "given-up.json").write_text("[]")
-    assert given_up(tmp_path) == "the file that says why cannot be read"
+    assert given_up(tmp_path) == "the file with the reason is damaged"
     go_on(tmp_path)
     assert given_up(tmp_path) is None
 

@@ -50,7 +50,9 @@ def test_a_line_without_end_is_an_error_that_names_the_limit(tmp_path, monkeypat
     config = PrepareConfig(input=(str(path),))
     (split,) = plan_splits(config)
     beyond = "unpacked " if suffix in ("gz", "zst") else ""
-    with pytest.raises(InputError, match=f"a line has more than 3,145,728 {beyond}bytes, the most"):
+    with pytest.raises(
+        InputError, match=f"a line has more than 3,145,728 {beyond}bytes, the limit"
+    ):
         list(read_documents(split, config.all_sources[0]))
 
 

@@ -124,12 +124,12 @@ def test_a_function_that_declares_splits_is_called_for_each():
     ("name", "message"),
     [
         ("breaks", r"breaks\[0:1\], record 1: the function raised KeyError: 'lost'"),
-        ("numbers", r"numbers\[0:1\], record 1: a int \(7\): a record is a text, or a dict"),
+        ("numbers", r"numbers\[0:1\], record 1: a int \(7\): a record must be a string, or a dict"),
         ("surrogates", r"record 0: not Unicode .half a surrogate pair"),
-        ("one_text", r"one_text' returned a str, not an iterable of texts or dicts"),
+        ("one_text", r"one_text' returned a str, not an iterable of strings or dicts"),
         ("nothing", r"nothing' returned a NoneType, not an iterable"),
         ("needs_splits", r"is called with nothing, and .*needs_splits.num_splits = 64"),
-        ("takes_nothing", r"is called with split_index and num_splits, and it takes \(\)"),
+        ("takes_nothing", r"is called with split_index and num_splits, but it takes \(\)"),
         ("too_many", r"declares num_splits=0: it must be a whole number from 1 to 100,000"),
         ("not_there", r"texts_of_a_test has no 'not_there'"),
         ("not_a_function", r"not_a_function is a int \(3\): it must be a function"),
@@ -159,7 +159,7 @@ def test_settings_that_follow_a_name_reach_the_function():
         ("some?2=1", "write each setting once"),
         (
             "some?second=2",
-            r"is called with second \(of its name\) and nothing, and it takes \(first",
+            r"is called with second \(of its name\) and nothing, but it takes \(first",
         ),
         ("shares?txt=2", r"is called with txt \(of its name\) and split_index and num_splits"),
     ],
@@ -181,7 +181,9 @@ def test_a_name_that_is_none():
 
 @pytest.mark.usefixtures("folder")
 def test_a_text_where_fields_are_asked_for():
-    with pytest.raises(InputError, match="record 0: a text, where a dict with the fields 'q', 'a'"):
+    with pytest.raises(
+        InputError, match="record 0: a string, but the source needs a dict with the fields 'q', 'a'"
+    ):
         _read("texts", prompt_field="q", answer_field="a")
 
 

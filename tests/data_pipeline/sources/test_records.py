@@ -69,8 +69,8 @@ def test_an_id_may_be_a_whole_number(path):
 @pytest.mark.parametrize(
     ("record_id", "message"),
     [
-        ("", "holds an empty text, not the record's own name"),
-        (None, "holds a NoneType, not the record's own name"),
+        ("", "holds an empty text, not an id"),
+        (None, "holds a NoneType, not an id"),
         ("x" * 1025, "is longer than 1024 bytes"),
     ],
 )
@@ -106,9 +106,7 @@ def test_a_column_of_numbers_is_no_prompt(tmp_path):
 def test_what_has_no_fields_is_refused_where_fields_are_asked_for(tmp_path, name):
     (tmp_path / "a.txt").write_text("text")
     where = tmp_path / name if name == "a.txt" else name
-    with pytest.raises(
-        InputError, match=r"has no fields, and source 'text' asks for id_field='id'"
-    ):
+    with pytest.raises(InputError, match=r"has no fields, but source 'text' sets id_field='id'"):
         _read(where, id_field="id")
 
 

@@ -109,7 +109,7 @@ def test_a_folder_is_the_files_in_it_that_can_be_read(tmp_path):
     assert _read("memory://test_folder")[0] == ["x"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.csv").write_text("")
-    with pytest.raises(InputError, match=r"folder without files that are read: 1 files, none"):
+    with pytest.raises(InputError, match=r"folder without readable files: none of its 1 files"):
         _read(tmp_path / "other")
 
 
@@ -243,7 +243,7 @@ def test_other_fields(tmp_path):
         (
             "a.csv",
             b"a,b",
-            r"a.csv' has an ending that is not read: give one of .txt, .txt.gz, .* .arrow",
+            r"a.csv' has an unknown suffix: give one of .txt, .txt.gz, .* .arrow",
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_nothing_there(tmp_path):
         _read(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match=r"\*.jsonl' matches no file"):
         _read(tmp_path / "*.jsonl")
-    with pytest.raises(InputError, match=r"is a folder without files that are read: 0 files"):
+    with pytest.raises(InputError, match=r"is a folder without readable files: none of its 0"):
         _read(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_a_file_of_unknown_size(monkeypatch):
     monkeypatch.setattr(
         type(memory), "info", lambda fs, path, **options: info(fs, path, **options) | {"size": None}
     )
-    with pytest.raises(InputError, match="does not tell the file's size: download"):
+    with pytest.raises(InputError, match="does not report the file's size: download"):
         _read("memory://test_reading/endless.jsonl")
 
 

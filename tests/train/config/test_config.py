@@ -87,7 +87,7 @@ def test_sources_take_the_place_of_a_recipes_input_and_the_other_way_round(tmp_p
     assert (config.prepare.input, [source.name for source in config.prepare.sources]) == ((), ["a"])
     assert make("prepare.input=['b.txt']", name=str(file)).prepare.sources == ()
     assert make("prepare.sources=[{name='a', input=['a.txt']}]").prepare.input == ()
-    with pytest.raises(ConfigError, match="name the text by one of the two"):
+    with pytest.raises(ConfigError, match="give one of the two"):
         make("prepare.sources=[{name='a', input=['a.txt']}]", "prepare.input=['b.txt']")
 
 
