@@ -1,1 +1,1 @@
-"""Makes prepared folders: documents are chosen, tokenised and committed as token shards."""
+"""Makes prepared folders: scans, chooses and tokenises documents, and commits token shards."""

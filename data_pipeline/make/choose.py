@@ -1,11 +1,10 @@
-"""Decides about documents in the order of the units: which are repeats, and which are held out.
+"""Decides, unit by unit, which documents are repeats and which are held out.
 
-This is the one part of a preparation that sees all documents, and the only one that must see them
-in order; so it sees their hashes alone. It lives in the coordinator. What it decides depends on the
-units before, never on those after, so that a unit can be tokenised as soon as its turn has come;
-after an interruption it is told again what was read, and decides the same.
+Only this part of a preparation must see all documents in order, so it sees just their hashes. It runs
+in the coordinator. Decisions depend only on earlier units, so a unit can be tokenised as soon as its
+turn comes. After an interruption, the scans are replayed and the decisions are the same.
 
-Cost: 16 bytes of memory per document, some 2 M documents a second.
+Cost: 16 bytes of memory per document, some 2 M documents/s.
 """
 
 from collections import Counter
@@ -28,20 +27,20 @@ _PARTS_BITS = 6
 
 
 class ExactIndex:
-    """Remembers 128-bit hashes, 16 bytes each.
+    """Holds a set of 128-bit hashes, 16 bytes each.
 
-    They are parted by their first bits, so that a merge copies a small part of all. A part is a
-    list of sorted runs whose sizes at least halve from one to the next: entering n hashes costs
-    O(n log n) altogether, a look-up one binary search per run.
+    The first bits select a part, so that a merge copies little. A part is a list of sorted runs whose
+    sizes at least halve from one to the next: n insertions cost O(n log n), a look-up costs one binary
+    search per run.
     """
 
     def __init__(self) -> None:
         self._parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(2**_PARTS_BITS)]
 
     def add(self, high: np.ndarray, low: np.ndarray) -> np.ndarray:
-        """Enters hashes in their order, uint64 [D] each; returns which were there before, bool [D].
+        """Adds hashes, uint64 [D] each; returns which were known, bool [D].
 
-        Of equal ones among them all but the first were.
+        Among equal ones, all but the first are known.
         """
         order = np.lexsort((low, high))  # stable: the first stays first
         high, low = high[order], low[order]
@@ -67,7 +66,7 @@ def _contains(run: tuple[np.ndarray, np.ndarray], high: np.ndarray, low: np.ndar
     first = np.searchsorted(run_high, high)
     inside = np.minimum(first, len(run_high) - 1)
     found = (run_high[inside] == high) & (run_low[inside] == low)
-    # different documents with equal first halves: one pair among some 10**10 documents
+    # equal first halves of different hashes: one pair among some 10**10 documents
     unclear = (run_high[inside] == high) & ~found
     for index in np.flatnonzero(unclear).tolist():
         last = int(np.searchsorted(run_high, high[index], side="right"))
@@ -79,7 +78,7 @@ def _enter(runs: list[tuple[np.ndarray, np.ndarray]], high: np.ndarray, low: np.
     while runs and len(runs[-1][0]) < 2 * len(high):
         run_high, run_low = runs.pop()
         high, low = np.concatenate([run_high, high]), np.concatenate([run_low, low])
-        order = np.argsort(high, kind="stable")  # two sorted runs: it notices, and merges
+        order = np.argsort(high, kind="stable")  # merges two sorted runs in linear time
         high, low = high[order], low[order]
     if len(high):
         runs.append((high, low))
@@ -87,19 +86,19 @@ def _enter(runs: list[tuple[np.ndarray, np.ndarray]], high: np.ndarray, low: np.
 
 @dataclass
 class SourceCounts:
-    """Counts what became of the documents of one source."""
+    """Counts the chosen and the dropped documents of one source."""
 
     chosen: Counter[str] = field(default_factory=Counter)  # by side
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
 
     @property
     def num_documents(self) -> int:
-        """Returns how many were read."""
+        """Returns the number of documents read."""
         return self.chosen.total() + self.dropped.total()
 
 
 class Chooser:
-    """Decides about one unit after the other."""
+    """Decides the fates of documents, one unit after the other."""
 
     def __init__(self, config: PrepareConfig):
         self._held_out_below = np.uint64(held_out_below(config))
@@ -122,11 +121,10 @@ class Chooser:
         return fates
 
     def _hold_out(self, fates: np.ndarray, high: np.ndarray, counts: SourceCounts) -> None:
-        """Marks the documents of small hash.
+        """Holds out documents with small hashes.
 
-        A source of several documents that holds out none so far gives the one of smallest hash in
-        the first unit where it has two: small data has something to validate on, and nothing
-        depends on what comes later.
+        If a source has held out none when it reaches two documents, the one with the smallest hash of
+        that unit is. Small data thus has validation text, and no decision depends on later units.
         """
         alive = np.flatnonzero(fates == TRAIN)
         held_out = alive[high[alive] < self._held_out_below]

@@ -1,8 +1,8 @@
-"""Puts shards into the manifests in the order of their units, whatever order they were made in.
+"""Commits shards to the manifests in the order of their units, whatever order they were made in.
 
-A segment of a source is sealed as soon as it has its tokens, so that whoever reads the folder while it
-is made finds the same segments in the same order as after. The header comes with the first segment: a
-folder from which nothing could ever be read has none.
+A segment is sealed as soon as it is full, so readers of a growing folder find the same segments in the
+same order as later. The header is written with the first segment, so a folder without readable data
+has none.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from .units import Unit
 
 
 class Committer:
-    """Extends the chain of manifests by one unit after the other."""
+    """Extends the chain of manifests, unit by unit."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Committer:
         num_units: dict[str, int],
         on_segment: Callable[[str], None],
     ):
-        """Takes how many units each source has, and what to call with the source of every segment."""
+        """Takes each source's number of units, and a callback for the source of every segment."""
         self._config, self._folder = config, folder
         self._num_units, self._on_segment = num_units, on_segment
         self._writer = ManifestWriter(folder)
@@ -50,7 +50,7 @@ class Committer:
         self._has_header = False
 
     def commit(self, source: str, shards: Sequence[ShardEntry]) -> None:
-        """Takes the shards of the next unit of a source; none where it has none."""
+        """Commits the shards of a source's next unit, of which there may be none."""
         segment = self._open[source]
         segment.extend(shards)
         self._left[source] -= 1
@@ -68,7 +68,7 @@ class Committer:
         quarantined: Sequence[QuarantinedSplit],
         units: Sequence[Unit],
     ) -> None:
-        """Appends the completion record that ends the manifest chain, after the last unit."""
+        """Appends the last manifest, after the last unit."""
         assert not any(self._left.values()), "a unit was not committed"
         self._writer.append(
             Completion(

@@ -1,23 +1,20 @@
-"""Decontamination: documents that share n words in a row with an evaluation item are left out.
+"""Decontamination: drops documents that share n consecutive words with an evaluation item.
 
-1. `build_index`          once: every n-gram of plain words of every item of the evaluation sets, as
-                          a sorted array of 64-bit hashes beside the number of the first set that
-                          has it. It is saved as one file, which every process maps.
-2. `EvaluationIndex.find` per document, in any process: the set of the first n-gram that is in the
-                          index.
+1. `build_index` hashes every n-gram of plain words of every item to 64 bits. It sorts the hashes, each
+   with the number of its first set, into one file that every process maps.
+2. `EvaluationIndex.find` returns the set of a document's first n-gram that is in the index.
 
-n is 13, as GPT-3 chose it (Brown et al. 2020, arXiv:2005.14165, appendix C); words are compared in
-lower case and without punctuation (`plain_words`). An item is all text in its record (or the
-fields that are named), joined in the order of the record, so that a question and its first answer
-are also found where they are printed one after the other. Items of fewer than n words are not looked
-for, as they would be found everywhere.
+n is 13, as for GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C). Words are compared in lower
+case and without punctuation (`plain_words`). An item is all text of its record, or of the configured
+fields, joined in order, so that a question followed by its first answer is found, too. Items of fewer
+than n words are ignored, because they would match everywhere.
 
-A hash of 64 bits is taken for the n-gram: two different n-grams have the same one with probability
-2**-64, so 10**7 n-grams of evaluation sets meet 10**12 of a corpus once by chance.
+Two different n-grams have equal 64-bit hashes with probability 2**-64: 10**7 n-grams of evaluation sets
+collide with 10**12 of a corpus once.
 
-Cost (measured once, on a busy machine): 12 bytes per n-gram of the sets and 8 MiB; 43
-MB/s/core, most of it for the words: a bitmap of the hashes' first bits answers for nearly all
-n-grams, a binary search for the others.
+Cost (measured once, on a busy machine): 12 bytes per n-gram of the sets and 8 MiB; 43 MB/s/core, most
+of it for the words. A bitmap of the hashes' first bits excludes nearly all n-grams; a binary search
+decides the others.
 """
 
 import io
@@ -43,13 +40,13 @@ _SCHEMA = pa.schema([("hash", pa.uint64()), ("set", pa.uint32())])
 
 
 class EvaluationIndex:
-    """Holds the n-grams of evaluation sets; `find` is safe in any number of threads.
+    """Holds the n-grams of evaluation sets; `find` is thread-safe.
 
     Args:
         ngram_words: n.
-        sets: the names of the sets: of their files, without folder and ending.
+        sets: the names of the sets' files, without folder and suffix.
         hashes_H: uint64, ascending.
-        sets_H: uint32, the number of the first set that has the n-gram.
+        sets_H: uint32, the number of the first set with the n-gram.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class EvaluationIndex:
         np.bitwise_or.at(self._bitmap, places >> np.uint64(3), _bit(places))
 
     def find(self, text: str) -> str | None:
-        """Returns the set that the first shared n-gram of a text is of, or None."""
+        """Returns the set of a text's first shared n-gram, or None."""
         ngrams = ngram_hashes(plain_words(text), self.ngram_words)
         places = ngrams >> np.uint64(64 - _BITMAP_BITS)
         possible = ngrams[np.flatnonzero(self._bitmap[places >> np.uint64(3)] & _bit(places))]
@@ -74,7 +71,7 @@ class EvaluationIndex:
         return self.sets[int(self.sets_H[matches[0]])] if len(matches) else None
 
     def save(self, file: IO[bytes]) -> None:
-        """Writes an Arrow file; its bytes depend on the sets and n alone."""
+        """Writes an Arrow file whose bytes depend only on the sets and n."""
         head = {"ngram_words": self.ngram_words, "sets": self.sets}
         schema = _SCHEMA.with_metadata({_HEAD: json.dumps(head)})
         columns = [number_column(one, one.dtype) for one in (self.hashes_H, self.sets_H)]
@@ -87,10 +84,10 @@ def _bit(places: np.ndarray) -> np.ndarray:
 
 
 def load_index(path: str | Path) -> EvaluationIndex:
-    """Loads what `EvaluationIndex.save` has written; the arrays are mapped, not copied.
+    """Loads a saved index; the arrays are mapped, not copied.
 
     Raises:
-        ShardError: the file is missing or no such index.
+        ShardError: the file is missing or is not an index.
     """
     try:
         with pa.memory_map(str(path)) as file:
@@ -104,8 +101,7 @@ def load_index(path: str | Path) -> EvaluationIndex:
         )
     except (OSError, pa.ArrowException, KeyError) as error:
         raise ShardError(
-            f"{path} is no evaluation index ({error}): delete the unfinished folder and prepare "
-            "again"
+            f"{path} is not an evaluation index ({error}): delete the unfinished folder and prepare again"
         ) from error
 
 
@@ -145,7 +141,7 @@ def _item_texts(path: str, fields: Sequence[str]) -> Iterator[str]:
     """Yields the text of every item of one set."""
     if not path.endswith((".jsonl", ".jsonl.zst")):
         raise InputError(
-            f"evaluation set {path}: its ending is not read; give .jsonl or .jsonl.zst files"
+            f"evaluation set {path} has an unknown suffix: give .jsonl or .jsonl.zst files"
         )
     try:
         with open(path, "rb") as file:
@@ -160,7 +156,7 @@ def _item_texts(path: str, fields: Sequence[str]) -> Iterator[str]:
         ) from error
     except zstandard.ZstdError as error:
         raise InputError(
-            f"evaluation set {path}: is not valid zstd ({error}): fetch it again"
+            f"evaluation set {path} is not valid zstd ({error}): fetch it again"
         ) from error
 
 
@@ -183,7 +179,7 @@ def _item_text(line: bytes, fields: Sequence[str], where: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields the strings in a JSON value, in their order."""
+    """Yields the strings in a JSON value, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -193,14 +189,14 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(list(value.values()))
 
 
-_PIECE_CHARS = 2**20  # text that is looked at in one go: bounds the memory of a long document
+_PIECE_CHARS = 2**20  # text processed at once: bounds the memory of a long document
 _BASE = 0x9E3779B97F4A7C55  # odd, so that it has an inverse modulo 2**64
 _INVERSE = pow(_BASE, -1, 2**64)
 
-# What a code point is, as bits.
+# the kinds of a code point, as bits
 _IN_WORD, _ALONE, _IGNORED = (np.uint8(1 << bit) for bit in range(3))
 _APOSTROPHES = "'’ʼ＇"
-_LAST_ASSIGNED = 0x40000  # beyond are private use and selectors: separators
+_LAST_ASSIGNED = 0x40000  # beyond lie private use and selectors, which separate words
 _NO_SPACES = (  # scripts that put no space between words
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x1000, 0x109F),  # Burmese
@@ -214,15 +210,12 @@ _NO_SPACES = (  # scripts that put no space between words
 
 
 def plain_words(text: str) -> np.ndarray:
-    """Returns the hash of every plain word, uint64 [W]: equal for "Don’t stop" and "DONT--stop"."""
+    """Returns a hash per plain word, uint64 [W]; equal for "Don’t stop" and "DONT--stop"."""
     return _joined([_plain_words_of(piece) for piece in _pieces(text.lower())])
 
 
 def ngram_hashes(hashes_W: np.ndarray, n: int) -> np.ndarray:
-    """Returns the hash of every n words in a row: uint64 [max(0, W - n + 1)].
-
-    `n` is at most MAX_NGRAM.
-    """
+    """Returns a hash per n-gram of words, n <= MAX_NGRAM: uint64 [max(0, W - n + 1)]."""
     assert n <= MAX_NGRAM, (n, MAX_NGRAM)
     inverses = _powers()[1]
     pieces = []
@@ -250,14 +243,14 @@ def _plain_words_of(lowered: str) -> np.ndarray:
 
 
 def _codes(text: str) -> np.ndarray:
-    """Returns the code points, of one byte each where that is enough."""
+    """Returns the code points of a text: uint8 if it is ASCII, else uint32."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
 
 
 def _runs(inside: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and stop of every run of True; where `alone` is True, a run has one element."""
+    """Returns start and stop of every run of True; an `alone` element is a run of its own."""
     edges = np.empty(len(inside) + 1, dtype=bool)
     edges[0] = inside[:1].any()
     np.not_equal(inside[1:], inside[:-1], out=edges[1:-1])
@@ -274,7 +267,7 @@ def _runs(inside: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarr
 
 
 def range_hashes(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Returns a hash of values[start:stop] for every range, wherever in `values` it lies."""
+    """Returns a hash of values[start:stop] for every range, independent of its position."""
     prefixes = _prefixes(values)
     return _mixed((prefixes[stops] - prefixes[starts]) * _powers()[1][starts])
 
@@ -288,7 +281,7 @@ def _prefixes(values: np.ndarray) -> np.ndarray:
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Spreads differences in any bit over all bits: the finaliser of MurmurHash3."""
+    """Applies MurmurHash3's finaliser: every input bit reaches every output bit."""
     hashes ^= hashes >> np.uint64(33)
     hashes *= np.uint64(0xFF51AFD7ED558CCD)
     hashes ^= hashes >> np.uint64(33)
@@ -298,7 +291,7 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cuts a long text behind blanks; where there are none for a million characters, anywhere."""
+    """Cuts a long text after blanks, or anywhere if a million characters have none."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         stop = text.rfind(" ", start, start + _PIECE_CHARS) + 1 or start + _PIECE_CHARS
@@ -316,8 +309,8 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
 
 @cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """Returns base**i and base**-i modulo 2**64, for as many as a piece needs: 2 * 8 MB."""
-    length = _PIECE_CHARS + MAX_NGRAM  # n-grams reach beyond their piece by n - 1 words
+    """Returns base**i and base**-i modulo 2**64, for all i in a piece: 2 * 8 MB."""
+    length = _PIECE_CHARS + MAX_NGRAM  # n-grams reach n - 1 words beyond their piece
     tables = np.empty((2, length), dtype=np.uint64)
     for table, factor in zip(tables, (_BASE, _INVERSE), strict=True):
         table[0] = 1
@@ -328,7 +321,7 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _kinds() -> np.ndarray:
-    """Returns the bits of every code point, uint8: 1.1 MB, made in 0.2 s."""
+    """Returns the kinds of every code point, uint8: 1.1 MB, made in 0.2 s."""
     kinds = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
     for code in range(_LAST_ASSIGNED):
         if unicodedata.category(chr(code))[0] in "LNM":

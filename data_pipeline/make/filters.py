@@ -1,9 +1,8 @@
-"""Rules that drop single documents: functions of the user's own, and decontamination.
+"""Rules that drop single documents: the user's filters, and decontamination.
 
-A filter is a function of a document's text, after normalisation and with its prompt. It returns None
-to keep the document, or the reason to drop it: a few words that many documents share, since drops are
-counted by reason. It is imported in every process that reads documents, and must be a pure function:
-the same documents stay on any number of machines. examples/filter_documents.py has some.
+A filter takes a document's normalised text with its prompt. It returns None to keep the document, or a
+short reason to drop it; drops are counted by reason. Every process that reads documents imports the
+filter, which must be a pure function. See examples/filter_documents.py.
 
     moebius prepare … prepare.filters="['my_filters:too_short']"
 """
@@ -25,19 +24,19 @@ _MAX_REASON_CHARS = 100
 
 
 DocumentRule = Callable[[str], str | None]
-"""Returns why a document of this text is dropped, or None if it stays."""
+"""Returns the reason to drop a document with this text, or None."""
 
 
 def set_up_rules(config: PrepareConfig, work: Path) -> None:
-    """Finds mistakes in the filters, and indexes the evaluation sets for all processes.
+    """Imports the filters once as a check, and indexes the evaluation sets for all processes.
 
     Args:
         config: names filters and evaluation sets.
         work: the folder of unfinished files, which takes the index.
 
     Raises:
-        InputError: an evaluation set cannot be had.
-        OwnPartError: a filter cannot be had.
+        InputError: an evaluation set cannot be read.
+        OwnPartError: a filter cannot be imported.
         PrepareError: an evaluation set has changed since the preparation began.
     """
     _function_rules(config)
@@ -48,7 +47,7 @@ def set_up_rules(config: PrepareConfig, work: Path) -> None:
 
 
 def document_rules(config: PrepareConfig, work: Path) -> tuple[DocumentRule, ...]:
-    """Returns the rules of this process: the filters in their order, then decontamination."""
+    """Returns this process's rules: the filters in order, then decontamination."""
     rules = _function_rules(config)
     if config.decontaminate is not None:
         index = load_index(work / _INDEX_FILE)
@@ -65,7 +64,7 @@ def _function_rules(config: PrepareConfig) -> list[DocumentRule]:
 
 
 def _reason_of(path: str, function: Callable[[str], Any], text: str) -> str | None:
-    """Returns what a function of the user's says about a document."""
+    """Calls a user's filter and checks its result."""
     try:
         reason = function(text)
     except Exception as error:

@@ -1,13 +1,11 @@
-"""Documents that this process has scanned, kept until it tokenises them.
+"""A cache of documents between scanning and tokenising, per process.
 
-A unit is read to be scanned, and once it is decided about, to be tokenised; most often by the same
-process, a moment later. Then it need not be read, parsed, normalised and hashed once more. Whether
-it was kept changes nothing but the time: what is taken back was read from files that have not
-changed since, and has the hashes that were decided about. Anything else is read again, and
-compared with them.
+The process that scans a unit often tokenises it shortly afterwards, and then need not read, parse,
+normalise and hash it again. The cache never changes results: an entry is used only if its files have
+not changed and its hashes are those decided about.
 
-Kept are units of local files alone. Whether a remote one has changed cannot be told for nothing,
-and a function is called twice to notice one that does not give the same each time.
+It holds only units of local files. Checking a remote file for changes costs time, and functions are
+called twice to detect different results.
 """
 
 import os
@@ -24,11 +22,9 @@ from ..sources.documents import Document
 from .units import Unit
 
 MAX_KEPT_BYTES = 2**27
-"""Of all units together, in one process: two of the usual size."""
+"""The most bytes of cached units in a process: two units of the usual size."""
 
-# A file that was written just now may be written again without its times changing: the clocks of
-# file systems are coarse.
-_SETTLED_NS = 2 * 10**9
+_SETTLED_NS = 2 * 10**9  # coarse clocks of file systems can hide a second write to a fresh file
 _LEFT_OUT = Document("", "", 0)
 
 _Stamp = tuple[int, ...]
@@ -39,13 +35,13 @@ _Key = tuple[Path, str, int]
 class Kept:
     """Collects the documents of a unit while they are read."""
 
-    stamps: tuple[_Stamp, ...] | None  # of its files when that began; None: nothing is kept
+    stamps: tuple[_Stamp, ...] | None  # of its files at the start; None: caches nothing
     documents: list[Document] = field(default_factory=list)
     num_bytes: int = 0
     records: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def add(self, document: Document, *, stays: bool) -> None:
-        """Adds the next document; of one that does not stay, only its place."""
+        """Adds the next document, or a placeholder if a rule drops it."""
         if self.stamps is None:
             return
         self.documents.append(document if stays else _LEFT_OUT)
@@ -60,12 +56,12 @@ _lock = Lock()  # a pool may run tasks in threads
 
 
 def begin_keeping(unit: Unit) -> Kept:
-    """Returns what collects the documents of a unit that is about to be read."""
+    """Returns a collector for the documents of a unit that is about to be read."""
     return Kept(_stamps(unit))
 
 
 def keep(directory: Path, unit: Unit, kept: Kept, records: np.ndarray) -> None:
-    """Keeps the documents of a unit, if its files are what they were; drops the oldest for them."""
+    """Caches a unit's documents if its files have not changed; evicts the oldest units for them."""
     if kept.stamps is None or kept.stamps != _stamps(unit):
         return
     kept.records = records
@@ -76,14 +72,14 @@ def keep(directory: Path, unit: Unit, kept: Kept, records: np.ndarray) -> None:
 
 
 def take(directory: Path, unit: Unit, records: np.ndarray) -> Sequence[Document] | None:
-    """Returns the documents of a unit, and forgets them; None: they are to be read.
+    """Removes and returns a unit's documents; None if they must be read again.
 
-    Those that no rule lets stay are empty.
+    Documents that a rule drops are empty.
 
     Args:
-        directory: what is being prepared.
-        unit: what was read.
-        records: what its documents have to be; not necessarily what this process has read.
+        directory: the folder being prepared.
+        unit: the unit.
+        records: the records that the documents must match; another process may have scanned them.
     """
     with _lock:
         kept = _kept.pop((directory, unit.source, unit.number), None)
@@ -93,20 +89,20 @@ def take(directory: Path, unit: Unit, records: np.ndarray) -> Sequence[Document]
 
 
 def forget(directory: Path) -> None:
-    """Forgets what was kept for a folder."""
+    """Removes a folder's units from the cache."""
     with _lock:
         for key in [key for key in _kept if key[0] == directory]:
             del _kept[key]
 
 
 def _stamps(unit: Unit) -> tuple[_Stamp, ...] | None:
-    """Returns what changes with the content of a unit's files; None: that cannot be told."""
+    """Returns stamps that change with the content of a unit's files; None if there are none."""
     stamps = []
     now = time.time_ns()
     for url in dict.fromkeys(split.url for split in unit.splits):
         try:
             found = os.stat(url)
-        except OSError:  # no local file
+        except OSError:  # not a local file
             return None
         if now - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
             return None

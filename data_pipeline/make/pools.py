@@ -1,23 +1,21 @@
-"""Where tasks run, and what is done about those that fail.
+"""Task pools, and the policy for tasks that fail.
 
-A pool runs functions of one item in any order, in this process or in others of this machine, and
-tells which one is done. `wait` returns an exception as it returns a result. A process that dies is
-one such failure, of the task that it was working on; one that was killed from outside is told apart
-from a crash.
+A pool runs functions of one item in any order, in this process or in others of this machine. `wait`
+returns exceptions like results. A process that dies is a failure of its task; a kill from outside is
+distinguished from a crash.
 
-`Failures` judges what a failure means:
+`Failures` decides what follows from a failure:
 
-    InputError                 the user's: ends the preparation; with on_poison="quarantine" the unit
-                               is left out
-    another DataError          the user's as well, and never the text's: ends the preparation
-    a crash, an exception      tried three times, then the unit is left out ("auto", "quarantine")
-                               or the preparation ends ("fail")
-    no memory, killed          tried three times, then the preparation ends, for fewer workers may do;
-                               left out with on_poison="quarantine" only
-    an error of the system,    tried three times, then the preparation ends: leaving out what a full
-    a missing module           disk hits would leave out everything
+    InputError                 ends the preparation; with on_poison="quarantine" the unit is left out
+    another DataError          ends the preparation, since no text is at fault
+    a crash, an exception      after three tries, the unit is left out ("auto", "quarantine"), or the
+                               preparation ends ("fail")
+    no memory, killed          after three tries, the preparation ends, since fewer workers may help;
+                               left out only with on_poison="quarantine"
+    a system error,            after three tries, the preparation ends: a full disk would otherwise
+    a missing module           leave out everything
 
-Whatever ends a preparation, the next call continues where it stopped.
+The next call always continues where a preparation stopped.
 """
 
 import faulthandler
@@ -44,23 +42,23 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM}
 
 
 class WorkerDiedError(Exception):
-    """Says that the process of a task ended before the task did."""
+    """Says that a task's process ended before the task did."""
 
 
 class WorkerKilledError(WorkerDiedError):
-    """Says that somebody ended the process of a task: a person, or the system for its memory."""
+    """Says that a task's process was killed, by a person or by the system for its memory."""
 
 
 class TaskFailedError(Exception):
-    """Stands for an exception that cannot travel or is none of Python's `Exception`s."""
+    """Replaces an exception that cannot be pickled or is not an `Exception`."""
 
 
 def run_task(function: Callable[[T], object], item: T) -> object:
-    """Runs a task so that its exception can be told from the end of its process.
+    """Runs a task so that its failure does not end the process.
 
     Raises:
-        Exception: that of the task. What would end this process (`sys.exit`, a panic of a library
-            in Rust) or cannot be pickled comes as a `TaskFailedError`.
+        Exception: that of the task; or TaskFailedError if it would end the process (`sys.exit`, a
+            panic in Rust) or cannot be pickled.
     """
     try:
         return function(item)
@@ -80,7 +78,7 @@ def _travels(error: BaseException) -> bool:
 
 
 def import_tasks(_: object = None) -> None:
-    """Imports what most tasks need: for a process that has none yet."""
+    """Imports what most tasks need, for a fresh process."""
     import_module(f"{__package__}.tasks")
 
 
@@ -89,19 +87,19 @@ class TaskPool(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Returns how many tasks may be out at a time; with more, some would only wait."""
+        """Returns how many tasks can run at once."""
         ...
 
     def expect(self, num_tasks: int) -> None:
-        """Says that at least so many tasks will come: processes may start for them meanwhile."""
+        """Announces at least `num_tasks` tasks, so that processes may start in advance."""
         ...
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Hands out a task and returns its number."""
+        """Submits a task and returns its number."""
         ...
 
     def wait(self) -> tuple[int, Any]:
-        """Waits until some task has ended; returns its number and its result or exception."""
+        """Waits for any task to end; returns its number and its result or exception."""
         ...
 
 
@@ -115,7 +113,7 @@ class SerialPool:
         self._submitted = 0
 
     def expect(self, num_tasks: int) -> None:
-        """Implements `TaskPool.expect`: there is nothing to start."""
+        """Implements `TaskPool.expect`, with nothing to start."""
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Queues a task for `wait` to run, and returns its number."""
@@ -135,19 +133,19 @@ class SerialPool:
 class LocalPool:
     """Runs tasks in processes of this machine. Use it as a context manager.
 
-    Leaving it ends the processes, whatever they are doing. So does the end of this process, however
-    it ends: each of them holds one end of a pipe. Tasks and results travel through one more pipe per
-    process. A pool of `concurrent.futures` would leave named semaphores in /dev/shm when it is killed.
+    Leaving it kills the processes. They also end with this process, however it ends, because each
+    holds one end of a pipe. Tasks and results use another pipe per process. A killed pool of
+    `concurrent.futures` would leave named semaphores in /dev/shm.
     """
 
     def __init__(self, num_workers: int):
-        """Starts nothing yet: a process is started with the first task that needs or expects it.
+        """Starts no process; the first task that needs or expects one does.
 
         Raises:
-            DataError: fewer than one worker.
+            DataError: `num_workers` is less than 1.
         """
         if num_workers < 1:
-            raise DataError(f"a pool of {num_workers} workers: at least 1")
+            raise DataError(f"a pool of {num_workers} workers: it needs at least 1")
         self.capacity = num_workers
         self._idle: list[_Worker] = []
         self._busy: dict[int, _Worker] = {}  # by task number, in the order of submission
@@ -155,16 +153,16 @@ class LocalPool:
         self._life, self._life_of_workers = cast("tuple[Any, Any]", multiprocessing.Pipe())
 
     def expect(self, num_tasks: int) -> None:
-        """Starts workers for that many tasks, but no more than `capacity` in all."""
+        """Starts workers for `num_tasks` tasks, up to `capacity` in all."""
         while len(self._idle) + len(self._busy) < min(num_tasks, self.capacity):
             self._idle.append(_Worker(self._life_of_workers))
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
-        """Hands a task to an idle or a new worker process, and returns its number."""
+        """Sends a task to an idle or a new worker process, and returns its number."""
         worker = self._idle.pop() if self._idle else _Worker(self._life_of_workers)
         try:
             worker.send(function, item)
-        except OSError:  # it was killed while it had nothing to do
+        except OSError:  # it was killed while idle
             worker.check_began()
             worker = _Worker(self._life_of_workers)
             worker.send(function, item)
@@ -173,10 +171,10 @@ class LocalPool:
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
-        """Waits until some task has ended; returns its number and its result or exception."""
+        """Waits for any task to end; returns its number and its result or exception."""
         while True:
             ready = connection.wait([worker.pipe for worker in self._busy.values()])
-            # of several the one that was handed out first
+            # the one submitted first
             number = next(one for one, worker in self._busy.items() if worker.pipe in ready)
             worker = self._busy[number]
             try:
@@ -212,30 +210,30 @@ class _Worker:
     """Holds a process, and this side of the pipe to it."""
 
     def __init__(self, life: Any):
-        # not fork: this process may have threads, and locks that they hold
+        # not fork: this process may have threads that hold locks
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        # no daemon: it could have no processes of its own, which a user's function may want
+        # not a daemon, which could not start processes of its own
         self.process = context.Process(target=_work, args=(theirs, life), daemon=False)
         self._has_begun = False
         self.process.start()
         theirs.close()
 
     def send(self, function: Callable[[T], object], item: T) -> None:
-        """Hands the process a task."""
+        """Sends the process a task."""
         self.pipe.send((function, item))
 
     def receive(self) -> _Result | None:
-        """Returns the process's next message; None: it says that it has begun."""
+        """Returns the process's next result; None if the message only says that it has begun."""
         message = self.pipe.recv()
         self._has_begun = True
         return message
 
     def check_began(self) -> None:
-        """Tells a process that died at a task from one that could not begin.
+        """Checks that a dead process had begun to work.
 
         Raises:
-            PrepareError: it did not begin: no other would.
+            PrepareError: it had not, so no other would.
         """
         with suppress(EOFError, OSError):
             while not self._has_begun:
@@ -243,12 +241,12 @@ class _Worker:
         self.process.join()
         if not self._has_begun and (self.process.exitcode or 0) >= 0:
             raise PrepareError(
-                "a worker process could not be started (its own error is above): in a script, call "
-                'this below `if __name__ == "__main__":`, since every worker imports the script'
+                "a worker process could not start (its own error is above): in a script, call this "
+                'below `if __name__ == "__main__":`, since every worker imports the script'
             )
 
     def end(self) -> WorkerDiedError:
-        """Returns how the process has ended."""
+        """Returns an error that describes how the process ended."""
         self.pipe.close()
         code = self.process.exitcode
         if code is None or code >= 0:
@@ -260,11 +258,11 @@ class _Worker:
 
 
 def _work(pipe: Any, life: Any) -> None:
-    """Runs in a worker: says that it has begun, then runs one task after another."""
+    """Runs in a worker: reports that it has begun, then runs one task after another."""
     import pyarrow as pa
 
-    faulthandler.enable()  # a crash says where it was
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     pa.set_cpu_count(1)  # one process per core is enough
     threading.Thread(target=_end_with, args=(life,), name="end with the pool", daemon=True).start()
     pipe.send(None)
@@ -275,7 +273,7 @@ def _work(pipe: Any, life: Any) -> None:
             outcome = run_task(function, item)
         except Exception as error:  # noqa: BLE001 (judged by whoever waits)
             error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
-            outcome = error  # without its traceback, which pickle drops: hence the note
+            outcome = error  # pickling drops its traceback, hence the note
         pipe.send(_Result(outcome))
 
 
@@ -287,25 +285,25 @@ def _end_with(life: Any) -> None:
 
 
 ATTEMPTS = 3
-"""How often a task is tried that fails for no fault of the user's."""
+"""How often a task is tried if its failure is not the user's mistake."""
 
 OnPoison = Literal["auto", "fail", "quarantine"]
-"""What is done with a unit that cannot be prepared: "auto" ends with the user's mistakes and
-quarantines what crashes, the others do the one or the other always."""
+"""The policy for units that cannot be prepared: "auto" ends the preparation for a user's mistake and
+quarantines units that crash; "fail" always ends it, "quarantine" always quarantines."""
 
 
 class Failures:
-    """Counts the failures of every task, and judges them."""
+    """Counts the failures of every task, and applies the policy."""
 
     def __init__(self, on_poison: OnPoison):
         self._on_poison = on_poison
         self._counts: Counter[Hashable] = Counter()
 
     def try_again(self, task: Hashable, error: BaseException) -> bool:
-        """Notes that a task failed, and returns whether it is to be tried again.
+        """Counts a task's failure, and returns whether to try it again.
 
         Raises:
-            DataError, OwnPartError: `error`, which is the user's.
+            DataError, OwnPartError: `error`, if it is the user's mistake.
         """
         if isinstance(error, InputError) and self._on_poison == "quarantine":
             return False
@@ -315,10 +313,10 @@ class Failures:
         return self._counts[task] < ATTEMPTS
 
     def check_is_poison(self, what: str, stage: str, error: BaseException) -> None:
-        """Checks that a unit is to be given up for an error that came again and again.
+        """Checks that a repeated error is the unit's fault, so that the unit may be left out.
 
         Raises:
-            PrepareError: it is not.
+            PrepareError: it is not, so the preparation ends.
         """
         advice = _advice(error)
         if isinstance(error, (MemoryError, WorkerKilledError)) and self._on_poison == "quarantine":
@@ -332,7 +330,7 @@ def ended(what: str, stage: str, error: BaseException) -> PrepareError:
     message = f"{what} failed {ATTEMPTS} times in stage {stage!r}: {reason(error)}"
     if (advice := _advice(error)) is not None:
         message += (
-            f". No text is known to be at fault, and nothing is lost: {advice}, and run the same "
+            f". No text is known to be at fault, and no work is lost: {advice}, and run the same "
             "command again; it continues where it stopped"
         )
     result = PrepareError(message)
@@ -341,7 +339,7 @@ def ended(what: str, stage: str, error: BaseException) -> PrepareError:
 
 
 def reason(error: BaseException) -> str:
-    """Says why a task failed, in words that are the same on any machine."""
+    """Describes why a task failed, in words that are the same on any machine."""
     if isinstance(error, WorkerKilledError):
         return "its process was killed each time"
     if isinstance(error, WorkerDiedError):
@@ -352,19 +350,19 @@ def reason(error: BaseException) -> str:
 
 
 def account(error: BaseException) -> str:
-    """Returns all that is known about a failure: its reason, and where it came from."""
+    """Returns a failure's whole traceback, with its causes."""
     return "".join(traceback.format_exception(error))
 
 
 def _advice(error: BaseException) -> str | None:
-    """Returns what to do about a failure that no text is to blame for; None: one may be."""
+    """Returns the remedy for a failure that is not a text's fault; None if it may be."""
     if isinstance(error, (MemoryError, WorkerKilledError)):
         return (
-            "it has probably run out of memory; take fewer workers or a machine with more, or "
-            "leave out what fails with on_poison='quarantine' (--on-poison quarantine)"
+            "it has probably run out of memory; use fewer workers or a machine with more memory, or "
+            "leave out failing units with on_poison='quarantine' (--on-poison quarantine)"
         )
     if isinstance(error, ImportError):
         return "install what is missing where the tasks run"
     if isinstance(error, OSError) and error.errno is not None:
-        return "mend that"  # decoders raise OSErrors, too, but without a number
+        return "fix that"  # decoders raise OSErrors, too, but without a number
     return None

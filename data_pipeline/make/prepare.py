@@ -1,26 +1,26 @@
-"""Text to a folder of token shards, streaming: what is read first can be trained on first.
+"""Prepares text as a folder of token shards that can be trained on while it grows.
 
-1. plan      input files -> units of work, in the one order that everything follows (`units`)
-2. scan      per unit: hash, size and faults of every document (`tasks.scan_unit`)
-3. choose    in order: repeats out, train or validation (`choose`)
-4. sample    heads of units of all sources: the text that the tokenizer is trained on
-5. tokenise  per unit, as soon as it is chosen: one shard per side
-6. commit    in order: segments are sealed as they fill, and can be read from then on (`commit`)
+1. plan      divides the input into units of work, in one order for all stages (`units`)
+2. scan      finds hash, size and faults of every document of a unit (`tasks.scan_unit`)
+3. choose    drops repeats and holds out validation documents, in order (`choose`)
+4. sample    takes the heads of units of all sources, to train the tokenizer
+5. tokenise  writes one shard per side of a unit, as soon as it is chosen
+6. commit    seals segments as they fill, in order, for readers (`commit`)
 
-2, 4 and 5 are tasks of a `TaskPool` and run anywhere, in any order, tokenising before scanning. 3
-and 6 are quick and happen here. With `shuffle_documents` tokenised documents are spilled, and
-collected into shards by a second pass (`shuffle`).
+Stages 2, 4 and 5 are tasks of a `TaskPool` and run anywhere, in any order, tokenising before scanning.
+Stages 3 and 6 are quick and run here. With `shuffle_documents`, tokenised documents are spilled, and a
+second pass collects them into shards (`shuffle`).
 
-What is written depends on the input and the configuration alone: any number of workers, any
-interruption (kill -9 as well) and any retry lead to the same bytes. What is unfinished lies in
-`unfinished/`, and the next call goes on from there.
+The output depends only on the input and the configuration: any number of workers, interruptions (also
+kill -9) and retries give the same bytes. Unfinished work lies in `unfinished/`, where the next call
+continues.
 
-A unit whose task fails for a reason that the user can mend ends the preparation with that reason. A
-unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
-left out, and the last manifest says so (`pools`).
+A task that fails for the user's mistake ends the preparation with that error. A unit that kills its
+process, or fails otherwise, is tried three times and then quarantined: it is left out, and the last
+manifest records it (`pools`).
 
-Cost: text is read at 100 MB/s/core, and a second time by a process that has not kept it (`kept`);
-tokenising takes nearly all the time.
+Cost: reading takes 10 ms/MB/core, twice unless the process still has the documents (`kept`); tokenising
+takes nearly all the time.
 """
 
 import os
@@ -90,35 +90,35 @@ def prepare(
     on_progress: Callable[[PrepareProgress], None] | None = None,
     on_poison: OnPoison = "auto",
 ) -> DatasetManifest:
-    """Makes `directory` hold the tokens of `config`, and returns its manifest.
+    """Prepares the data of `config` in `directory`, and returns its manifest.
 
-    Returns at once where they are there already; goes on where an earlier run was stopped; waits
-    where another process prepares the same folder, and returns what that one has made.
+    Returns at once if the folder is complete; continues an interrupted preparation; waits for another
+    process that prepares the same folder.
 
     Args:
-        config: what is made of what.
-        directory: takes the shards; every worker must see it.
-        pool: where tasks run; by default in this process, one after another. So does the embedded
-            corpus alone, whatever is given.
-        on_progress: is called after every task.
-        on_poison: see `OnPoison`.
+        config: the section `prepare`.
+        directory: the folder for the shards, visible to every worker.
+        pool: runs the tasks; by default, and always for the embedded corpus alone, they run one after
+            another in this process.
+        on_progress: called after every task.
+        on_poison: the policy for units that cannot be prepared.
 
     Raises:
-        InputError: input that cannot be read.
-        PrepareError: a folder that holds something else or cannot be written.
+        InputError: input cannot be read.
+        PrepareError: the folder holds other data or cannot be written.
     """
     folder = Path(directory).absolute()
     config = in_words_of(folder, config)
     show = on_progress or (lambda progress: None)
     manifest = finished(config, folder)
     if manifest is None:
-        # before anything is written: most mistakes are in the names of the input
+        # before writing anything: most mistakes are in the names of the input
         units = plan_units(config)
         if pool is None or _needs_no_pool(units):
             pool = SerialPool()
         pool.expect(len(units))
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
-            manifest = finished(config, folder)  # somebody else may have been faster
+            manifest = finished(config, folder)  # another process may have been faster
             if manifest is None:
                 begin(config, folder, units)
                 set_up_rules(config, folder / UNFINISHED)
@@ -126,7 +126,7 @@ def prepare(
                 try:
                     work.run()
                 finally:
-                    forget(folder)  # what a pool in this process has kept
+                    forget(folder)  # the cache of a pool in this process
                 manifest = read_manifest(folder)
             clear(folder)
     elif os.access(folder, os.W_OK) and (
@@ -138,18 +138,16 @@ def prepare(
 
 
 def _needs_no_pool(units: Sequence[Unit]) -> bool:
-    """Returns whether the embedded corpus is all there is: every process that reads a part of it
-    reads all (3 s), so that several would be no sooner done than one.
-    """
+    """Returns whether the input is only the embedded corpus, which every process reads whole (3 s)."""
     return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
 
 
 def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest | None:
-    """Returns the manifest of data that is complete; None: it must be prepared, and can be begun.
+    """Returns the manifest of complete data; None if a preparation is needed and can begin.
 
     Raises:
-        InputError: some input is not there.
-        PrepareError: the folder holds something else.
+        InputError: some input does not exist.
+        PrepareError: the folder holds other data.
     """
     folder = Path(directory).absolute()
     manifest = finished(in_words_of(folder, config), folder)
@@ -159,7 +157,7 @@ def look_ahead(config: PrepareConfig, directory: str | Path) -> DatasetManifest 
 
 
 class _Preparation:
-    """Is one preparation at work: what is ready to be done, what is out, what is done."""
+    """Runs one preparation: tracks tasks that are ready, running and done."""
 
     def __init__(
         self,
@@ -183,7 +181,7 @@ class _Preparation:
             num_units=dict(Counter(unit.source for _, unit in self._to_commit)),
             on_segment=self._meter.segment_sealed,
         )
-        # in the order in which they are handed out
+        # by priority
         self._ready: dict[_Stage, deque[int]] = {
             stage: deque() for stage in ("train", "sample", "gather", "tokenise", "scan")
         }
@@ -192,20 +190,20 @@ class _Preparation:
         self._num_chosen = self._num_made = 0
         self._last_units = {unit.source: index for index, unit in enumerate(units)}
         self._spilled: list[int] = []
-        self._shards: dict[int, tuple[ShardEntry, ...]] = {}  # made and not committed
+        self._shards: dict[int, tuple[ShardEntry, ...]] = {}  # made but not committed
         self._quarantined: dict[int, Quarantined] = {}
 
     # ---- the loop
 
     def run(self) -> None:
-        """Does everything that is left to do."""
+        """Runs everything that is left to do."""
         self._recall()
         self._choose_in_order()
         self._commit_in_order()
         self._tell()
         self._hand_out()
         while self._to_commit:
-            assert self._out, "work is left, and nobody is at it"
+            assert self._out, "work is left, but no task is running"
             number, outcome = self._pool.wait()
             stage, index = self._out.pop(number)
             if isinstance(outcome, BaseException):
@@ -213,19 +211,19 @@ class _Preparation:
             else:
                 self._done(stage, index, outcome)
             self._choose_in_order()
-            self._hand_out()  # before manifests are brought to disk: no worker waits for that
+            self._hand_out()  # first, so that no worker waits for the manifests' fsync
             self._commit_in_order()
             self._tell()
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
         self._committer.complete(self._chooser.counts, quarantined, self._units)
 
     def _recall(self) -> None:
-        """Finds what an earlier run has done, and what is to be done first."""
+        """Finds what an earlier run has done, and what to do first."""
         for index, unit in enumerate(self._units):
             if (entry := read_quarantined(self._folder, unit)) is not None:
                 self._quarantined[index] = entry
                 self._meter.unit_quarantined(unit)
-            # decided anew before anybody reads it, and perhaps torn since
+            # decided again before it is read; may be torn
             unfinished_file(self._folder, unit, "fates.npy").unlink(missing_ok=True)
             if unfinished_file(self._folder, unit, "scan.npz").exists():
                 self._scanned.add(index)
@@ -250,7 +248,7 @@ class _Preparation:
         return None
 
     def _task(self, stage: _Stage, index: int) -> tuple[Callable[[Any], object], object]:
-        """Returns the function and the item of a task."""
+        """Returns a task's function and item."""
         if stage == "train":
             return train_task, self._vocabulary.task
         if stage == "gather":
@@ -288,7 +286,7 @@ class _Preparation:
             stage = "training the tokenizer" if "train" in stages else "reading"
         self._show(self._meter.progress(stage))
 
-    # ---- what becomes of a task
+    # ---- results
 
     def _done(self, stage: _Stage, index: int, result: Any) -> None:
         if stage == "scan":
@@ -311,7 +309,7 @@ class _Preparation:
             self._ready["train"].append(0)
 
     def _made(self, index: int, *, num_tokens: int, is_own: bool = True) -> None:
-        """Counts a unit that needs no more tokenising."""
+        """Counts a unit that needs no further tokenising."""
         self._num_made += 1
         if index not in self._quarantined:
             self._meter.unit_done(self._units[index], num_tokens, is_own=is_own)
@@ -322,10 +320,10 @@ class _Preparation:
         if self._failures.try_again((stage, index), error):
             self._ready[stage].appendleft(index)
             return
-        if stage in ("train", "gather"):  # of which no unit can be left out
+        if stage in ("train", "gather"):  # here no unit can be left out
             raise ended(self._name(stage, index), stage, error)
         self._failures.check_is_poison(self._name(stage, index), stage, error)
-        if stage == "sample":  # reading it whole will fail as well, and is what counts
+        if stage == "sample":  # scanning it will fail, too, and decides
             self._sampled(index, None)
         else:
             self._quarantine("scan" if stage == "scan" else "tokenise", index, error)
@@ -375,7 +373,7 @@ class _Preparation:
             self._check_source(index)
 
     def _scan_of(self, index: int) -> Scanned | None:
-        """Returns what is known of a unit; None: it was damaged since, and is read again."""
+        """Returns a unit's scan; None if it is damaged and must be repeated."""
         unit = self._units[index]
         try:
             return read_scan(self._folder, unit)
@@ -390,7 +388,7 @@ class _Preparation:
         has_documents = bool(np.isin(fates, list(SIDES)).any())
         if is_quarantined:
             self._made(index, num_tokens=0)
-        elif self._buckets:  # the shards are those of buckets: none belongs to this unit
+        elif self._buckets:  # shards are made of buckets, not of this unit
             if has_documents:
                 self._ready["tokenise"].append(index)
             else:
@@ -406,13 +404,13 @@ class _Preparation:
             self._ready["tokenise"].append(index)
 
     def _sealed_shards(self, unit: Unit) -> tuple[ShardEntry, ...] | None:
-        """Returns the shards of a unit if an earlier run has sealed all of them."""
+        """Returns a unit's shards if an earlier run sealed all of them."""
         recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
         names = {shard.name for shard in recorded or ()}
         return recorded if names <= self._sealed else None
 
     def _check_source(self, index: int) -> None:
-        """Checks that a source has something to train on, once all of it is decided about."""
+        """Checks that a source has training documents, once its last unit is chosen."""
         source = self._units[index].source
         if self._last_units[source] != index:
             return
@@ -424,8 +422,9 @@ class _Preparation:
         lost = [one.split for one in self._quarantined.values() if one.split.source == source]
         if lost:
             raise PrepareError(
-                f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits "
-                f"are in quarantine, {lost[0].input} because of {lost[0].error}"
+                f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits are "
+                f"in quarantine, for example {lost[0].input} ({lost[0].error}); see quarantined/ in "
+                "the folder"
             )
         if not counts.chosen["validation"]:
             raise InputError(is_empty(config.input, counts.num_documents, dropped))
@@ -433,8 +432,8 @@ class _Preparation:
         raise InputError(
             f"input {', '.join(config.input)}: all documents went to validation "
             f"({counts.chosen['validation']} there; {reasons or 'none dropped'}): lower "
-            f"validation_fraction={self._config.validation_fraction}, or take from input what is "
-            "in validation_input"
+            f"validation_fraction={self._config.validation_fraction}, or give input that is not in "
+            "validation_input"
         )
 
     def _commit_in_order(self) -> None:

@@ -1,15 +1,14 @@
-"""The global document shuffle: the documents of a source, spread evenly over all of its shards.
+"""The global document shuffle: spreads a source's documents evenly over all its shards.
 
-A loader shuffles inside a segment, so documents that lie far apart in the input never come together in
-a batch: a source whose files are sorted by date or site is read sorted by date or site. With
-`shuffle_documents` each document is given a place by a keyed hash of its text, in two passes:
+A loader shuffles only inside a segment, so files sorted by date or site would be read in that order.
+With `shuffle_documents`, a keyed hash of its text gives each document a place, in two passes:
 
     spill_unit      tokenises a unit, and writes its documents sorted by bucket, a piece at a time
-    gather_bucket   collects a bucket from all units, sorts it by the hash, writes its shards
+    gather_bucket   collects a bucket from all units, sorts it by hash, and writes its shards
 
-The order depends on the documents alone. It needs the whole corpus: no segment is sealed before the
-last unit is tokenised, so a run cannot train meanwhile. Cost: each token is written and read once
-more, and takes its place on the disk twice until all is done.
+The order depends only on the documents. It needs the whole corpus: no segment is sealed before the last
+unit is tokenised, so no run can train meanwhile. Each token is written and read once more, and takes
+twice the disk space until the end.
 """
 
 from collections import Counter
@@ -42,15 +41,15 @@ from .tasks import (
 from .units import Unit, interleaved
 
 MAX_BUCKETS = 1024
-_PIECE_TOKENS = 2**24  # held in memory and sorted at a time
+_PIECE_TOKENS = 2**24  # sorted in memory at a time
 _KEY = 0x5D5F_1E2D_0C5B_A7E3
 
 
 def shuffled_buckets(units: Sequence[Unit], config: PrepareConfig) -> tuple[Unit, ...]:
-    """Returns the buckets of all sources in the order in which they are committed.
+    """Returns the buckets of all sources, in the order of commits.
 
-    They stand in the place of units, about as large as an input split, and MAX_BUCKETS at most of a
-    source. They have no input of their own.
+    They replace units, without input of their own. Each is about as large as an input split, and a
+    source has at most MAX_BUCKETS.
     """
     total_bytes: Counter[str] = Counter()
     for unit in units:
@@ -66,7 +65,7 @@ def shuffled_buckets(units: Sequence[Unit], config: PrepareConfig) -> tuple[Unit
 
 
 def spill_unit(task: UnitTask) -> int:
-    """Writes the documents of a unit sorted by bucket; returns how many tokens they have."""
+    """Writes a unit's documents sorted by bucket; returns their number of tokens."""
     said = task.unfinished("spill.json")
     if (found := read_record(said)) is not None:
         return int(found["num_tokens"])
@@ -107,9 +106,9 @@ def _by_place(
 
 
 def _shuffle_key(doc_id: bytes) -> int:
-    """Returns 64 bits that say where a document goes (splitmix64's finalizer of its hash).
+    """Returns a document's 64-bit sort key: splitmix64's finalizer of its hash's second half.
 
-    The second half of the hash: the first decides about validation.
+    The first half decides about validation.
     """
     value = int.from_bytes(doc_id[8:], "big") ^ _KEY
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -140,10 +139,10 @@ def gather_bucket(task: UnitTask) -> tuple[ShardEntry, ...]:
 
 
 def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
-    """Reads what a unit has spilled for one place."""
+    """Reads the documents that a unit spilled for one place."""
     said = unfinished_file(task.directory, unit, "spill.json")
     if (spilled := read_record(said)) is None:
-        raise ShardError(f"{said} was damaged just now: run the same command again")
+        raise ShardError(f"{said} is damaged: run the same command again")
     batches = [number for number, found in enumerate(spilled["places"]) if found == place]
     path, index = (
         unfinished_file(task.directory, unit, what)

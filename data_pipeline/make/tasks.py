@@ -1,15 +1,14 @@
-"""The tasks of a preparation: pure functions of one unit each, which write files and return numbers.
+"""The tasks of a preparation: pure functions of one unit that write files and return numbers.
 
-    scan_unit       every document: hash, size, whether it is text, which rule drops it
-    sample_unit     the head of a unit: what the tokenizer is trained on
-    train_task      the tokenizer, from all samples
-    tokenise_unit   the chosen documents: one shard per side
+    scan_unit       finds each document's hash, size and fault, and the rule that drops it
+    sample_unit     writes the head of a unit, to train the tokenizer
+    train_task      trains the tokenizer on all samples
+    tokenise_unit   writes the chosen documents, one shard per side
 
-They run in any process, on any machine that sees the folder, in any order, twice if need be. Every
-file appears whole or not at all (temporary name, rename), and says when it is there that its task has
-been done. Shards are fsynced together before they are recorded. Files between two tasks are not: one
-that a power failure has torn is noticed and made again. Between two tasks lie only the decisions of
-the coordinator (`choose`).
+They run in any process that sees the folder, in any order, and may be repeated. Files appear atomically
+(temporary name, rename), and mark their task as done. Shards are fsynced together before they are
+recorded. Intermediate files are not: if a power failure tears one, it is detected and made again. Tasks
+depend on each other only through the coordinator's decisions (`choose`).
 """
 
 import hashlib
@@ -47,8 +46,7 @@ from .units import Unit
 T = TypeVar("T")
 
 TRAIN, VALIDATION, DUPLICATE = range(3)
-"""The fate of a document, one byte: the first two name the side that it is written to. From
-FIRST_REASON on it is the number of a reason of its unit's own list."""
+"""The fate of a document, one byte. Values from FIRST_REASON on number the unit's drop reasons."""
 
 FIRST_REASON = 3
 SIDES: dict[int, Split] = {TRAIN: "train", VALIDATION: "validation"}
@@ -60,24 +58,21 @@ _MAX_REASONS = 2**8 - FIRST_REASON
 _OTHER_REASONS = "other reasons"
 _EMPTY = "empty"
 _TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
-_ENCODE_CHARS = 2**20  # text handed to the tokenizer at a time: bounds memory, hides the call
+_ENCODE_CHARS = 2**20  # text per tokenizer call: bounds memory, amortises the call
 _RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1")])
 
 
 @dataclass(frozen=True)
 class UnitTask:
-    """Holds what a task needs to know to work on one unit.
-
-    It pickles to a few kB.
-    """
+    """Holds the arguments of a task on one unit; pickles to a few kB."""
 
     config: PrepareConfig
     directory: Path
     unit: Unit
     sample_bytes: int = 0
-    is_decided: bool = False  # for sampling: whether its documents' fates count
+    is_decided: bool = False  # for sampling: whether to use its documents' fates
     num_buckets: int = 0  # of its source, if documents are shuffled
-    spilled: tuple[Unit, ...] = ()  # of a bucket: the units whose documents it collects
+    spilled: tuple[Unit, ...] = ()  # for a bucket: the units whose documents it collects
 
     def unfinished(self, what: str) -> Path:
         """Returns the path of one of the unit's intermediate files."""
@@ -85,32 +80,32 @@ class UnitTask:
 
     @property
     def source(self) -> SourceConfig:
-        """Returns the source that the unit is of."""
+        """Returns the configuration of the unit's source."""
         sources = self.config.all_sources
         return next(source for source in sources if source.name == self.unit.source)
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Holds what the one task that trains the tokenizer needs to know."""
+    """Holds the arguments of the task that trains the tokenizer."""
 
     directory: Path
     vocab_size: int
-    units: tuple[Unit, ...]  # those that have a sample, in order
+    units: tuple[Unit, ...]  # those with a sample, in order
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Says what a unit gave for the tokenizer's training."""
+    """Counts a unit's documents in the tokenizer's sample."""
 
-    num_documents: int  # that were read
-    num_bytes: int  # of those that were taken
+    num_documents: int  # read
+    num_bytes: int  # of the sampled ones
     dropped: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """Holds what is known about the documents of a unit after they were read once."""
+    """Holds the records of a unit's documents after its scan."""
 
     records: np.ndarray  # _RECORD [documents]
     reasons: tuple[str, ...]  # of the fates from FIRST_REASON on
@@ -125,10 +120,7 @@ def unfinished_file(directory: Path, unit: Unit, what: str) -> Path:
 
 
 def normalised(text: str) -> str:
-    """Returns the text that is hashed and tokenised.
-
-    It is Unicode NFC, with newlines as \\n and no blank space around it.
-    """
+    """Returns a text in Unicode NFC, with \\n as newline and no surrounding blanks."""
     return _composed(text).strip()
 
 
@@ -139,7 +131,7 @@ def _composed(text: str) -> str:
 
 
 def _documents(task: UnitTask) -> Iterator[Document]:
-    """Reads the documents of a unit, normalised."""
+    """Yields the normalised documents of a unit."""
     source = task.source
     for split in task.unit.splits:
         for document in read_documents(split, source, encoding_faults=task.config.encoding_faults):
@@ -147,9 +139,9 @@ def _documents(task: UnitTask) -> Iterator[Document]:
 
 
 def normalised_document(document: Document, *, has_prompt: bool) -> Document:
-    """Returns a document as it is tokenised."""
+    """Returns a document as it is hashed and tokenised."""
     if has_prompt:
-        # Blank space around a prompt and its answer is between the two, and is meant.
+        # blanks between a prompt and its answer are intended
         text, prompt = _composed(document.text), _composed(document.prompt)
     else:
         text, prompt = normalised(document.text), document.prompt
@@ -159,7 +151,7 @@ def normalised_document(document: Document, *, has_prompt: bool) -> Document:
 
 
 def _identity(document: Document) -> tuple[int, int, int]:
-    """Returns the two halves of a document's hash, of prompt and text, and its size in bytes."""
+    """Returns the two halves of the hash of a document's prompt and text, and its size in bytes."""
     data = document.text.encode()
     size = len(data)
     if document.prompt:
@@ -173,7 +165,7 @@ def _identity(document: Document) -> tuple[int, int, int]:
 def _judged(
     document: Document, rules: tuple[DocumentRule, ...]
 ) -> tuple[int, int, int, str | None]:
-    """Returns hash, size, and why a document is dropped whatever the others are."""
+    """Returns a document's hash and size, and the reason to drop it, independent of others."""
     if document.fault:
         return 0, 0, 0, document.fault
     high, low, num_bytes = _identity(document)
@@ -194,7 +186,7 @@ def _rules(config_json: str, work: Path) -> tuple[DocumentRule, ...]:
 
 
 def _rules_of(task: UnitTask) -> tuple[DocumentRule, ...]:
-    """Returns this process's rules; they are made once."""
+    """Returns this process's rules, which are cached."""
     return _rules(task.config.model_dump_json(), task.directory / UNFINISHED)
 
 
@@ -203,7 +195,7 @@ def _rules_of(task: UnitTask) -> tuple[DocumentRule, ...]:
 
 @dataclass
 class _Scan:
-    """Collects what becomes of the documents of a unit."""
+    """Collects the records of a unit's documents."""
 
     records: list[tuple[int, int, int, int]] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
@@ -222,7 +214,7 @@ class _Scan:
 
 
 def scan_unit(task: UnitTask) -> None:
-    """Reads every document of a unit and writes what is decided from: see `Scanned`."""
+    """Reads every document of a unit and writes a `Scanned`."""
     path = task.unfinished("scan.npz")
     if path.exists():
         return
@@ -232,31 +224,28 @@ def scan_unit(task: UnitTask) -> None:
         kept.add(document, stays=scan.add(document, rules))
     records = np.array(scan.records, dtype=_RECORD)
     reasons = json.dumps(list(scan.reasons)).encode()
-    with atomic_write(path, durable=False) as file:  # a torn one is noticed, and made again
+    with atomic_write(path, durable=False) as file:  # a torn file is detected and made again
         np.savez(file, records=records, reasons=np.frombuffer(reasons, dtype=np.uint8))
     keep(task.directory, task.unit, kept, records)
 
 
 def read_scan(directory: Path, unit: Unit) -> Scanned:
-    """Reads what `scan_unit` has written.
+    """Reads the result of `scan_unit`.
 
     Raises:
-        ShardError: it was damaged since.
+        ShardError: the file is damaged.
     """
     path = unfinished_file(directory, unit, "scan.npz")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             reasons = json.loads(arrays["reasons"].tobytes())
             return Scanned(arrays["records"], tuple(reasons))
-    except _DAMAGES as error:  # of a zip file, which has a checksum of each part
+    except _DAMAGES as error:  # the zip file has a checksum per part
         raise ShardError(f"{path} is damaged ({error})") from error
 
 
 def save_fates(directory: Path, unit: Unit, fates: np.ndarray) -> None:
-    """Writes what was decided about the documents of a unit: uint8 [documents].
-
-    Every run decides for itself before its tasks read this.
-    """
+    """Writes the fates of a unit's documents, uint8 [documents]; every run decides them again."""
     path = unfinished_file(directory, unit, "fates.npy")
     with atomic_write(path, durable=False) as file:
         np.save(file, fates)
@@ -270,11 +259,10 @@ def _fates_of(task: UnitTask) -> list[int]:
 
 
 def sample_unit(task: UnitTask) -> Sampled:
-    """Writes the unit's share of the tokenizer's training text: the first documents that train.
+    """Writes a unit's share of the tokenizer's sample: its first training documents.
 
-    A document of small hash is held out. Others are held out by the coordinator's decision, which
-    counts only where the task says that it was made: whether it is on disk already depends on when
-    earlier runs were killed, and the sample must not.
+    Documents with small hashes are held out. The coordinator may hold out others; the task says whether
+    to use its decision, because the files on disk depend on when earlier runs were killed.
     """
     path, rules = task.unfinished("sample.jsonl"), _rules_of(task)
     fates = _fates_of(task) if task.is_decided else []
@@ -296,12 +284,12 @@ def sample_unit(task: UnitTask) -> Sampled:
 
 
 def held_out_below(config: PrepareConfig) -> int:
-    """Returns the bound of the first half of a document's hash below which it is held out."""
+    """Returns the bound on the first half of a hash below which a document is held out."""
     return int(config.validation_fraction * 2.0**64)
 
 
 def train_task(task: TrainTask) -> None:
-    """Trains the tokenizer on all samples in order, equal texts once, and writes it."""
+    """Trains the tokenizer on the distinct texts of all samples in order, and writes it."""
     paths = [unfinished_file(task.directory, unit, "sample.jsonl") for unit in task.units]
     lines = dict.fromkeys(line for path in paths for line in _lines_of(path))
     tokenizer = train_bpe((json.loads(line) for line in lines), vocab_size=task.vocab_size)
@@ -317,12 +305,10 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def tokenise_unit(task: UnitTask) -> tuple[ShardEntry, ...]:
-    """Writes the shards of one unit, one per side that has documents.
-
-    What a former run wrote is used if its checksums agree.
+    """Writes a unit's shards, one per side with documents; reuses intact ones of an earlier run.
 
     Raises:
-        InputError: the input is not what it was when it was scanned.
+        InputError: the input has changed since the scan.
     """
     if (ready := ready_shards(task)) is not None:
         return ready
@@ -336,31 +322,31 @@ def tokenise_unit(task: UnitTask) -> tuple[ShardEntry, ...]:
 
 
 def save_shards(task: UnitTask, shards: tuple[ShardEntry, ...]) -> None:
-    """Brings the shards of a unit to disk, and records them, which says that they are whole."""
+    """Fsyncs the shards of a unit, then records them as complete."""
     make_durable([task.directory / name for one in shards for name in (one.name, one.index_name)])
     described = [shard.model_dump(mode="json") for shard in shards]
     write_record(task.unfinished("shards.json"), described, durable=False)
 
 
 def recorded_shards(task: UnitTask) -> tuple[ShardEntry, ...] | None:
-    """Returns the shards of a unit that were recorded; None: not yet."""
+    """Returns the recorded shards of a unit; None if there is no record."""
     found = read_record(task.unfinished("shards.json"))
     return None if found is None else tuple(map(ShardEntry.model_validate, found))
 
 
 def ready_shards(task: UnitTask) -> tuple[ShardEntry, ...] | None:
-    """Returns the shards of a unit that were recorded and are still whole; None: make them."""
+    """Returns the recorded shards of a unit; None if any is missing or damaged."""
     shards = recorded_shards(task)
     try:
         for shard in shards or ():
             verify_shard(task.directory, shard)
-    except ShardError:  # lost or damaged since it was written: made anew from the input
+    except ShardError:
         return None
     return shards
 
 
 class ShardPair:
-    """Writes the shards of a unit, and no file for a side without documents."""
+    """Writes the shards of a unit; a side without documents gets no file."""
 
     def __init__(self, task: UnitTask, files: ExitStack, *, label: str = ""):
         self._task, self._files = task, files
@@ -400,7 +386,7 @@ class ShardPair:
 
 
 def schema_of(task: UnitTask, metadata: dict[str, str] | None = None) -> Any:
-    """Returns the columns of the shards of a unit."""
+    """Returns the schema of a unit's shards."""
     return shard_schema(
         tokenizer_of(task.directory).vocab_size,
         metadata,
@@ -410,7 +396,7 @@ def schema_of(task: UnitTask, metadata: dict[str, str] | None = None) -> Any:
 
 
 def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
-    """Yields the chosen documents of a unit as tokens, each with its side, in their order."""
+    """Yields the chosen documents of a unit as tokens, in order, each with its side."""
     tokenizer = tokenizer_of(task.directory)
     end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
     for batch in in_batches(_chosen_documents(task), _num_chars, _ENCODE_CHARS):
@@ -441,7 +427,7 @@ def _num_chars(chosen: _Chosen) -> int:
 
 
 def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
-    """Yields the documents of a unit that stay, with side, hash and size; kept ones or read again."""
+    """Yields a unit's chosen documents with side, hash and size, cached or read again."""
     records = read_scan(task.directory, task.unit).records
     fates = _fates_of(task)
     kept = take(task.directory, task.unit, records)
@@ -459,12 +445,12 @@ def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
 def _changed(task: UnitTask) -> InputError:
     return InputError(
         f"{task.unit.label} has changed while it was being prepared: delete the folder and prepare "
-        "again, from files that nobody writes to and functions that give the same each time"
+        "again, from files that nothing writes to and functions that always give the same records"
     )
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Groups items into lists of at least a size; the last one may be smaller."""
+    """Groups items into lists of at least `least` in total size, except the last."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -478,12 +464,12 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], least: int) -> I
 
 
 def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Writes a record, whole or not at all.
+    """Writes a JSON record with its hash, atomically.
 
     Args:
         path: the file.
-        content: what it says.
-        durable: whether it must survive a power failure; else it may then count as never written.
+        content: the record.
+        durable: whether the record must survive a power failure.
 
     Raises:
         PrepareError: the folder cannot be written.
@@ -494,7 +480,7 @@ def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
 
 
 def read_record(path: Path) -> Any | None:
-    """Returns the content of a record; None: there is none, or it is damaged.
+    """Returns the content of a record; None if it is missing or damaged.
 
     Raises:
         OSError: it cannot be read.

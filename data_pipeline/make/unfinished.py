@@ -1,4 +1,4 @@
-"""The folder that is prepared into: whose it is, what is in it already, and who else is at it."""
+"""The state of a folder being prepared: its lock, its recorded plan and its quarantined units."""
 
 import fcntl
 import json
@@ -33,14 +33,14 @@ QuarantineStage = Literal["scan", "tokenise"]
 LOCK = "lock"
 
 QUARANTINED = "quarantined"
-"""The folder of files that say why a unit was given up."""
+"""The subfolder of files that say why units were left out."""
 
 
 def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
-    """Returns the manifest of a folder that is complete and of this configuration and input.
+    """Returns the manifest of a complete folder with this configuration and input, or None.
 
     Raises:
-        PrepareError: it holds something else.
+        PrepareError: the folder holds other data.
     """
     if not is_prepared(folder):
         return None
@@ -48,8 +48,8 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
     if manifest.header.spec_hash != config.spec_hash:
         raise PrepareError(
             f"{folder} holds data prepared in another way "
-            f"({_difference(manifest.header.spec, config.spec)}): "
-            "choose another folder, or delete this one"
+            f"({_difference(manifest.header.spec, config.spec)}): choose another folder, or delete "
+            "this one"
         )
     if manifest.completion is None:
         return None
@@ -65,10 +65,9 @@ def finished(config: PrepareConfig, folder: Path) -> DatasetManifest | None:
 
 
 def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
-    """Returns a configuration that names files as a folder does, where both lead to the same ones.
+    """Returns a configuration that names input as the folder does, if both mean the same files.
 
-    So `texts/*.txt`, its absolute form and the list of its files are one input, whichever of them the
-    folder was begun with.
+    So `texts/*.txt`, its absolute form and the list of its files are the same input.
     """
     known = _recorded_spec(folder)
     sources = {source["name"]: source for source in known.get("sources", ())}
@@ -102,7 +101,7 @@ def in_words_of(folder: Path, config: PrepareConfig) -> PrepareConfig:
 
 
 def _recorded_spec(folder: Path) -> dict[str, Any]:
-    """Returns the configuration that a folder was begun with, as far as it says so."""
+    """Returns the configuration with which a folder was begun, if it is recorded."""
     if is_prepared(folder):
         return read_manifest(folder).header.spec
     path = folder / UNFINISHED / "plan.json"
@@ -111,7 +110,7 @@ def _recorded_spec(folder: Path) -> dict[str, Any]:
 
 
 def _led_to(names: Sequence[str]) -> list[str]:
-    """Returns the files that names lead to, absolute, by way of no link to a folder."""
+    """Returns the absolute paths of the files that names match, with folder links resolved."""
     found = []
     for name in names:
         if "://" in name or name == EMBEDDED or name.startswith(PYTHON):
@@ -127,13 +126,11 @@ def _led_to(names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def claimed(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Locks the folder, so that one process at a time prepares into it; waits for another one.
-
-    The lock is the process's own: it ends with it, however it ends.
+    """Locks a folder for one preparing process; waits for another one. The lock ends with the process.
 
     Args:
-        folder: need not exist yet.
-        on_wait: called once if another process has the folder.
+        folder: the folder, which need not exist.
+        on_wait: called once if another process holds the lock.
 
     Raises:
         PrepareError: the folder cannot be written, or holds something else.
@@ -145,7 +142,7 @@ def claimed(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
-    """Opens and locks the lock file, which whoever had it before may have deleted meanwhile."""
+    """Opens and locks the lock file, which its last holder may delete meanwhile."""
     path = folder / UNFINISHED / LOCK
     told = False
     while True:
@@ -170,28 +167,26 @@ def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
 
 
 def _make_room(folder: Path) -> None:
-    """Makes the folder of unfinished work, where that destroys nothing."""
+    """Creates the folder of unfinished work, unless the folder holds something else."""
     work = folder / UNFINISHED
     has_content = folder.exists() and any(one.name != UNFINISHED for one in folder.iterdir())
-    # in this order: meanwhile another process may begin, or end and clear its work away
+    # in this order, because another process may begin, or clear its work, meanwhile
     if has_content and not work.exists() and not is_prepared(folder):
         raise PrepareError(
-            f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
+            f"{folder} is not empty and holds no prepared data: choose a new or empty folder"
         )
     try:
         work.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # was there for mkdir, and cleared away before it looked what it is
+    except FileExistsError:  # it was removed between two checks of `mkdir`
         if work.exists():
             raise
 
 
 def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
-    """Records what is being made, or checks that an interrupted run was making the same.
-
-    Removes the temporary files of that run.
+    """Records the plan, or checks that an interrupted run had the same; removes its temporary files.
 
     Raises:
-        PrepareError: it was making something else, or of other input.
+        PrepareError: the interrupted run had another configuration or other input.
     """
     plan = {
         "spec_hash": config.spec_hash,
@@ -209,35 +204,34 @@ def begin(config: PrepareConfig, folder: Path, units: Sequence[Unit]) -> None:
     found = read_record(path)
     if found is None:
         raise PrepareError(
-            f"{path} is damaged, so it is not known what was being prepared here: delete the "
-            "folder and prepare again"
+            f"{path} is damaged, so the interrupted preparation is unknown: delete the folder and "
+            "prepare again"
         )
     if found["spec_hash"] != plan["spec_hash"]:
         raise PrepareError(
             f"{folder} holds an unfinished preparation of something else "
-            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this "
-            "one"
+            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this one"
         )
     if found["units"] != plan["units"]:
         raise PrepareError(
-            f"{folder} holds an unfinished preparation, and its input files have changed since: "
-            "delete the folder and prepare again, from files that nobody writes to"
+            f"{folder} holds an unfinished preparation whose input files have changed since: delete "
+            "the folder and prepare again, from files that nothing writes to"
         )
 
 
 @dataclass(frozen=True)
 class Quarantined:
-    """Says in which stage a unit was given up, and what the last manifest says about it."""
+    """Holds the stage in which a unit failed, and its entry for the last manifest."""
 
     stage: QuarantineStage
     split: QuarantinedSplit
 
 
 def write_quarantined(folder: Path, unit: Unit, entry: Quarantined, account: str) -> None:
-    """Records that a unit is given up, for good, and removes what it has left.
+    """Records for good that a unit is left out, and removes its shards.
 
-    `account` tells people where it failed, traceback and all: a file that stays in the folder, and
-    not in the manifest, which is the same on any machine.
+    `account`, the traceback, goes to a file in the folder, because the manifest must be the same on any
+    machine.
     """
     for side in SIDES.values():
         name = shard_name(unit.source, side, unit.number)
@@ -254,7 +248,7 @@ def write_quarantined(folder: Path, unit: Unit, entry: Quarantined, account: str
 
 
 def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
-    """Returns why an earlier run gave up a unit; None: it did not."""
+    """Returns a unit's quarantine entry of an earlier run, or None."""
     said = read_record(unfinished_file(folder, unit, "quarantined.json"))
     if said is None:
         return None
@@ -262,9 +256,9 @@ def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
 
 
 def temporary_files(folder: Path) -> Iterator[Path]:
-    """Yields what killed preparers have left in a folder beside its unfinished work.
+    """Yields the temporary files that killed preparations left outside `unfinished/`.
 
-    Plans of rows (`read/packing.py`) are written by loaders, which may be at it.
+    It skips plans of rows (`read/packing.py`), which a loader may be writing.
     """
     for pattern in ("*.arrow", "manifest-*.json", "tokenizer*"):
         for path in folder.glob(f"{pattern}{TEMPORARY}*"):
@@ -273,9 +267,9 @@ def temporary_files(folder: Path) -> Iterator[Path]:
 
 
 def clear(folder: Path) -> None:
-    """Removes the unfinished work and temporary files of a complete folder, under its lock.
+    """Removes the unfinished work and temporary files of a complete, locked folder.
 
-    The lock goes last: once it is gone another process may begin, whose work must not be removed.
+    The lock file goes last, because another process may then begin.
     """
     for path in temporary_files(folder):
         path.unlink(missing_ok=True)
@@ -294,12 +288,12 @@ def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
     keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
     return (
         "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
-        or "older format"
+        or "another format"
     )
 
 
 def _flat(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns a spec with the fields of every source under the source's name."""
+    """Returns a spec with the fields of every source under dotted names."""
     flat = dict(spec)
     sources = flat.pop("sources", [])
     flat["sources"] = [source["name"] for source in sources]

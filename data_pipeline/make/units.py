@@ -1,10 +1,10 @@
-"""The units of work: which there are, in which order, and how many of them are done.
+"""The units of work: their plan, their order, and the progress through them.
 
 The plan is a pure function of the configuration and the input's sizes. A `Unit` is an input split, or
-several in a row where a source has many small files. It becomes at most one shard per side. Units of
-all sources stand in one order: first those for validation, so that a document which is in both is
-validated on and not trained on; then all others, interleaved by the fraction of their source that is
-done, so that all sources grow alike. `Meter` counts finished units for whoever shows the progress.
+several consecutive ones if a source has many small files, and becomes at most one shard per side. Units
+of all sources share one order. Validation comes first, so that text in both is not trained on. The
+others are interleaved by their position within their source, so that all sources grow alike. `Meter`
+counts finished units for progress displays.
 """
 
 import time
@@ -18,15 +18,14 @@ from ..sources.documents import InputSplit, Role
 from ..sources.splits import plan_splits
 
 MAX_SPLITS_APART = 256
-"""A source of more input splits has its small ones bundled: a file of one page costs as much as one
-of a thousand to start, write and remember."""
+"""Sources with more input splits have small ones bundled, because each unit has fixed costs."""
 
 MAX_SAMPLED_UNITS = 1024
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Names the part of one source that one task reads and one shard per side is made of."""
+    """Names the part of a source that one task reads and that becomes one shard per side."""
 
     source: str
     number: int  # among the source's units, and in the names of its shards
@@ -34,12 +33,12 @@ class Unit:
 
     @property
     def role(self) -> Role:
-        """Returns the side that its documents are for."""
+        """Returns the side of its documents."""
         return self.splits[0].role
 
     @property
     def num_bytes(self) -> int:
-        """Returns about how much text it holds."""
+        """Returns the estimated bytes of its text."""
         return sum(split.num_bytes for split in self.splits)
 
     @property
@@ -49,7 +48,7 @@ class Unit:
 
     @property
     def local_label(self) -> str:
-        """Returns file name and range: the same wherever the file lies."""
+        """Returns file name and range, independent of the file's folder."""
         return self._label(self.splits[0].local_label, self.splits[-1].local_label)
 
     def _label(self, first: str, last: str) -> str:
@@ -59,10 +58,10 @@ class Unit:
 
 
 def plan_units(config: PrepareConfig) -> tuple[Unit, ...]:
-    """Lists all units in the order in which they are decided about and committed.
+    """Lists all units in the order of decisions and commits.
 
     Raises:
-        InputError: some input is not there.
+        InputError: some input does not exist.
     """
     splits = plan_splits(config)
     units = [
@@ -75,9 +74,9 @@ def plan_units(config: PrepareConfig) -> tuple[Unit, ...]:
 
 
 def sample_shares(units: Sequence[Unit], sample_bytes: int) -> dict[int, int]:
-    """Says how much text of which unit the tokenizer is trained on: position in `units` -> bytes.
+    """Returns how much text to sample of which unit for the tokenizer: index in `units` -> bytes.
 
-    The shares are as equal as the sizes allow, over at most MAX_SAMPLED_UNITS units.
+    Shares are as equal as sizes allow, over at most MAX_SAMPLED_UNITS units.
     """
     usable = [index for index, unit in enumerate(units) if unit.role != "validation"]
     count = min(len(usable), MAX_SAMPLED_UNITS)
@@ -85,9 +84,9 @@ def sample_shares(units: Sequence[Unit], sample_bytes: int) -> dict[int, int]:
     shares: dict[int, int] = {}
     left = sample_bytes
     by_size = sorted(chosen, key=lambda index: (units[index].num_bytes, index))
-    for done, index in enumerate(by_size):  # what a small one cannot give, the larger ones do
+    for done, index in enumerate(by_size):  # larger units make up for smaller ones
         fair = -(-left // (count - done))
-        # sizes are estimates: the largest are asked for more than they are thought to have
+        # sizes are estimates, so the largest units may be asked for more than theirs
         is_last = units[by_size[-1]].num_bytes == units[index].num_bytes
         shares[index] = max(1, fair if is_last else min(fair, units[index].num_bytes))
         left = max(0, left - shares[index])
@@ -115,13 +114,13 @@ def _bundles(splits: Sequence[InputSplit], split_bytes: int) -> Iterator[tuple[I
 
 
 def interleaved(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Sorts units by the fraction of their source that lies before their middle."""
+    """Sorts units by the position of their middle within their source."""
     by_source: dict[str, list[Unit]] = {}
     for unit in units:
         by_source.setdefault(unit.source, []).append(unit)
     keyed: list[tuple[Fraction, int, Unit]] = []
     for rank, of_source in enumerate(by_source.values()):
-        sizes = [unit.num_bytes + 1 for unit in of_source]  # an empty file has its place, too
+        sizes = [unit.num_bytes + 1 for unit in of_source]  # empty files have a position, too
         total, before = sum(sizes), 0
         for unit, size in zip(of_source, sizes, strict=True):
             keyed.append((Fraction(2 * before + size, 2 * total), rank, unit))
@@ -132,10 +131,10 @@ def interleaved(units: Iterable[Unit]) -> tuple[Unit, ...]:
 
 @dataclass
 class SourceProgress:
-    """Reports how far one source is.
+    """Reports the progress of one source.
 
-    `done` counts units whose shards are there; `num_bytes` is about the text that they hold. The
-    time that is left is told from this process's own work; None: it has done none yet.
+    `done` counts units with finished shards, `num_bytes` the estimated bytes of their text. Speed and
+    remaining time are measured on this process's own work; None if it has done none yet.
     """
 
     name: str
@@ -152,37 +151,37 @@ class SourceProgress:
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Reports how far a preparation is.
+    """Reports the progress of a preparation.
 
-    Its stages: "waiting for another process", "reading", "training the tokenizer", "tokenising",
-    and with `shuffle_documents` "shuffling". `tokens_per_s` and `eta_s` are of this process's own
-    work: what an earlier one left is not counted. None: not known yet.
+    Its stages are "waiting for another process", "reading", "training the tokenizer", "tokenising",
+    and with `shuffle_documents` "shuffling". `tokens_per_s` and `eta_s` count only this process's own
+    work; None if not known yet.
     """
 
     stage: str
     sources: tuple[SourceProgress, ...] = ()
     tokens_per_s: float | None = None
     eta_s: float | None = None
-    news: str = ""  # what has happened that people should know of
+    news: str = ""  # an event to show to the user
 
     @property
     def done(self) -> int:
-        """Returns the units of all sources that are done."""
+        """Returns the number of finished units of all sources."""
         return sum(source.done for source in self.sources)
 
     @property
     def total(self) -> int:
-        """Returns the units of all sources."""
+        """Returns the number of units of all sources."""
         return sum(source.total for source in self.sources)
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens that are ready, ends of documents included."""
+        """Returns the number of finished tokens, ends of documents included."""
         return sum(source.tokens for source in self.sources)
 
 
 class Meter:
-    """Counts what is done, and how fast."""
+    """Counts finished units, and measures the speed."""
 
     def __init__(self, units: Sequence[Unit]):
         self._counts: dict[str, SourceProgress] = {}
@@ -195,12 +194,12 @@ class Meter:
             count.total_bytes += unit.num_bytes
 
     def begin_tokenising(self) -> None:
-        """Starts the clock of the speed, at the first call."""
+        """Starts the clock at the first call."""
         if self._began is None:
             self._began = time.monotonic()
 
     def unit_done(self, unit: Unit, tokens: int, *, is_own: bool = True) -> None:
-        """Counts a unit whose shards are there; `is_own`: made by this process's tasks."""
+        """Counts a unit with finished shards; `is_own` if this process's tasks made them."""
         count = self._counts[unit.source]
         count.done += 1
         count.num_bytes += unit.num_bytes
@@ -210,16 +209,16 @@ class Meter:
             self._own_tokens[unit.source] += tokens
 
     def unit_quarantined(self, unit: Unit) -> None:
-        """Counts a unit that is given up."""
+        """Counts a unit that is left out."""
         self._counts[unit.source].quarantined += 1
         self.unit_done(unit, 0, is_own=False)
 
     def segment_sealed(self, source: str) -> None:
-        """Adds one to the source's number of sealed segments."""
+        """Counts a sealed segment of a source."""
         self._counts[source].segments += 1
 
     def progress(self, stage: str, *, news: str = "") -> PrepareProgress:
-        """Returns the state of things."""
+        """Returns the current progress of all sources."""
         sources = []
         for name, count in self._counts.items():
             tokens_per_s, eta_s = self._speed(name)
@@ -227,7 +226,7 @@ class Meter:
         return PrepareProgress(stage, tuple(sources), *self._speed(*self._counts), news)
 
     def _speed(self, *sources: str) -> tuple[float | None, float | None]:
-        """Returns tokens per second and the seconds that are left of some sources, if known."""
+        """Returns tokens per second and remaining seconds for some sources, if known."""
         own_bytes = sum(self._own_bytes[source] for source in sources)
         if self._began is None or not own_bytes:
             return None, None

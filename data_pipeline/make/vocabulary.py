@@ -1,8 +1,8 @@
-"""How a preparation comes by its tokenizer: from the folder, as it is, or trained on a sample.
+"""The tokenizer of a preparation: found in the folder, opened, or trained on a sample.
 
-The sample is the heads of many units of all sources, so that no full pass over the text is needed
-before the first token. The first units of a source wait until they are decided about, for one of
-their documents may be held out though its hash does not say so.
+The sample consists of the heads of many units of all sources, so the first token needs no full pass over
+the text. The first units of a source are sampled only after they are chosen, because one of their
+documents may be held out regardless of its hash.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
 from .tasks import Sampled, TrainTask
 from .units import Unit, sample_shares
 
-_FIRST_UNITS = 2  # of a source: among them one of two documents is held out
+_FIRST_UNITS = 2  # of a source: one of its first two documents may be held out in them
 
 
 class Vocabulary:
-    """Keeps account of the samples, until there is a tokenizer."""
+    """Tracks the samples until the tokenizer is trained."""
 
     def __init__(self, config: PrepareConfig, folder: Path, units: Sequence[Unit]):
         self._config, self._folder, self._units = config, folder, units
@@ -31,7 +31,7 @@ class Vocabulary:
         self.is_ready = has_tokenizer(folder)
         """Whether the folder has its tokenizer."""
         self.shares: dict[int, int] = {}
-        """Bytes of text to take from which unit."""
+        """Bytes of text to sample, by unit."""
         if not self.is_ready:
             self.shares = sample_shares(units, config.tokenizer_sample_bytes)
         self._left = set(self.shares)
@@ -44,18 +44,18 @@ class Vocabulary:
 
     @property
     def units_to_begin_with(self) -> list[int]:
-        """Returns the units that can be sampled at once."""
+        """Returns the units that can be sampled immediately."""
         return sorted(self.shares.keys() - self._waiting)
 
     def waits_for(self, index: int) -> bool:
-        """Returns whether a unit can be sampled only once it is decided about."""
+        """Returns whether a unit can be sampled only after it is chosen."""
         return index in self._waiting
 
     def take(self, index: int, sampled: Sampled | None) -> bool:
-        """Takes the sample of a unit, None if it cannot be had; True once all are there.
+        """Takes a unit's sample, or None if it failed; returns True with the last one.
 
         Raises:
-            InputError: all together are empty.
+            InputError: all samples are empty.
         """
         self._left.discard(index)
         if sampled is not None:
@@ -88,14 +88,14 @@ def _opened(config: PrepareConfig) -> Tokenizer:
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
-            f"prepare.vocab_size={config.vocab_size}: set prepare.vocab_size={tokenizer.vocab_size} (and "
-            "model.vocab_size at least as high)"
+            f"prepare.vocab_size={config.vocab_size}: set prepare.vocab_size={tokenizer.vocab_size}, and "
+            "model.vocab_size at least as high"
         )
     return tokenizer
 
 
 def is_empty(names: Sequence[str], num_documents: int, dropped: dict[str, int]) -> str:
-    """Says that input has no text."""
+    """Returns the message that input has no text."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none dropped"
     return (
         f"input {', '.join(names)} is empty: {num_documents} documents were read ({reasons}); give "

@@ -1,1 +1,1 @@
-"""Text to token ids and back: what a tokenizer is, and every kind that the pipeline can use."""
+"""Text to token ids and back: the tokenizer interface and its implementations."""

@@ -1,23 +1,22 @@
-"""Encoding with tiktoken instead of `tokenizers`, with the same ids: about eight times as fast.
+"""Encodes with tiktoken instead of `tokenizers`: the same ids, about eight times as fast.
 
-Both do byte-level BPE, but not by the same rules: `tokenizers` joins two tokens where their *pair*
-is in the list of merges, tiktoken where the *bytes* of both together are a token. The ids are equal
-for every text when three things hold, and `fast_encoder` asks for all three whenever a tokenizer is
-loaded:
+Both do byte-level BPE by different rules: `tokenizers` joins two tokens if their *pair* is in the list
+of merges, tiktoken if their joined *bytes* are a token. The ids are equal for every text under three
+conditions, all of which `fast_encoder` checks when a tokenizer is loaded:
 
-1. Both split text into the same words. The splitting must be one of the few that are known here
-   (`_pattern`): ours, GPT-2's, Llama 3's and Qwen 2's. The two libraries know different versions of
-   Unicode: in the versions that are tested together 13 of all 1,112,064 characters are of another
-   class. A text with a character that is younger than this Python is left to `tokenizers`.
-2. The last step of every token is its merge: encoding the token's own bytes by the merges before
-   its own ends in exactly the two parts that its merge joins. Then the bytes decide the pair: where
-   a token's bytes have been left alone by their neighbours, the earlier merges have left its two
-   parts, however the rest of the text looks. A token that two merges make fails this.
-3. A sample comes out equal: texts that are made to be difficult, and the whole vocabulary as text.
+1. Both split text into the same words. The splitting must be a known one (`_pattern`): ours, GPT-2's,
+   Llama 3's or Qwen 2's. The libraries use different versions of Unicode: in the versions tested
+   together, they classify 13 of 1,112,064 characters differently. `tokenizers` encodes texts with a
+   character unknown to this Python's Unicode.
+2. The last step of every token is its merge: encoding its bytes by the earlier merges ends in exactly
+   the two parts that its merge joins. Bytes then determine the pair: where neighbours leave a token's
+   bytes alone, the earlier merges leave its two parts, whatever the rest of the text. A token with two
+   merges fails this.
+3. A sample gives equal ids: difficult texts, and the whole vocabulary as text.
 
-What fails one of them is encoded by `tokenizers`, which is said once, with the reason.
+If one fails, `tokenizers` encodes, and the log gives the reason once.
 
-Cost: the proof takes about 0.1 s for 8,000 ids and 1 s for 50,000, once per process and tokenizer.
+Cost: the check takes about 0.1 s for 8,000 ids and 1 s for 50,000, once per process and tokenizer.
 """
 
 import json
@@ -33,16 +32,16 @@ import tokenizers
 
 from .interface import token_dtype
 
-# Everything without a look-ahead stands in one group: it is then one automaton, where tiktoken's
-# engine would try branch after branch. That makes encoding 1.4 times as fast.
+# All branches without a look-ahead share one group. It becomes one automaton, where tiktoken's engine
+# would otherwise try branch after branch: encoding is 1.4 times as fast.
 _GPT2 = r"(?: ?\p{L}+| ?\p{N}+|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
-# Digits(individual_digits=True) in front of it: a digit ends whatever comes before, blanks included
+# with Digits(individual_digits=True) in front: a digit ends whatever comes before, also blanks
 _GPT2_AFTER_DIGITS = (
     r"(?: ?\p{L}+|\p{N}|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]+)|\s+(?![^\s\p{N}])|\s"
 )
-# The tokenizer.json of Llama 3 has the branches of this, then those with a look-ahead, in a row;
-# Qwen 2's takes digits one by one. Only expressions that match every character are possible: what
-# none matches is a word for `tokenizers`, and lost by tiktoken.
+# Llama 3's tokenizer.json has these branches, then those with a look-ahead, ungrouped; Qwen 2's takes
+# digits one by one. Expressions must match every character: what none matches is a word for
+# `tokenizers`, but lost by tiktoken.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+"
@@ -52,9 +51,9 @@ _KNOWN_SPLITS = {
     f"{branches}{_BLANKS}": f"(?:{branches}){_BLANKS}"
     for branches in (_LLAMA3, _LLAMA3.replace("{1,3}", ""))
 }
-"""By the expression of a tokenizer.json, the equal one that tiktoken is given."""
+"""The expression of a tokenizer.json to the equivalent one for tiktoken."""
 
-# Of another class in one of the libraries: letters and digits of Unicode 17.
+# letters and digits of Unicode 17, which the libraries classify differently
 _IN_DOUBT = frozenset(map(chr, [*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)]))
 _SAMPLE_CHARS = 2**18
 
@@ -81,7 +80,7 @@ DIFFICULT_TEXTS = (
 
 
 class UnsuitableError(Exception):
-    """Says why a tokenizer cannot be encoded with tiktoken, or not with the same ids."""
+    """Says why tiktoken cannot replace a tokenizer with the same ids."""
 
 
 class FastEncoder:
@@ -90,8 +89,8 @@ class FastEncoder:
     def __init__(self, merges: list[tuple[bytes, bytes]], pattern: str, vocab: dict[bytes, int]):
         tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
         ranks = {token: rank for rank, token in enumerate(tokens)}
-        # A special token that no text is searched for: with none, tiktoken's search for them stops
-        # at every character.
+        # a special token that is never searched for: without any, tiktoken's search for them stops
+        # at every character
         never = {"<|end_of_document|>": len(ranks)}
         self._encoding = tiktoken.Encoding(
             "moebius", pat_str=pattern, mergeable_ranks=ranks, special_tokens=never
@@ -100,7 +99,7 @@ class FastEncoder:
         self._ids = np.array(ids, dtype=token_dtype(1 + max(ids)))
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Returns the ids of `text`, 1-D of `token_dtype`, or None: `tokenizers` has to encode it.
+        """Returns the ids of `text`, 1-D of `token_dtype`; None if `tokenizers` must encode it.
 
         Raises:
             UnicodeEncodeError: the text holds half a surrogate pair.
@@ -115,7 +114,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
     """Returns tiktoken's encoder of a tokenizer.json.
 
     Raises:
-        UnsuitableError: it would give other ids, or this could not be shown.
+        UnsuitableError: the ids differ, or their equality cannot be shown.
     """
     library = tokenizers.Tokenizer.from_str(text_json)
     library.encode_special_tokens = True
@@ -131,7 +130,7 @@ def fast_encoder(text_json: str) -> FastEncoder:
 
 
 def _pattern(described: dict[str, Any]) -> str:
-    """Returns the regular expression by which a tokenizer.json splits text into words."""
+    """Returns tiktoken's regular expression for a tokenizer.json's splitting into words."""
     if described.get("normalizer") is not None:
         raise UnsuitableError("it normalises text")
     if texts := [one["content"] for one in described["added_tokens"] if not one["special"]]:
@@ -156,23 +155,23 @@ def _pattern(described: dict[str, Any]) -> str:
 
 
 def boundaries_of(described: dict[str, Any]) -> str | None:
-    """Returns the blanks in front of which a text may be cut without changing its ids.
+    """Returns the blanks in front of which cutting a text keeps its ids; None if none are known.
 
-    None: no place is known to be safe, because the splitting is not that of byte-level BPE, or
-    because the text is changed or searched before it is split.
+    None are known if the splitting is not that of byte-level BPE, or if the tokenizer changes or
+    searches text before it splits.
     """
     try:
         pattern = _pattern(described)
     except UnsuitableError:
         return None
-    # Llama's and Qwen's let a run of signs swallow the line feed that follows it.
+    # with Llama's and Qwen's, a run of punctuation includes the following line feed
     return " \n" if pattern in (_GPT2, _GPT2_AFTER_DIGITS) else " "
 
 
 def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes, bytes]]]:
-    """Returns vocabulary and merges of a BPE model as bytes; the merges in their order."""
+    """Returns the vocabulary and the ordered merges of a BPE model as bytes."""
     if model.get("type") != "BPE":
-        raise UnsuitableError(f"it is no BPE but {model.get('type')}")
+        raise UnsuitableError(f"it is not BPE but {model.get('type')}")
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     used = [name for name in (*options, "byte_fallback") if model.get(name)]
     if used:
@@ -203,7 +202,7 @@ def _as_bytes(token: str, byte_of: dict[str, int]) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns GPT-2's alphabet: the printable character that stands for each byte."""
+    """Returns GPT-2's alphabet: the byte that each printable character stands for."""
     kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in kept]
     moved = {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -211,7 +210,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _check_last_steps(merges: list[tuple[bytes, bytes]]) -> None:
-    """Checks condition 2: the merges before a token's own leave its two parts of its bytes."""
+    """Checks condition 2: the merges before a token's own reduce its bytes to its two parts."""
     rank_of: dict[bytes, int] = {}
     for rank, (left, right) in enumerate(merges):
         token = left + right
@@ -222,7 +221,7 @@ def _check_last_steps(merges: list[tuple[bytes, bytes]]) -> None:
 
 
 def _merged(token: bytes, rank_of: dict[bytes, int], stop: int) -> list[bytes]:
-    """Returns the parts of `token` after all merges of a rank below `stop`."""
+    """Returns the parts of `token` after all merges of ranks below `stop`."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 1:
         ranks = [rank_of.get(parts[i] + parts[i + 1], stop) for i in range(len(parts) - 1)]
@@ -236,7 +235,7 @@ def _merged(token: bytes, rank_of: dict[bytes, int], stop: int) -> list[bytes]:
 def _check_sample(
     library: tokenizers.Tokenizer, encoder: FastEncoder, vocab: dict[bytes, int]
 ) -> None:
-    """Checks condition 3."""
+    """Checks condition 3: equal ids for a sample of texts."""
     for text in (*DIFFICULT_TEXTS, *_vocabulary_as_text(vocab)):
         expected = library.encode(text, add_special_tokens=False).ids
         try:
@@ -248,7 +247,7 @@ def _check_sample(
 
 
 def _vocabulary_as_text(vocab: Iterable[bytes]) -> list[str]:
-    """Returns the tokens that are text, a few hundred together, evenly chosen where too many."""
+    """Returns the tokens that are valid text, 300 joined at a time; an even sample if too many."""
     texts = []
     for token in vocab:
         try:
@@ -262,13 +261,13 @@ def _vocabulary_as_text(vocab: Iterable[bytes]) -> list[str]:
 
 @cache
 def _possibly_in_doubt() -> re.Pattern[str]:
-    """Finds a character that may be in doubt: one of the few of the basic plane, or any beyond."""
+    """Returns a quick filter: unassigned characters of the basic plane, and all beyond it."""
     basic = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code)) == "Cn"]
     return re.compile(f"[{re.escape(''.join(basic))}\U00010000-\U0010ffff]")
 
 
 def _has_character_in_doubt(text: str) -> bool:
-    """Returns whether the two libraries might class a character differently."""
+    """Returns whether the two libraries might classify a character differently."""
     if not _possibly_in_doubt().search(text):
         return False
     return any(unicodedata.category(one) == "Cn" or one in _IN_DOUBT for one in set(text))

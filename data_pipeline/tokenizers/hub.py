@@ -1,16 +1,14 @@
-"""Tokenizers that somebody else has made: a file, a folder, or a repository of the Hugging Face
-hub.
+"""Opens existing tokenizers: a file, a folder, a Hugging Face repository, or a function's words.
 
     tok/tokenizer.json          any tokenizer of the `tokenizers` library
     tok/spm.model               a SentencePiece model
     tok                         a folder with tokenizer.json or tokenizer.model
     hf://owner/name             a repository; hf://owner/name@revision pins a commit, tag or branch
     python:package.module:function?name=value
-                                the words that a function gives, each a token (`word_files`)
+                                a function's words, each a token (`word_files`)
 
-Which token ends a document is said by the caller, by the `eos_token` of the tokenizer_config.json
-that lies beside the tokenizer, or by the tokenizer itself (`tokenizer.tokenizer_of_files`). It must
-be one that no text can spell.
+The caller, the `eos_token` of a tokenizer_config.json beside the tokenizer, or the tokenizer itself
+names the token that ends a document (`tokenizer.tokenizer_of_files`). No text may spell it.
 """
 
 from collections.abc import Iterable
@@ -27,14 +25,14 @@ from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE,
 from .tokenizer import tokenizer_of_files
 
 _HUB = "hf://"
-_SHOWN = 60  # characters of a word that is wrong
+_SHOWN = 60  # characters of a wrong word
 
 
 def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
-    """Opens a tokenizer by its path or its name on the hub.
+    """Opens a tokenizer by its path, its name on the hub, or its function.
 
     Raises:
-        InputError: there is none, it cannot be fetched or read, or it cannot end documents.
+        InputError: it does not exist, cannot be fetched or read, or cannot end documents.
     """
     files = _files_of(name)
     try:
@@ -52,7 +50,7 @@ def _files_of(name: str) -> dict[str, bytes]:
 
 
 def _from_disk(name: str) -> dict[str, bytes]:
-    """Reads the files of a tokenizer, under the names that they have in a prepared folder."""
+    """Reads a tokenizer's files, by their names in a prepared folder."""
     path = Path(name)
     if path.is_dir():
         path = next(
@@ -61,8 +59,8 @@ def _from_disk(name: str) -> dict[str, bytes]:
     kind = {".json": TOKENIZER_FILE, ".model": MODEL_FILE}.get(path.suffix)
     if kind is None or not path.is_file():
         raise InputError(
-            f"tokenizer {name!r}: there is no such .json or .model file, nor a folder with "
-            f"{TOKENIZER_FILE} or {MODEL_FILE}; a repository of the hub is {_HUB}owner/name"
+            f"tokenizer {name!r} is neither a .json or .model file nor a folder with "
+            f"{TOKENIZER_FILE} or {MODEL_FILE}: check the path; a hub repository is {_HUB}owner/name"
         )
     try:
         files = {kind: path.read_bytes()}
@@ -73,7 +71,7 @@ def _from_disk(name: str) -> dict[str, bytes]:
 
 
 def _from_hub(name: str) -> dict[str, bytes]:
-    """Downloads the files of a tokenizer (into the hub library's own cache)."""
+    """Downloads a tokenizer's files into the hub library's cache."""
     try:
         import huggingface_hub
         from huggingface_hub import errors
@@ -109,7 +107,7 @@ def _from_hub(name: str) -> dict[str, bytes]:
 
 
 def _unreachable(name: str, error: Exception) -> InputError:
-    # the hub's library writes paragraphs
+    # the hub library's messages are paragraphs
     reason = explain(error) if is_passing(error) else " ".join(str(error).split())
     return InputError(
         f"tokenizer {name!r} cannot be fetched from the hub ({reason}): check the name and your "
@@ -118,14 +116,14 @@ def _unreachable(name: str, error: Exception) -> InputError:
 
 
 def word_files(name: str) -> dict[str, bytes]:
-    """Returns the files of the tokenizer whose words a function gives: a WordLevel tokenizer.json.
+    """Returns the WordLevel tokenizer.json of a function's words.
 
-    The ids are the words' places in what the function returns, and the end of a document comes last.
-    Texts are split at blanks. A word that is not among them is an error, for made-up data has none.
+    Ids are the words' positions in the function's result; the end of a document comes last. Texts are
+    split at blanks. An unknown word is an error, since synthetic data has none.
 
     Raises:
-        InputError: the function does not return different words.
-        OwnPartError: there is no such function.
+        InputError: the function does not return distinct words.
+        OwnPartError: the function does not exist.
     """
     where = f"tokenizer {name!r}"
     wants = "a function that returns words"
@@ -153,8 +151,8 @@ def _checked(words: object, where: str) -> list[str]:
     for word in found:
         if not isinstance(word, str) or word.split() != [word] or word in seen:
             raise InputError(
-                f"{where}: {word!r:.{_SHOWN}} is not a word, or is there twice: each must be a text "
-                "without blanks, and another one"
+                f"{where}: {word!r:.{_SHOWN}} is not a word or is repeated: words must be distinct "
+                "strings without blanks"
             )
         seen.add(word)
     if not found or END_OF_DOCUMENT in seen:

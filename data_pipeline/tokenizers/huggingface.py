@@ -1,11 +1,11 @@
-"""A tokenizer.json: byte-level BPE that was trained here, or any that `tokenizers` can load.
+"""A tokenizer.json: our own byte-level BPE, or any that the `tokenizers` library can load.
 
-The library defines the ids. Where tiktoken gives the same ones, and that can be shown (`fast`), it
-encodes instead: 6 M tokens/s/core where the library makes 0.7. Which of the two runs changes
-nothing but the time; `engine` tells it, and a fallback is logged once with its reason.
+The library defines the ids. If `fast` can show that tiktoken gives the same ids, tiktoken encodes, at 6
+instead of 0.7 M tokens/s/core. `engine` tells which of them runs; a fallback is logged once with its
+reason.
 
-Of byte-level BPE, text beyond `MAX_PIECE_CHARS` is encoded in pieces (`cut_text`), by both engines.
-Others (Unigram, WordPiece, SentencePiece's BPE in a tokenizer.json) see every text whole: cutting
+With byte-level BPE, both engines encode text longer than `MAX_PIECE_CHARS` in pieces (`cut_text`).
+Others (Unigram, WordPiece, SentencePiece's BPE in a tokenizer.json) encode whole texts, because cutting
 would change their ids.
 """
 
@@ -27,8 +27,8 @@ Engine = Literal["tiktoken", "tokenizers"]
 MAX_PIECE_CHARS = 2**16
 logger = logging.getLogger(__name__)
 
-# Parallelism is one process per input split. Threads inside would only fight over the same cores,
-# and the library warns at every fork that follows them.
+# One process per input split uses all cores. The library's threads would compete for them, and it
+# warns at every later fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -45,19 +45,19 @@ class HuggingFaceTokenizer:
         """Loads a tokenizer from the text of its tokenizer.json.
 
         Args:
-            text_json: the file.
+            text_json: the file's text.
             end_of_document: the special token that ends a document.
-            engine: what encodes; by default tiktoken where it is shown to give the same ids.
+            engine: the library that encodes; by default tiktoken, if it is shown to give the same ids.
 
         Raises:
-            ValueError: the text is no tokenizer.json, it has no such token, or text can spell it.
-            UnsuitableError: `engine` is "tiktoken", which would give other ids.
+            ValueError: it is not a tokenizer.json, lacks the token, or text can spell the token.
+            UnsuitableError: `engine` is "tiktoken", which might give other ids.
         """
         self._json = text_json
         self._library = _parsed(text_json)
-        # Without this, a text that contains the words "<|end_of_document|>" could end a document.
+        # otherwise a text that contains "<|end_of_document|>" could end a document
         self._library.encode_special_tokens = True
-        # A file may ask for the first 512 tokens of a text and no more.
+        # the file may truncate texts, for example to 512 tokens
         self._library.no_truncation()
         self._library.no_padding()
         described = json.loads(self._library.to_str())
@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Returns tokenizer.json, and the name of the end of a document where it is another's."""
+        """Returns tokenizer.json, and the end-of-document token's name if it is not ours."""
         files = {TOKENIZER_FILE: self._json.encode()}
         if self.end_of_document != END_OF_DOCUMENT:
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
@@ -94,7 +94,7 @@ class HuggingFaceTokenizer:
         return [_joined([next(encoded) for _ in of_text]) for of_text in pieces]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text and leaves out special tokens."""
+        """Decodes ids to text, without special tokens."""
         plain = np.asarray(ids, dtype=np.int64).tolist()
         return self._library.decode(plain, skip_special_tokens=True)
 
@@ -115,14 +115,13 @@ class HuggingFaceTokenizer:
 
     def _encode_with_library(self, texts: list[str]) -> list[np.ndarray]:
         for text in texts:
-            text.encode()  # the library's own complaint about half a surrogate pair is unreadable
-        # fast: no offsets
+            text.encode()  # raises a clearer error than the library for half a surrogate pair
         try:
             encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the Rust library raises it bare
+        except Exception as error:  # the Rust library raises plain Exceptions
             raise InputError(
                 f"the tokenizer cannot encode a text that begins {texts[0][:60]!r} or one beside it "
-                f"({error}): do its words belong to this data?"
+                f"({error}): check that the tokenizer's words are those of this data"
             ) from error
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
@@ -139,24 +138,24 @@ class HuggingFaceTokenizer:
             )
         if end not in special or self._spells(end, index):
             raise ValueError(
-                f"the tokenizer's {end!r} is not a special token: text that spells it would end a "
-                f"document; its special tokens are {', '.join(map(repr, special)) or 'none'}"
+                f"the tokenizer's {end!r} is not a special token, so text that spells it would end a "
+                f"document: its special tokens are {', '.join(map(repr, special)) or 'none'}"
             )
         return index
 
     def _spells(self, text: str, index: int) -> bool:
-        """Returns whether a text is encoded to an id, or to more than that."""
+        """Returns whether a text's ids include `index`."""
         try:
             return index in self._library.encode(text, add_special_tokens=False).ids
-        except Exception:  # noqa: BLE001 (raised bare, where a tokenizer of words does not know one)
+        except Exception:  # noqa: BLE001 (a word tokenizer raises it for an unknown word)
             return False
 
 
 def _parsed(text_json: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text_json)
-    except Exception as error:  # the Rust library raises it bare for whatever it cannot parse
-        raise ValueError(f"not of the `tokenizers` library: {error}") from error
+    except Exception as error:  # the Rust library raises plain Exceptions
+        raise ValueError(f"the `tokenizers` library cannot load it: {error}") from error
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
@@ -164,7 +163,7 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _encoder_for(text_json: str, engine: Engine | None) -> FastEncoder | None:
-    """Returns tiktoken's encoder, or None if the library shall encode."""
+    """Returns tiktoken's encoder; None if the library encodes."""
     if engine == "tokenizers":
         return None
     if engine == "tiktoken":
@@ -174,36 +173,35 @@ def _encoder_for(text_json: str, engine: Engine | None) -> FastEncoder | None:
 
 @lru_cache(maxsize=4)
 def _proven_encoder(text_json: str) -> FastEncoder | None:
-    """Returns tiktoken's encoder where it may be used; says why where it may not.
+    """Returns tiktoken's encoder if its ids are proven equal; else logs why and returns None.
 
-    The answer is kept: a process opens the same tokenizer once for every input split.
+    The result is cached, because a process opens the same tokenizer for every input split.
     """
     try:
         return fast_encoder(text_json)
     except UnsuitableError as reason:
         if json.loads(text_json)["model"]["type"] == "WordLevel":
-            return None  # looking words up is as fast
+            return None  # a dictionary look-up is as fast
         logger.warning(
-            "encoding with `tokenizers`, several times slower than with tiktoken, because tiktoken "
-            "was not shown to give the same ids: %s",
+            "encoding with `tokenizers`, several times slower than tiktoken, which might give other "
+            "ids: %s",
             reason,
         )
         return None
 
 
 def cut_text(text: str, *, before: str, max_chars: int = MAX_PIECE_CHARS) -> list[str]:
-    """Cuts a text into pieces that are encoded one by one, in time linear in its length.
+    """Cuts a text into pieces to be encoded one by one, in linear time.
 
-    tiktoken's regular expression gives up on a run of some 10 million blanks, and both libraries
-    slow down by a factor of ten on a "word" of as many letters (their heap leaves the cache). A piece
-    ends, where it can, in front of the last blank in reach that follows something else. There a
-    byte-level tokenizer's own splitting has a boundary anyway (a blank begins a word, never continues
-    one), so the ids are those of the uncut text. Only a stretch of more than `max_chars` characters
-    without such a place is cut elsewhere, after exactly that many.
+    tiktoken's regular expression fails on a run of some 10 million blanks, and both libraries become
+    ten times slower on a "word" of as many letters. A piece ends, if possible, in front of the last
+    blank in reach that follows a non-blank. A byte-level tokenizer splits there anyway (a blank begins
+    a word, but never continues one), so the ids are those of the uncut text. Only a stretch of more
+    than `max_chars` characters without such a place is cut elsewhere, at exactly `max_chars`.
 
     Args:
-        text: of any length.
-        before: the characters, blanks all of them, in front of which a cut changes nothing.
+        text: a text of any length.
+        before: the blank characters in front of which a cut keeps the ids.
         max_chars: the greatest length of a piece, at least 1.
     """
     pieces = []
@@ -216,14 +214,14 @@ def cut_text(text: str, *, before: str, max_chars: int = MAX_PIECE_CHARS) -> lis
 
 
 def _last_boundary(text: str, start: int, stop: int, before: str) -> int | None:
-    """Returns the last place in (start, stop] where one of `before` follows what is no blank."""
+    """Returns the last place in (start, stop] where one of `before` follows a non-blank."""
     while stop > start:
         place = max(text.rfind(character, start + 1, stop + 1) for character in before)
         if place < 0:
             return None
         if not text[place - 1].isspace():
             return place
-        # Over the whole run of blanks at once: one by one would be quadratic in its length.
+        # skips the whole run of blanks at once: one by one would take quadratic time
         stop = start + len(text[start:place].rstrip())
         if stop > start and text[stop] in before:
             return stop
@@ -234,9 +232,9 @@ def _last_boundary(text: str, start: int, stop: int, before: str) -> int | None:
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
     """Trains byte-level BPE with at most `vocab_size` ids; it takes about 20 s for 32 MB.
 
-    They are the end of document, 256 bytes, and merges in order of frequency: nothing is unknown, and
-    every string comes back. Digits are split one by one, so that numbers are read alike at any length.
-    The same texts in the same order give the same tokenizer.json, byte for byte.
+    The ids are the end of document, 256 bytes, and merges by frequency, so no text is unknown and every
+    string survives decoding. Digits are split one by one, so numbers are read alike at any length. The
+    same texts in the same order give the same tokenizer.json, byte for byte.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers
@@ -246,7 +244,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a merge that was seen once is a memory, not a rule
+        min_frequency=2,  # a pair seen once is no pattern
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=sorted(split.ByteLevel.alphabet()),
         show_progress=False,

@@ -1,8 +1,7 @@
-"""What the pipeline and the evaluations ask of a tokenizer, and what its files are called.
+"""The tokenizer interface and the names of tokenizer files.
 
-Implementations: `huggingface` (a tokenizer.json: byte-level BPE that was trained here, or one that
-was loaded), `sentencepiece` (a .model file) and `raw_bytes`. `tokenizer` opens the right one of a
-prepared folder, `hub` one that somebody else has made.
+Implementations: `huggingface` (a tokenizer.json), `sentencepiece` (a .model file) and `raw_bytes`.
+`tokenizer` opens that of a prepared folder, `hub` an existing one.
 """
 
 import hashlib
@@ -13,17 +12,17 @@ import numpy as np
 
 TOKENIZER_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
-"""A SentencePiece model, in the place of tokenizer.json."""
+"""A SentencePiece model, instead of tokenizer.json."""
 
 CONFIG_FILE = "tokenizer_config.json"
-"""Stands beside one of the two above where the end of a document is not `END_OF_DOCUMENT`: its
-`eos_token` names it, as in the repositories of the Hugging Face hub."""
+"""Lies beside one of the two above if documents do not end with `END_OF_DOCUMENT`; its `eos_token`
+names their end, as on the Hugging Face hub."""
 
 END_OF_DOCUMENT = "<|end_of_document|>"
 
 
 class Tokenizer(Protocol):
-    """Declares what the pipeline and the evaluations need of a tokenizer."""
+    """Declares what the pipeline and the evaluations need from a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,50 +36,42 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> str:
-        """Returns how the tokenizer's own file spells the end of a document."""
+        """Returns the token that ends a document, as the tokenizer's file spells it."""
         ...
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Returns the files that `load_tokenizer` makes the same tokenizer of, by name."""
+        """Returns the files, by name, from which `load_tokenizer` makes the same tokenizer."""
         ...
 
     @property
     def sha256(self) -> str:
-        """Returns the hex hash of the files: two tokenizers are the same when it is."""
+        """Returns the hex SHA-256 of the files, which identifies the tokenizer."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes texts: one array of ids each, of `token_dtype(vocab_size)`.
-
-        No end of document is added.
+        """Encodes each text to an array of ids of `token_dtype(vocab_size)`, without an end.
 
         Raises:
-            UnicodeEncodeError: a text holds half a surrogate pair, so it is no Unicode.
+            UnicodeEncodeError: a text holds half a surrogate pair.
         """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text.
-
-        An end of document is left out, an incomplete character becomes U+FFFD.
-        """
+        """Decodes ids to text without ends of documents; incomplete characters become U+FFFD."""
         ...
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the integers of tokens: two bytes wherever they suffice."""
+    """Returns the dtype of token ids: uint16 if it suffices, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def main_file(tokenizer: Tokenizer) -> str:
-    """Returns the name of the file that makes the tokenizer: tokenizer.json or tokenizer.model."""
+    """Returns the name of the tokenizer's main file: tokenizer.json or tokenizer.model."""
     return next(name for name in tokenizer.files if name != CONFIG_FILE)
 
 
 def hash_of_files(files: Mapping[str, bytes]) -> str:
-    """Returns the hex sha256 of a tokenizer's files, in the order of their names.
-
-    Of a single file it is that file's own.
-    """
+    """Returns the hex sha256 of a tokenizer's files, concatenated in the order of their names."""
     return hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()

@@ -1,4 +1,4 @@
-"""Text as its UTF-8 bytes: no training, 257 ids, every string comes back."""
+"""A tokenizer of UTF-8 bytes: 257 ids, no training, and every string survives decoding."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from ..prepare_config import NUM_BYTE_IDS
 from .interface import END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
 
 KIND = "bytes"
-"""The `type` in its tokenizer.json, which no other library's file has."""
+"""The `type` in its tokenizer.json, which no other library uses."""
 
 
 class BytesTokenizer:
@@ -21,7 +21,7 @@ class BytesTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Returns a tokenizer.json of the kind and the vocabulary size."""
+        """Returns a tokenizer.json with the kind and the vocabulary size."""
         described = json.dumps({"type": KIND, "vocab_size": self.vocab_size})
         return {TOKENIZER_FILE: described.encode()}
 

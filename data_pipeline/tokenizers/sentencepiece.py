@@ -1,10 +1,9 @@
-"""SentencePiece models (.model): BPE and Unigram of the `sentencepiece` library, extra
-`sentencepiece`.
+"""SentencePiece models (.model), BPE and Unigram, with the extra `sentencepiece`.
 
-The model defines how text is normalised (usually NFKC, which is not undone by decoding) and what
-becomes of a character that it does not know: bytes, where it was trained with byte_fallback, else
-its unknown id. Texts are never cut: the library works in time linear in their length, but puts a
-blank in front of each. Encoding runs at 1.3 M tokens/s/core.
+The model defines how text is normalised (usually NFKC, which decoding does not undo). Unknown
+characters become bytes, if the model was trained with byte_fallback, or its unknown id. Texts are never
+cut: the library takes linear time, but puts a blank in front of each text. Encoding runs at 1.3 M
+tokens/s/core.
 """
 
 import json
@@ -24,13 +23,13 @@ class SentencePieceTokenizer:
         """Loads a tokenizer from the bytes of its .model file.
 
         Args:
-            model: the file.
-            end_of_document: the control symbol that ends a document; empty: the model's own end of
+            model: the file's bytes.
+            end_of_document: the control symbol that ends a document; empty: the model's end of
                 sentence.
 
         Raises:
             InputError: the library is not installed.
-            ValueError: the bytes are no model, it has no such symbol, or text can spell it.
+            ValueError: the bytes are not a model, or it has no such control symbol.
         """
         self._model = model
         self._processor = _processor(model)
@@ -40,7 +39,7 @@ class SentencePieceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Returns the model, and the name of the end of a document where it is not the model's."""
+        """Returns the model, and the end-of-document symbol's name if it is not the default."""
         files = {MODEL_FILE: self._model}
         if self.end_of_document_id != self._processor.eos_id():
             files[CONFIG_FILE] = json.dumps({"eos_token": self.end_of_document}).encode()
@@ -55,12 +54,12 @@ class SentencePieceTokenizer:
         """Encodes each text to an array of ids, with no end of document added."""
         dtype = token_dtype(self.vocab_size)
         for text in texts:
-            text.encode()  # half a surrogate pair would reach the library as something else
+            text.encode()  # raises for half a surrogate pair, which the library would replace
         encoded = self._processor.encode(list(texts), out_type=int, num_threads=1)
         return [np.array(ids, dtype=dtype) for ids in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text and leaves out the end of document."""
+        """Decodes ids to text, without ends of documents."""
         plain = np.asarray(ids, dtype=np.int64)
         return self._processor.decode(plain[plain != self.end_of_document_id].tolist())
 
@@ -87,7 +86,7 @@ def _processor(model: bytes) -> Any:
         import sentencepiece
     except ImportError as error:
         raise InputError(
-            "a SentencePiece model needs its library: pip install 'moebius[sentencepiece]'"
+            "SentencePiece models need their library: pip install 'moebius[sentencepiece]'"
         ) from error
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -1,7 +1,6 @@
-"""The tokenizer of a prepared folder: written beside the shards, and opened only if it is theirs.
+"""The tokenizer of a prepared folder, whose hash must match the shards.
 
-A folder holds its own copy, so that the data stay readable whatever becomes of the file or the
-repository that the tokenizer came from.
+Each folder holds its own copy, so that the data does not depend on the original file or repository.
 """
 
 import json
@@ -22,17 +21,17 @@ _FILES = (TOKENIZER_FILE, MODEL_FILE, CONFIG_FILE)
 
 
 def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "") -> Tokenizer:
-    """Makes a tokenizer of the contents of its files.
+    """Makes a tokenizer from the contents of its files.
 
     Args:
-        files: tokenizer.json, or else tokenizer.model, and tokenizer_config.json if there is one;
-            content by name.
-        end_of_document: the token that ends a document. Where it is empty, the `eos_token` of
-            tokenizer_config.json does; where that is missing, a SentencePiece model's own end of
-            sentence, and of a tokenizer.json `<|end_of_document|>`.
+        files: content by name: tokenizer.json or tokenizer.model, and optionally
+            tokenizer_config.json.
+        end_of_document: the token that ends a document. By default the `eos_token` of
+            tokenizer_config.json, else a SentencePiece model's end of sentence, or
+            `<|end_of_document|>` for a tokenizer.json.
 
     Raises:
-        ValueError: a file is not what its name says, or no such token ends a document.
+        ValueError: a file is invalid, or the tokenizer lacks the token.
     """
     end = end_of_document or _eos_token(files.get(CONFIG_FILE, b"{}"))
     if TOKENIZER_FILE not in files:
@@ -51,20 +50,20 @@ def _object(text: str | bytes, name: str) -> dict[str, Any]:
 
 
 def _eos_token(config: bytes) -> str:
-    """Returns the `eos_token` of a tokenizer_config.json: a text, or an object with one."""
+    """Returns the `eos_token` of a tokenizer_config.json, which is a string or an object."""
     token = _object(config, CONFIG_FILE).get("eos_token") or ""
     return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Writes a tokenizer's files into a prepared folder, tokenizer.json or its like last."""
+    """Writes a tokenizer's files into a prepared folder, the main file last."""
     for name, content in sorted(tokenizer.files.items(), key=lambda file: file[0] != CONFIG_FILE):
         with atomic_write(directory / name) as file:
             file.write(content)
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Returns whether a tokenizer has been written into a prepared folder."""
+    """Returns whether a prepared folder has a tokenizer."""
     return any((directory / name).exists() for name in (TOKENIZER_FILE, MODEL_FILE))
 
 
@@ -72,12 +71,12 @@ def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Token
     """Loads the tokenizer of a prepared folder.
 
     Args:
-        directory: holds the tokenizer's files.
-        sha256: the tokenizer's hash, from the folder's manifest; any other one is refused.
+        directory: the folder.
+        sha256: the tokenizer's hash in the manifest; tokenizers with another hash are refused.
 
     Raises:
         InputError: it is a SentencePiece model, and the library is not installed.
-        ShardError: a file is missing, damaged, or another tokenizer's.
+        ShardError: a file is missing, damaged, or of another tokenizer.
     """
     folder = Path(directory)
     if not has_tokenizer(folder):
@@ -97,15 +96,14 @@ def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Token
     if sha256 is not None and tokenizer.sha256 != sha256:
         raise ShardError(
             f"{path} has sha256 {tokenizer.sha256[:12]}…, but the shards beside it were made with "
-            f"{sha256[:12]}…: "
-            "ids would mean other text. Put back the tokenizer that belongs to them, or prepare "
-            "the data again"
+            f"{sha256[:12]}…: ids would mean other text. Restore the tokenizer of the shards, or "
+            "prepare the data again"
         )
     return tokenizer
 
 
 def tokenizer_of(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a folder, which a process loads once."""
+    """Returns the tokenizer of a folder, cached per process."""
     files = [directory / name for name in _FILES]
     return _loaded(directory, tuple(one.stat().st_mtime_ns for one in files if one.exists()))
 
@@ -116,9 +114,9 @@ def _loaded(directory: Path, made: tuple[int, ...]) -> Tokenizer:
 
 
 def prepared_tokenizer(directory: str | Path) -> Tokenizer:
-    """Loads the tokenizer that the shards of a prepared folder were made with.
+    """Loads the tokenizer that made the shards of a prepared folder.
 
     Raises:
-        ShardError: another one lies there.
+        ShardError: the folder holds another one.
     """
     return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)

@@ -171,7 +171,9 @@ def test_no_manifest(tmp_path):
 
 def test_another_format_is_refused(tmp_path):
     write(tmp_path, header(format_version=99))
-    with pytest.raises(ShardError, match="has format 99, this version reads 3: prepare the data"):
+    with pytest.raises(
+        ShardError, match="has format 99, but this version reads format 3: prepare the data"
+    ):
         read_manifest(tmp_path)
 
 

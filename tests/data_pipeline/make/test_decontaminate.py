@@ -118,9 +118,9 @@ def test_a_saved_index_finds_the_same(index, tmp_path):
 def test_what_is_no_index_is_refused(tmp_path):
     for data in (b"", b"no index" * 20):
         (tmp_path / "index").write_bytes(data)
-        with pytest.raises(ShardError, match="is no evaluation index"):
+        with pytest.raises(ShardError, match="is not an evaluation index"):
             load_index(tmp_path / "index")
-    with pytest.raises(ShardError, match="is no evaluation index"):
+    with pytest.raises(ShardError, match="is not an evaluation index"):
         load_index(tmp_path / "missing")
 
 
@@ -128,7 +128,7 @@ def test_what_is_no_index_is_refused(tmp_path):
     ("name", "data", "message"),
     [
         ("missing.jsonl", None, "cannot be read .No such file"),
-        ("set.txt", b"text", "its ending is not read"),
+        ("set.txt", b"text", "has an unknown suffix"),
         ("set.jsonl", b"", "holds no items"),
         ("set.jsonl", b"{}\n{", "line 2: not valid JSON"),
         ("set.jsonl", b"[1]", "line 1: a JSON list"),

@@ -229,7 +229,7 @@ def test_a_source_of_which_nothing_is_left_is_told(tmp_path):
     ("poison", "said", "advice"),
     [
         ("MEMORY", "MemoryError", "fewer workers"),
-        ("FULL", "No space left on device", "mend that"),
+        ("FULL", "No space left on device", "fix that"),
     ],
 )
 def test_what_no_text_is_to_blame_for_ends_the_preparation(tmp_path, poison, said, advice):

@@ -148,7 +148,7 @@ def test_a_task_may_start_processes():
 
 
 def test_a_pool_of_nobody_is_refused():
-    with pytest.raises(DataError, match="a pool of 0 workers: at least 1"):
+    with pytest.raises(DataError, match="a pool of 0 workers: it needs at least 1"):
         LocalPool(0)
 
 
@@ -215,5 +215,5 @@ with LocalPool(1) as pool:
         [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.returncode == 1
-    assert "PrepareError: a worker process could not be started" in ended.stderr
+    assert "PrepareError: a worker process could not start" in ended.stderr
     assert '`if __name__ == "__main__":`' in ended.stderr

@@ -538,7 +538,7 @@ def test_input_that_grew_while_it_was_interrupted(tmp_path):
     with pytest.raises(StoppedError):
         prepare(config, tmp_path / "d", pool=StoppingAfter(1))
     write_jsonl(path, sentences(0, 21))
-    with pytest.raises(PrepareError, match="its input files have changed since"):
+    with pytest.raises(PrepareError, match="whose input files have changed since"):
         prepare(config, tmp_path / "d")
 
 

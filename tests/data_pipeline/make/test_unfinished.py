@@ -110,13 +110,13 @@ def test_another_configuration_or_other_input_may_not_go_on(tmp_path):
     other = CONFIG.model_copy(update={"validation_fraction": 0.5})
     with pytest.raises(PrepareError, match=r"validation_fraction: there .*, asked for 0\.5"):
         begin(other, tmp_path, [UNIT])
-    with pytest.raises(PrepareError, match="its input files have changed since"):
+    with pytest.raises(PrepareError, match="whose input files have changed since"):
         begin(CONFIG, tmp_path, [UNIT, Unit("text", 4, UNIT.splits)])
     plan = tmp_path / UNFINISHED / "plan.json"
     older = read_record(plan)
     assert older is not None
     write_record(plan, older | {"spec_hash": "0"})
-    with pytest.raises(PrepareError, match="older format"):
+    with pytest.raises(PrepareError, match="another format"):
         begin(CONFIG, tmp_path, [UNIT])
     plan.write_bytes(plan.read_bytes()[:-9])
     with pytest.raises(PrepareError, match=r"plan\.json is damaged"):

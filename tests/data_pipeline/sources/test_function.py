@@ -189,7 +189,9 @@ def test_a_text_where_fields_are_asked_for():
 
 @pytest.mark.usefixtures("folder")
 def test_a_function_that_gives_something_else_each_time(tmp_path):
-    with pytest.raises(InputError, match=r"has changed.*functions that give the same each time"):
+    with pytest.raises(
+        InputError, match=r"has changed.*functions that always give the same records"
+    ):
         prepare(_config("changes"), tmp_path / "d")
 
 

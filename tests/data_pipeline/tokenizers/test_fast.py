@@ -188,7 +188,7 @@ def test_what_could_give_other_ids_is_refused(text_json, reason):
 def test_other_models_are_refused():
     unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], 0, False))
     unigram.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    with pytest.raises(UnsuitableError, match="it is no BPE but Unigram"):
+    with pytest.raises(UnsuitableError, match="it is not BPE but Unigram"):
         fast_encoder(unigram.to_str())
 
 

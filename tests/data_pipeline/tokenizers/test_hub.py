@@ -97,7 +97,7 @@ def test_a_prepared_folder_keeps_the_end_of_a_document(tmp_path):
             r"no token '<\|end_of_document\|>'.*special tokens are '\[UNK\]', '\[SEP\]', '\[EOT\]'",
         ),
         ("[CLS]", r"no token '\[CLS\]' to end a document with; .* name one of them"),
-        ("plain", r"'plain' is not a special token: text that spells it would end a document"),
+        ("plain", r"'plain' is not a special token, so text that spells it would end a document"),
         ("the", r"'the' is not a special token"),
     ],
 )
@@ -110,13 +110,13 @@ def test_what_cannot_end_a_document_is_refused(tmp_path, end, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "no such .json or .model file, nor a folder .* hf://owner/name"),
-        ("nowhere/tokenizer.json", "no such .json or .model file"),
-        ("empty", "no such .json or .model file, nor a folder with tokenizer.json"),
-        ("other.txt", "no such .json or .model file"),
+        ("nowhere", "neither a .json or .model file nor a folder .* hf://owner/name"),
+        ("nowhere/tokenizer.json", "neither a .json or .model file"),
+        ("empty", "neither a .json or .model file nor a folder with tokenizer.json"),
+        ("other.txt", "neither a .json or .model file"),
         ("broken.json", "'broken.json': "),
         ("list.json", "tokenizer.json holds no JSON object"),
-        ("config.json", "not of the `tokenizers` library"),
+        ("config.json", "the `tokenizers` library cannot load it"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch, name, message):

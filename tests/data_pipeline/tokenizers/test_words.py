@@ -45,14 +45,14 @@ def test_ids_are_the_places_of_the_words_and_the_end_is_last(tmp_path):
 def test_a_word_that_is_not_there_is_an_error():
     tokenizer = open_tokenizer(f"python:{MODULE}:words")
     for text in ("a x", "<|end_of_document|>"):
-        with pytest.raises(InputError, match="do its words belong to this data"):
+        with pytest.raises(InputError, match="check that the tokenizer's words"):
             tokenizer.encode_batch([text])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("twice", "'a' is not a word, or is there twice"),
+        ("twice", "'a' is not a word or is repeated"),
         ("blanks", "'a b' is not a word"),
         ("text", "returned 'abc': it must return a list of words"),
         ("nothing", "returned 0 words: give at least one"),
