@@ -1,4 +1,4 @@
-"""A small corpus that every test of this room can afford, and one prepared folder of it."""
+"""A small corpus for the data tests, and a prepared folder of it."""
 
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> tuple[Path, ...]:
-    """Three .jsonl files of 40 documents; the last one repeats a document of the first and has an
-    empty one.
-    """
+    """Three .jsonl files of 40 documents; the last one repeats one of the first and has an empty one."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [sentences(seed, 40) for seed in range(3)]
     texts[2][5] = texts[0][7]
@@ -23,7 +21,7 @@ def corpus(tmp_path_factory) -> tuple[Path, ...]:
 
 @pytest.fixture(scope="session")
 def config(corpus) -> PrepareConfig:
-    """Small record batches, so that a few kB of text make many; one split per file."""
+    """Small record batches, and one split per file."""
     return PrepareConfig(
         input=tuple(map(str, corpus)),
         vocab_size=400,
@@ -34,7 +32,7 @@ def config(corpus) -> PrepareConfig:
 
 @pytest.fixture(scope="session")
 def prepared(config, tmp_path_factory) -> Path:
-    """The corpus above, prepared. Read only: tests that damage files copy it."""
+    """The prepared corpus, read-only: tests that damage files copy it."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     prepare(config, folder)
     return folder

@@ -2,10 +2,9 @@
 
     python fuzz_folder.py FOLDER FIRST COUNT
 
-FOLDER is this process's own. Each case damages it by its number alone, reads everything that is
-left, and mends it again. Prints one JSON line per outcome that must not be, and a last one that
-counts the others. More memory than the folder could ever need is refused by the system, and a case
-that does not end ends the process.
+FOLDER belongs to this process alone. A case's number determines its damage; the case reads everything
+that is left and repairs the folder. Each forbidden outcome is printed as a JSON line; the last line
+counts the others. The system limits memory, and a case that hangs ends the process.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ ABSURD = [0, 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**53 + 1, 2**
 
 
 class WrongError(Exception):
-    """Says that something came out that is neither an error nor right."""
+    """Says that reading returned wrong tokens."""
 
 
 # ---- reading
@@ -100,7 +99,7 @@ def _swap(rng: random.Random, data: bytearray) -> None:
 
 
 def _length(rng: random.Random, data: bytearray) -> None:
-    """Writes a number where one may be."""
+    """Writes a number at a place of a message."""
     width = rng.choice([2, 4, 8])
     place = rng.randrange(max(1, len(data) - width)) & ~(width - 1)
     data[place : place + width] = (rng.choice(ABSURD) % 2 ** (8 * width)).to_bytes(width, "little")
@@ -118,7 +117,7 @@ DAMAGES: list[Callable[[random.Random, bytearray], None]] = [
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Returns bytes that were damaged once or twice."""
+    """Returns bytes with one or two damages."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2])):
         if changed:
@@ -134,7 +133,7 @@ def _blake2b(data: bytes) -> str:
 
 
 def resign(bodies: list[dict[str, Any]]) -> list[bytes]:
-    """Returns manifests with right hashes, and each with that of the one before."""
+    """Returns manifests with correct hashes and links."""
     files, parent = [], ""
     for body in bodies:
         files.append(_encoded(body | {"parent": parent} if "parent" in body else body))
@@ -200,7 +199,7 @@ def mutate_index(rng: random.Random, data: bytes) -> bytes:
                 rng.choice([column.reverse, lambda c=column: c.append(c[0]), column.pop])()
             continue
         column = columns[name := rng.choice(INDEX_SCHEMA.names)]
-        if not column:  # all its rows were taken away before
+        if not column:  # an earlier damage removed all its rows
             continue
         row, width = rng.randrange(len(column)), INDEX_SCHEMA.field(name).type.bit_width
         value = rng.choice([column[row] + 1, column[row] - 1, column[row] * 2, *ABSURD])
@@ -220,7 +219,7 @@ def mutate_index(rng: random.Random, data: bytes) -> bytes:
 
 
 class Folder:
-    """Is an intact folder in memory, and its copy on disk that is damaged and mended."""
+    """Holds an intact folder in memory, and its copy on disk to damage and repair."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -233,7 +232,7 @@ class Folder:
         return [json.loads(self.files[name])["manifest"] for name in self.manifests]
 
     def with_shard(self, shard: str, data: bytes | None, index: bytes) -> dict[str, bytes]:
-        """Returns the files of a folder in which these bytes of a shard and its index are right."""
+        """Returns a folder's files with hashes that match these bytes of a shard and its index."""
         changed = {shard.replace(".tok.", ".idx."): index}
         bodies = self.bodies()
         for body in bodies:
@@ -246,7 +245,7 @@ class Folder:
         return changed | dict(zip(self.manifests, resign(bodies), strict=True))
 
     def case(self, number: int) -> tuple[str, dict[str, bytes]]:
-        """Returns what kind of damage it is, and the files that differ."""
+        """Returns the kind of damage, and the files that differ."""
         rng = random.Random(number)
         kind = rng.choice(
             ["shard", "shard", "index", "manifest", "JSON", "JSON", "numbers", "signed"]
@@ -265,7 +264,7 @@ class Folder:
         return kind, self._signed(rng, shard, index)
 
     def _signed(self, rng: random.Random, shard: str, index: str) -> dict[str, bytes]:
-        """Returns a shard that was damaged inside a batch, with the checksums of what it is now."""
+        """Returns a shard damaged inside a batch, with matching checksums."""
         data = bytearray(self.files[shard])
         table = pa.ipc.open_file(self.files[index]).read_all()
         row = rng.randrange(table.num_rows)
@@ -281,13 +280,10 @@ class Folder:
         return self.with_shard(shard, bytes(data), sink.getvalue().to_pybytes())
 
     def run(self, number: int) -> str:
-        """Damages, reads and mends.
-
-        Returns:
-            The kind of damage and what came of it.
+        """Damages, reads and repairs the folder; returns the kind of damage and the outcome.
 
         Raises:
-            WrongError: wrong tokens.
+            WrongError: reading returned wrong tokens.
         """
         kind, changed = self.case(number)
         changed = {name: data for name, data in changed.items() if data != self.files[name]}
@@ -308,7 +304,7 @@ class Folder:
     def _check(self, kind: str, found: Content) -> None:
         for name, (tokens, ends) in found.items():
             expected_tokens, expected_ends = self.expected[name]
-            if kind == "signed":  # its bytes say so themselves; but no more than it may hold
+            if kind == "signed":  # its own bytes say so, within the limits
                 if [len(one) for one in tokens] != [len(one) for one in expected_tokens]:
                     raise WrongError(f"{name}: another number of tokens")
                 if max(np.frombuffer(b"".join(tokens), dtype="<u2")) > 256:
@@ -322,13 +318,13 @@ class Folder:
 
 
 def main(path: str, first: str, count: str) -> None:
-    """Runs the cases of the command line."""
+    """Runs the cases that the command line names."""
     folder = Folder(Path(path))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     outcomes: Counter[str] = Counter()
     for number in range(int(first), int(first) + int(count)):
-        signal.alarm(CASE_S)  # which nobody catches: the process ends
+        signal.alarm(CASE_S)  # nothing catches it, so the process ends
         print(json.dumps({"case": number}), flush=True)
         try:
             outcomes[folder.run(number)] += 1

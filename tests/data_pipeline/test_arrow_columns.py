@@ -1,4 +1,4 @@
-"""Columns are those that `pa.array` makes, byte for byte, and no process imports pandas for them."""
+"""Columns equal those of `pa.array`, byte for byte, without importing pandas."""
 
 import subprocess
 import sys
@@ -106,7 +106,7 @@ assert "pandas" not in asked
 
 
 def test_preparing_and_reading_import_no_pandas(tmp_path):
-    """It would cost every process of a preparation more than all else that it imports."""
+    """Importing pandas would cost each process more than all other imports."""
     ended = subprocess.run(
         [sys.executable, "-c", _WITHOUT_PANDAS, str(tmp_path)],
         capture_output=True,

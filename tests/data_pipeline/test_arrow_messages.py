@@ -1,4 +1,4 @@
-"""A message decodes to what was written, or is refused before it takes memory."""
+"""A message decodes to what was written, or is refused before memory is allocated."""
 
 import random
 import struct
@@ -46,14 +46,14 @@ def test_one_byte_more_than_allowed_is_refused(codec):
     batch = batch_of(30_000)
     message = message_of(batch, codec)
     needed = sum(buffer.size for column in batch.columns for buffer in column.buffers() if buffer)
-    # Arrow pads what it does not compress; what it states is never less than what it is
+    # Arrow pads uncompressed buffers; stated sizes are never too small
     with pytest.raises(ValueError, match=r"its buffers ask for \d+ bytes, at most 60010 are"):
         decode_batch(message, SCHEMA, max_bytes=60_010)
     assert needed > 60_010
 
 
 def test_a_zstd_bomb_is_refused_before_memory_is_taken():
-    """4 GiB of zeros in 2 MB: what the message states is true, and no less absurd."""
+    """4 GiB of zeros in 2 MB, truthfully stated, are refused."""
     message = bytearray(message_of(batch_of(2**20)))
     bomb = _bomb(2**32)
     begin = _tokens_buffer(message)
@@ -70,7 +70,7 @@ def test_a_zstd_bomb_is_refused_before_memory_is_taken():
 
 
 def _tokens_buffer(message: bytearray) -> int:
-    """Where the compressed tokens lie, which begin with their size."""
+    """Returns the offset of the compressed tokens, which begin with their size."""
     body = len(message) - pa.ipc.read_message(bytes(message)).body.size
     return message.index(struct.pack("<q", 2 * 2**20), body)
 
@@ -83,7 +83,7 @@ def _bomb(num_bytes: int) -> bytes:
 
 
 def test_a_bomb_that_hides_its_size_does_not_go_off():
-    """The frame holds 64 MiB where the message states 2: zstd gets no more room than is stated."""
+    """The frame holds 64 MiB, but the message states 2: zstd gets only the stated memory."""
     message = bytearray(message_of(batch_of(2**20)))
     begin = _tokens_buffer(message) + 8
     bomb = _bomb(2**26)
@@ -96,7 +96,7 @@ def test_a_bomb_that_hides_its_size_does_not_go_off():
 
 @pytest.mark.parametrize("codec", ["zstd", None])
 def test_any_bytes_give_a_batch_or_one_kind_of_error(codec):
-    """No checksum protects here: wrong values may come, a crash or another error may not."""
+    """Without a checksum wrong values are possible, but no crash or other error."""
     intact = message_of(batch_of(200), codec)
     rng = random.Random(0)
     refused = 0
@@ -133,7 +133,7 @@ def test_a_buffer_is_decoded_into_an_array(codec):
 
 
 def test_no_damaged_buffer_is_written_beyond_its_array():
-    """Whatever the bytes are: values of the array, or one kind of error."""
+    """Any bytes give values or a ValueError."""
     intact = message_of(batch_of(3000))
     rng, refused = random.Random(1), 0
     for _ in range(500):

@@ -1,5 +1,5 @@
-"""The sections `data` and `prepare`: what makes no sense is refused, and the hash of `prepare` changes
-with what decides the bytes, and with nothing else.
+"""The sections `data` and `prepare` refuse nonsense; the hash of `prepare` changes exactly with the
+settings that determine the bytes.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Whatever becomes of the bytes of a prepared folder, reading it gives the right tokens or one clear
-error: never wrong tokens, another exception, a hang or memory without bound.
+"""Reading a damaged prepared folder gives the right tokens or one clear error: never wrong tokens,
+another exception, a hang or unbounded memory.
 """
 
 import json
@@ -22,7 +22,7 @@ CHILD = Path(__file__).parent / "fuzz_folder.py"
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory) -> Path:
-    """Two sources, of which one has prompts; three segments, a few batches per shard."""
+    """Two sources, one with prompts; three segments, a few batches per shard."""
     made = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
     made.seal("a", documents(0, 8), documents(8, 3), shards=2).seal("a", documents(1, 4))
     made.seal("b", documents(2, 6, prompts=True)).complete()
@@ -30,7 +30,7 @@ def intact(tmp_path_factory) -> Path:
 
 
 def _run(folder: Path, first: int, count: int) -> dict[str, int]:
-    """Runs cases in a process with limits; returns how often what came out."""
+    """Runs cases in a process with limits; counts the outcomes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
         [sys.executable, str(CHILD), str(folder), str(first), str(count)],
@@ -46,7 +46,7 @@ def _run(folder: Path, first: int, count: int) -> dict[str, int]:
 
 
 def _check_outcomes(outcomes: dict[str, int], count: int) -> None:
-    """Checks that the cases could fail: most damage matters, and of each kind some does."""
+    """Checks that the cases can fail: most damage matters, and some of each kind."""
     assert sum(outcomes.values()) == count
     for kind in ("shard", "index", "manifest", "JSON", "numbers", "signed"):
         assert outcomes.get(f"{kind}: refused", 0) > count // 100
@@ -66,7 +66,7 @@ def test_ten_thousand_damaged_folders_are_refused_or_read_rightly(intact, tmp_pa
 
 
 def test_each_of_a_thousand_flipped_bits_is_found(intact, tmp_path):
-    """By the blake2b of the whole file wherever it is; by the CRC where it is a batch's."""
+    """The file's blake2b notices it anywhere, the CRC inside a batch."""
     folder = Path(shutil.copytree(intact, tmp_path / "d"))
     manifest = read_manifest(folder)
     rng = random.Random(3)

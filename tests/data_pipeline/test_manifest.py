@@ -1,4 +1,4 @@
-"""The chain of manifests notices any damage to itself, and files appear whole or not at all."""
+"""The chain of manifests detects any damage to itself, and files appear atomically."""
 
 import errno
 import hashlib
@@ -98,7 +98,7 @@ def test_a_growing_chain_is_followed_without_reading_again_what_is_known(tmp_pat
 
 
 def _following(folder, known, opened, monkeypatch) -> DatasetManifest:
-    """Follows a chain, and notes the manifests that are read for it."""
+    """Follows a chain, and records which manifests are read."""
     with monkeypatch.context() as patch:
         read = open
 
@@ -217,7 +217,7 @@ def test_a_manifest_of_another_folder_is_refused(chain, tmp_path):
 
 
 def forge(folder: Path, file: int, **changes: Any) -> None:
-    """Changes a manifest and all hashes that would give the change away."""
+    """Changes a manifest and all hashes that would reveal it."""
     parent = ""
     for position in range(5):
         path = folder / manifest_name(position)

@@ -1,4 +1,4 @@
-"""What is written comes back; what was damaged since is never returned as tokens."""
+"""Reading returns what was written, and never damaged tokens."""
 
 import random
 import shutil

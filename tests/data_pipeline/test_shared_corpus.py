@@ -1,4 +1,4 @@
-"""The real corpus beside the project: what is prepared from it is what is in it."""
+"""The prepared form of the shared corpus equals the corpus."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Looking into prepared folders: which there are, and that every damage is named."""
+"""Finding prepared folders, and naming every damage."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Decisions about documents against a slow one; what came before decides, what comes later never."""
+"""Decisions about documents, compared with a slow loop; later documents never change earlier ones."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ HASHES = st.tuples(
 @settings(max_examples=50, deadline=None)
 @given(batches=st.lists(st.lists(HASHES, max_size=20), max_size=8))
 def test_what_was_there_before_is_known(batches):
-    """First halves that are equal while the second ones differ are two documents."""
+    """Hashes with equal first halves but different second halves are two documents."""
     index, seen = ExactIndex(), set()
     for batch in batches:
         high, low = np.array(batch, dtype=np.uint64).reshape(-1, 2).T
@@ -56,7 +56,7 @@ def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:
 
 
 def scanned(*documents: tuple[int, int], reasons: tuple[str, ...] = ()) -> Scanned:
-    """Documents of given hashes (first halves) and fates."""
+    """Returns documents with the given first halves of hashes and fates."""
     records = [(high, high, 10, fate) for high, fate in documents]
     return Scanned(np.array(records, dtype=_RECORD), reasons)
 

@@ -1,4 +1,4 @@
-"""Segments are sealed in the order of the units as soon as they are full, and the chain says it all."""
+"""Full segments are sealed in the order of the units, and the chain records everything."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from moebius.data_pipeline.tokenizers.tokenizer import save_tokenizer
 
 @pytest.fixture
 def make(tmp_path):
-    """Returns what makes a committer of a folder, and the segments it tells of."""
+    """Returns a factory of committers for a folder, and the list of reported segments."""
     save_tokenizer(tmp_path, BytesTokenizer())
     told: list[str] = []
 
@@ -40,7 +40,7 @@ def make(tmp_path):
 
 
 def segments(folder: Path, source: str) -> list[list[int]]:
-    """The numbers of the train shards of each segment."""
+    """Returns the numbers of the train shards of each segment."""
     manifest = read_manifest(folder)
     return [
         [shard.number for shard in segment.of("train")] for segment in manifest.segments(source)
@@ -58,7 +58,7 @@ def test_a_segment_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
     assert not is_prepared(folder), "validation fills no segment"
     committer.commit("a", [shard_entry("a", 1, num_tokens=400)])
     assert segments(folder, "a") == [[0, 1]]
-    committer.commit("a", [])  # nothing of it stays
+    committer.commit("a", [])  # the whole source is dropped
     committer.commit("a", [shard_entry("a", 3, num_tokens=5000)])
     committer.commit("a", [shard_entry("a", 4, num_tokens=1)])
     assert segments(folder, "a") == [[0, 1], [3], [4]]

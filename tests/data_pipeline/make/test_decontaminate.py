@@ -1,4 +1,4 @@
-"""Text that shares n words with an evaluation item is found, and says with which."""
+"""Text that shares n words with an evaluation item is found, and its set is named."""
 
 import gzip
 import io
@@ -151,7 +151,7 @@ def test_a_missing_field_is_named_beside_those_that_are_there(tmp_path):
 
 @pytest.mark.needs_shared
 def test_the_corpus_holds_none_of_the_evaluation_sets():
-    """Its makers removed what shares 13 words: an independent count of the same thing."""
+    """The corpus's makers removed text that shares 13 words, which is an independent check."""
     folder = shared_folder()
     if folder is None or not (folder / "data/corpus/train-00.jsonl.zst").exists():
         pytest.skip("no recorded corpus beside the project (set MOEBIUS_SHARED to its folder)")

@@ -1,4 +1,4 @@
-"""Filters and decontamination: what they drop and count, and every mistake as one clear error."""
+"""Filters and decontamination drop and count documents; every mistake is one clear error."""
 
 import json
 import pickle
@@ -50,7 +50,7 @@ def prose(seed: int) -> str:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> dict[str, Any]:
-    """Two files with planted documents; what `PrepareConfig` needs."""
+    """Returns the `PrepareConfig` of two files with planted documents."""
     kept = [prose(seed) for seed in range(10)]
     planted = ["too short", f"{prose(100)} {ITEM} {prose(101)}", f"le chat {prose(102)}"]
     for name, texts in (("a", kept[:5] + planted[:2]), ("b", planted[2:] + kept[5:])):

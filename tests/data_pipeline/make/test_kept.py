@@ -1,4 +1,4 @@
-"""What a process keeps between scanning and tokenising changes nothing but how often it reads."""
+"""The cache between scanning and tokenising changes only how often files are read."""
 
 import os
 from pathlib import Path
@@ -16,14 +16,14 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch):
-    """Takes files for old that a test has just written; and its machine does not lose power."""
+    """Treats fresh files as settled, and skips fsync."""
     monkeypatch.setattr(kept, "_SETTLED_NS", -(10**18))
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
-    """Takes the label of every split that is read."""
+    """Collects the label of every split that is read."""
     read, labels = tasks.read_documents, []
 
     def counting(split, *arguments, **options):
@@ -35,7 +35,7 @@ def reads(monkeypatch) -> list[str]:
 
 
 def _corpus(folder: Path) -> PrepareConfig:
-    """Three files, some of it twice."""
+    """Returns three files with some repeated documents."""
     texts = [sentences(0, 12), [*sentences(1, 9), " two  blanks ", *sentences(0, 3)], ["e\u0301 é"]]
     paths = [write_jsonl(folder / f"{n}.jsonl", some) for n, some in enumerate(texts)]
     return PrepareConfig(
@@ -64,7 +64,7 @@ def test_no_more_is_kept_than_may_be(tmp_path, reads, monkeypatch):
     reads.clear()
     monkeypatch.setattr(kept, "MAX_KEPT_BYTES", 700)
     prepare(config, tmp_path / "some")
-    assert 3 < len(reads) < 6  # the last, short one was kept
+    assert 3 < len(reads) < 6  # the short last one is still cached
     assert files_of(tmp_path / "all") == files_of(tmp_path / "some")
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_changes_after_it_was_scanned_is_noticed(tmp_path):
         if function.__name__ == "tokenise_unit":
             path = Path(item.unit.splits[0].url)
             path.write_text(path.read_text().replace("0", "9"))
-            os.utime(path, (0, 0))  # the clock that tells times apart may be coarse
+            os.utime(path, (0, 0))  # the file system's clock may be coarse
 
     with pytest.raises(InputError, match="has changed while it was being prepared"):
         prepare(config, tmp_path / "d", pool=Meddling(meddle))
@@ -83,7 +83,7 @@ def test_a_file_that_changes_after_it_was_scanned_is_noticed(tmp_path):
 
 
 def test_hashes_that_another_process_has_found_count(tmp_path):
-    """A scan is lost, and repeated elsewhere, of a file that was changed: decided about is that."""
+    """If a lost scan is repeated elsewhere after a change, the new content decides."""
     config = _corpus(tmp_path)
     task = tasks.UnitTask(config, tmp_path / "d", plan_units(config)[0])
     (tmp_path / "d" / "unfinished").mkdir(parents=True)
@@ -94,4 +94,4 @@ def test_hashes_that_another_process_has_found_count(tmp_path):
         records["low"][0] += changed_by
         documents = kept.take(task.directory, task.unit, records)
         assert (documents is None) == bool(changed_by)
-    assert kept.take(task.directory, task.unit, records) is None  # it is forgotten by then
+    assert kept.take(task.directory, task.unit, records) is None  # evicted by then

@@ -1,5 +1,5 @@
-"""F19: what crashes is tried three times and left out, and nothing else changes; what no text is to
-blame for ends the preparation instead.
+"""F19: units that crash are tried three times and left out, and nothing else changes; failures that
+are no text's fault end the preparation.
 """
 
 import json
@@ -38,8 +38,8 @@ BAD = 2  # the file with the poison
 
 @pytest.fixture(autouse=True)
 def _harm(monkeypatch):
-    """Lets poison do its harm where a document is normalised: in this process."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a test's machine does not lose power
+    """Makes poisonous documents take effect when this process normalises them."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # tests need no fsync
     normalised = tasks.normalised
     monkeypatch.setattr(
         tasks, "normalised", lambda text: keep_what_does_no_harm(text) or normalised(text)
@@ -49,9 +49,9 @@ def _harm(monkeypatch):
 def _corpus(
     folder: Path, poison: str, *, tokenizer: str = "bytes", everywhere: bool = False
 ) -> PrepareConfig:
-    """Five files, of which one has a poisonous document in its middle; some segments.
+    """Five files, one with a poisonous document in its middle, in several segments.
 
-    `everywhere`: it does its harm in other processes as well.
+    With `everywhere`, the poison acts in other processes, too.
     """
     texts = [sentences(seed, 12) for seed in range(5)]
     texts[BAD][6] = f"a POISON {poison} text"
@@ -68,7 +68,7 @@ def _corpus(
 
 
 class Counting(SerialPool):
-    """Counts how often each unit is scanned."""
+    """Counts the scans of each unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Counting(SerialPool):
 
 
 def _check_all_but_the_poison(config: PrepareConfig, folder: Path, elsewhere: Path) -> None:
-    """Compares with a preparation of the same files, the bad one empty: a tombstone."""
+    """Compares with a preparation in which the bad file is empty."""
     assert (folder / QUARANTINED / f"text-{BAD:05d}.txt").exists()
     Path(config.input[BAD]).write_text("")
     prepare(config, elsewhere)
@@ -109,7 +109,7 @@ def _seen(folder: Path) -> list[tuple[int, list]]:
     [
         ("VALUE", "ValueError: the detector is at its wits' end"),
         ("PANIC", "PanicError: panicked at 3:4"),
-        ("BADGZIP", "OSError: not a gzipped file"),  # without a number it is a decoder's
+        ("BADGZIP", "OSError: not a gzipped file"),  # decoders raise OSErrors without a number
     ],
 )
 def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path, poison, said):
@@ -124,9 +124,7 @@ def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path
     assert [one for one in news if one] == [f"{lost.input} is left out: {said}"]
     account = (tmp_path / "d" / QUARANTINED / "text-00002.txt").read_text()
     assert "was left out in stage 'scan'" in account
-    assert (
-        "in _raise" in account or "sys.exit(5)" in account
-    )  # the traceback, to where it came from
+    assert "in _raise" in account or "sys.exit(5)" in account  # the traceback, down to its origin
     _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
 
 
@@ -173,7 +171,7 @@ def test_a_quarantined_unit_leaves_a_trained_tokenizer_and_every_pool_alike(tmp_
 
 
 def test_what_was_given_up_stays_given_up_after_an_interruption(tmp_path):
-    """The file is whole again by then: what was decided is repeated, and the bytes are the same."""
+    """The decision is repeated although the file has been repaired, and the bytes are the same."""
     config = _corpus(tmp_path, "VALUE")
     prepare(config, tmp_path / "through")
 
@@ -192,7 +190,7 @@ def test_what_was_given_up_stays_given_up_after_an_interruption(tmp_path):
 
 
 def test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was(tmp_path, monkeypatch):
-    """Its documents were counted, and stay the first of their kind; its shards are not there."""
+    """Its documents count, and still make later ones repeats; it has no shards."""
     config = _corpus(tmp_path, "nothing")
 
     class Failing(SerialPool):
@@ -245,7 +243,7 @@ def test_what_no_text_is_to_blame_for_ends_the_preparation(tmp_path, poison, sai
     assert pool.scans[BAD] == ATTEMPTS
     assert not (tmp_path / "d" / QUARANTINED).exists()
     harmless = Path(config.input[BAD]).read_text().replace("POISON", "HARMLE")
-    Path(config.input[BAD]).write_text(harmless)  # of as many bytes: what was wrong is mended
+    Path(config.input[BAD]).write_text(harmless)  # the same size, but harmless
     prepare(config, tmp_path / "d")
     prepare(config, tmp_path / "undisturbed")
     assert files_of(tmp_path / "d") == files_of(tmp_path / "undisturbed")
@@ -262,7 +260,7 @@ def test_ctrl_c_is_no_failure(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_three_times_ends_the_preparation_by_default(tmp_path):
-    """What the system does to it when memory is out; a document may be the reason, or not."""
+    """The system kills it for its memory, whether or not a document is the reason."""
     config = _corpus(tmp_path, "KILL", everywhere=True)
     with LocalPool(2) as pool, pytest.raises(PrepareError, match=r"was killed .*fewer workers"):
         prepare(config, tmp_path / "d", pool=pool)
@@ -313,7 +311,7 @@ def test_what_the_user_can_mend_is_raised_at_once_or_given_up_at_once():
     assert not failures.try_again("one", mistake)
     failures.check_is_poison("a.jsonl", "scan", mistake)
     with pytest.raises(PrepareError, match="no room"):
-        failures.try_again("one", PrepareError("no room"))  # which no text is the reason of
+        failures.try_again("one", PrepareError("no room"))  # not a text's fault
 
 
 def test_the_reason_names_no_process_and_the_account_names_all():

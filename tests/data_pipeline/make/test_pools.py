@@ -1,4 +1,4 @@
-"""Pools tell what became of every task, and leave no process behind."""
+"""Pools report the outcome of every task, and leave no process behind."""
 
 import multiprocessing
 import os
@@ -89,7 +89,7 @@ def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
 
 
 def test_how_a_process_ended_is_told_and_no_exception_takes_it_down():
-    """One that was killed is not taken for one that crashed; what does not unpickle is told in words."""
+    """Kills are distinguished from crashes; errors that cannot be unpickled become messages."""
     with LocalPool(3) as pool:
         numbers = {pool.submit(keep_what_does_no_harm, f"POISON {word}"): word for word in _ENDS}
         found = dict(pool.wait() for _ in numbers)
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 
 
 def _semaphores(process: int) -> set[str]:
-    """Those that a process has open; /dev/shm has those of other programs, too."""
+    """Returns the semaphores that a process has open; /dev/shm also has other programs'."""
     maps = Path(f"/proc/{process}/maps").read_text().splitlines()
     return {line.split()[5] for line in maps if "/dev/shm/sem." in line}
 
@@ -201,7 +201,7 @@ def test_a_pool_has_no_semaphore_that_a_kill_would_leave_behind():
 
 
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
-    """Its workers cannot start; that is no fault of the tasks."""
+    """Its workers cannot start, which is not the tasks' fault."""
     script = tmp_path / "script.py"
     script.write_text(
         _PROGRAM

@@ -1,5 +1,5 @@
-"""The same bytes for any number of workers, any order of completion and after any interruption; one
-clear error each.
+"""Any number of workers, order of completion and interruption gives the same bytes; every mistake is
+one clear error.
 """
 
 import errno
@@ -33,7 +33,7 @@ from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
 def _texts(folder: Path, split: str) -> list[str]:
-    """All documents of a split, decoded, in order."""
+    """Returns all documents of a split, decoded, in order."""
     tokenizer = load_tokenizer(folder)
     rows = [row["tokens"] for row in documents_of(folder, split)]
     assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
@@ -157,7 +157,7 @@ def test_the_tokenizer_is_trained_on_a_sample_of_the_asked_size(config, tmp_path
 
     pool = Meddling(spying)
     prepare(config.model_copy(update={"tokenizer_sample_bytes": 5000}), tmp_path / "d", pool=pool)
-    assert 5000 <= sizes[0] < 5000 + 3 * 1500  # a document more of each of three files at most
+    assert 5000 <= sizes[0] < 5000 + 3 * 1500  # at most one more document per file
 
 
 def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_path):
@@ -165,7 +165,7 @@ def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_pat
     assert len(read_manifest(tmp_path / "d").of("train")) > 3
     train, validation = (_texts(tmp_path / "d", split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(_expected(corpus))
-    # the first part has two documents, so it must give one, whatever the others have
+    # the first part has two documents, so it must hold one out
     moved = set(validation) - set(_texts(prepared, "validation"))
     assert len(moved) == 1
     assert train == [text for text in _texts(prepared, "train") if text not in moved]
@@ -175,7 +175,7 @@ def test_a_split_file_gives_the_same_documents(config, prepared, corpus, tmp_pat
 
 
 class Last(SerialPool):
-    """Is another machine's view: function and items travel as pickles, the last one ends first."""
+    """Pickles functions and items as for another machine, and ends the last task first."""
 
     capacity = 5
 
@@ -200,7 +200,7 @@ class Shuffled(SerialPool):
 
 
 class Threads:
-    """Runs four tasks at once, each of them in `copies` threads at once."""
+    """Runs four tasks at once, each in `copies` threads at once."""
 
     def __init__(self, *, copies: int):
         self.capacity, self._copies, self._submitted = 4, copies, 0
@@ -229,7 +229,7 @@ class Threads:
 
 
 def _each_twice(function, item):
-    """A cluster that believes a worker dead and runs its task again elsewhere."""
+    """Acts like a cluster that believes a worker dead and repeats its task."""
     function(item)
 
 
@@ -271,7 +271,7 @@ def test_progress_is_told(config, tmp_path):
 
 
 class StoppingAfter(SerialPool):
-    """Stops the coordinator when so many tasks are done."""
+    """Stops the coordinator after `num_tasks` tasks."""
 
     def __init__(self, num_tasks: int):
         super().__init__()
@@ -309,7 +309,7 @@ def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
 
 
 class TrainingLast(SerialPool):
-    """Runs every other task before the tokenizer is trained, and stops the coordinator there."""
+    """Runs all other tasks before the tokenizer is trained, then stops the coordinator."""
 
     capacity = 8
 
@@ -322,7 +322,7 @@ class TrainingLast(SerialPool):
 
 
 def test_the_tokenizer_does_not_depend_on_what_an_earlier_run_has_scanned(tmp_path):
-    """A document that is held out against its hash, in a unit that was scanned before the stop."""
+    """A document is held out despite its hash, in a unit that was scanned before the stop."""
     texts = [[], [], ["first " * 50], ["second " * 50, "third " * 50]]
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", some) for n, some in enumerate(texts)]
     config = PrepareConfig(input=tuple(map(str, paths)), vocab_size=300, validation_fraction=1e-9)
@@ -359,7 +359,7 @@ def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
 
 
 def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
-    """The disk fills at the first write, at the second, ... until there was room for all."""
+    """The disk is full at the first write, at the second, … until all writes succeed."""
     reference, tried, survived = files_of(prepared, "**/*"), 0, 0
     for tried, survived in enumerate(at):
         folder = tmp_path / str(survived)
@@ -390,7 +390,7 @@ def _fail_at_writes(config, prepared, tmp_path, monkeypatch, call, at) -> None:
 
 @pytest.mark.parametrize("num_writes", [5, 12, 17])
 def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
-    """kill -9 leaves debris, which the next run clears away."""
+    """kill -9 leaves temporary files, which the next run removes."""
     program = f"""
 import os
 from moebius.data_pipeline.prepare_config import PrepareConfig
@@ -414,7 +414,9 @@ prepare(PrepareConfig.model_validate_json({config.model_dump_json()!r}), {str(tm
 
 def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
     with pytest.raises(StoppedError):
-        prepare(config, tmp_path / "d", pool=StoppingAfter(9))  # two of three splits are tokenised
+        prepare(
+            config, tmp_path / "d", pool=StoppingAfter(9)
+        )  # two of three splits are tokenised by then
     good, bad = (
         tmp_path / "d" / "text.train-00000.tok.arrow",
         tmp_path / "d" / "text.train-00001.tok.arrow",
@@ -440,7 +442,7 @@ def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared,
 
 @pytest.fixture
 def texts(tmp_path, monkeypatch) -> Path:
-    """A folder of two files, and a link to it, in the working folder."""
+    """A folder of two files and a link to it, in the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for name in "ab":
@@ -529,7 +531,7 @@ def test_input_that_grew_after_it_was_prepared(tmp_path):
         PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"
     ):
         prepare(config, tmp_path / "d")
-    path.unlink()  # gone is not changed: shards may be carried to a machine without the text
+    path.unlink()  # missing input is no change: shards may be moved to a machine without it
     prepare(config, tmp_path / "d")
 
 
@@ -546,7 +548,7 @@ def test_input_that_grew_while_it_was_interrupted(tmp_path):
 def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
     path, config = _growing_input(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
-    if change == "fewer lines":  # one record less in as many bytes
+    if change == "fewer lines":  # one record fewer in as many bytes
         lines[-1] = " " * (len(lines[-1].encode()) - 1) + "\n"
     else:
         lines[3] = lines[3].replace("(0-3)", "(9-3)")
@@ -596,7 +598,7 @@ def test_no_permission(config, tmp_path, monkeypatch):
     def denied(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "mkdir", denied)  # root may write anywhere, so chmod would not do
+    monkeypatch.setattr(Path, "mkdir", denied)  # chmod would not stop root
     with pytest.raises(
         PrepareError,
         match=r"cannot write .*d \(Permission denied\): give yourself write permission",
@@ -605,7 +607,7 @@ def test_no_permission(config, tmp_path, monkeypatch):
 
 
 def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
-    """Which of many equal documents stays must not depend on who is faster."""
+    """Which of several equal documents stays must not depend on the workers' speed."""
     rng = random.Random(0)
     pool = sentences(1, 30)
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
@@ -623,7 +625,7 @@ def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
 
 
 def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):
-    """Whatever pool is given; with any other input the pool has the work."""
+    """Whatever the pool; with any other input, the pool runs the tasks."""
 
     class Refusing(SerialPool):
         def expect(self, num_tasks: int) -> None:

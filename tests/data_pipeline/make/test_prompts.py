@@ -1,4 +1,4 @@
-"""Prompts and answers from their file to a batch: every token of it, and what is learned."""
+"""Prompts and answers, from file to batch: every token, and whether it is learned."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def _config(*sources: SourceConfig, **options) -> PrepareConfig:
 
 
 def _expected(records: list[dict[str, str]]) -> dict[tuple[int, ...], list[bool]]:
-    """By hand: bytes of prompt, bytes of answer, an end; what is learned is not the prompt's."""
+    """Expected by hand: bytes of prompt, bytes of answer, an end; the prompt is not learned."""
     found = {}
     for record in records:
         prompt, answer = record["q"].encode(), record["a"].encode()
@@ -69,7 +69,7 @@ def test_every_token_of_a_row_that_is_cut_anywhere_is_marked(tmp_path):
     expected = _expected(ASKED)
     stream = [token for tokens in expected for token in tokens]
     learned = [mark for marks in expected.values() for mark in marks]
-    num_rows = (len(stream) - 1) // 15  # neighbours share a token
+    num_rows = (len(stream) - 1) // 15  # neighbouring rows share a token
     rows = {
         tuple(stream[15 * n : 15 * n + 16]): learned[15 * n + 1 : 15 * n + 16]
         for n in range(num_rows)
@@ -90,7 +90,7 @@ def test_every_token_of_documents_that_are_fitted_into_rows_is_marked(tmp_path):
         assert batch.loss_mask is not None
         assert batch.document_ids is not None
         tokens, ids = batch.tokens[0, 0], batch.document_ids[0, 0]
-        mask = np.concatenate([[False], batch.loss_mask[0, 0]])  # a row's first is no target
+        mask = np.concatenate([[False], batch.loss_mask[0, 0]])  # a row's first token is no target
         assert not mask[ids < 0].any(), "padding is no target"
         for number in np.unique(ids[ids >= 0]):
             document = tuple(tokens[ids == number].tolist())

@@ -1,5 +1,5 @@
-"""F18: manifests, shards, indices and tokenizer are the same bytes for any number of processes, and
-after kill -9 of workers or of the whole preparation, whenever it comes.
+"""F18: manifests, shards, indices and tokenizer have the same bytes for any number of processes, and
+after kill -9 of workers or of the whole preparation at any time.
 """
 
 import os
@@ -31,7 +31,7 @@ from moebius.data_pipeline.read.token_store import verify_shard
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_fsync():
-    """A process that ends loses nothing that it wrote: only a machine that does would."""
+    """Skips fsync: a killed process loses nothing that it wrote."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -42,7 +42,7 @@ _SHUFFLES = {False: "in order", True: "shuffled"}
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A preparation that nobody disturbed."""
+    """Returns the files of an undisturbed preparation."""
 
     config: PrepareConfig
     files: dict[str, bytes]
@@ -51,14 +51,14 @@ class Undisturbed:
 
     @property
     def end(self) -> Completion:
-        """The last of its manifests."""
+        """Returns the last manifest."""
         assert self.manifest.completion is not None
         return self.manifest.completion
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
-    """Two sources of six files, prepared with and without a shuffle of their documents."""
+    """Two sources of six files, prepared with and without shuffling."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(6):
         name = f"{'ab'[number % 2]}-{number}.jsonl"
@@ -107,7 +107,7 @@ def _check_processes(undisturbed: dict[bool, Undisturbed], folder: Path, num_wor
 def test_stopping_the_coordinator_between_two_tasks_of_a_shuffle_changes_nothing(
     undisturbed, tmp_path
 ):
-    """The last file part of each source has repeats only: a unit without a document to write."""
+    """The last part of each source has only repeats, so its unit writes no document."""
     _stop_at(undisturbed[True], tmp_path, every=37)
 
 
@@ -137,7 +137,7 @@ def _stop_at(expected: Undisturbed, folder: Path, *, every: int) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_work_that_is_damaged_before_it_goes_on_is_done_again(undisturbed, tmp_path, shuffle):
-    """Every record of what was read, decided and written so far, by one bit or its last byte."""
+    """Damages every record so far, by one bit or its last byte."""
     expected = undisturbed[shuffle]
     num_events = 0
 
@@ -182,7 +182,7 @@ with LocalPool(2) as pool:
 
 @contextmanager
 def _preparing(config: PrepareConfig, *folders: Path) -> Iterator[subprocess.Popen[str]]:
-    """Runs a preparation and its two workers in a process group of their own."""
+    """Runs a preparation and two workers in their own process group."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, config.model_dump_json(), *map(str, folders)],
         stdout=subprocess.PIPE,
@@ -196,7 +196,7 @@ def _preparing(config: PrepareConfig, *folders: Path) -> Iterator[subprocess.Pop
 
 
 def _kill_group(program: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
+    with suppress(ProcessLookupError):  # all processes have ended
         os.killpg(program.pid, signal.SIGKILL)
     program.wait()
 
@@ -209,7 +209,7 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
 
 
 def _check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> None:
-    """Whatever has its name has its content, and what is sealed is whole."""
+    """Checks that every named file has its final content, and that sealed segments are whole."""
     for name, content in files_of(folder).items() if folder.exists() else ():
         assert TEMPORARY in name or content == expected[name], name
     if is_prepared(folder):
@@ -223,7 +223,7 @@ def _check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> No
 def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
     undisturbed, tmp_path, shuffle, seeds
 ):
-    """Five seeds: where, and once or twice. A new process ends what they have left."""
+    """Five seeds choose when to kill, once or twice; a new process then finishes."""
     expected = undisturbed[shuffle]
     folders = [tmp_path / str(seed) for seed in seeds]
     num_unfinished = 0
@@ -232,7 +232,7 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
         for _ in range(1 + seed % 2):
             with _preparing(expected.config, folder) as program:
                 _await_event(program, rng.randrange(1, expected.num_events - 1))
-                time.sleep(rng.choice([0, rng.random() / 100]))  # between two events, too
+                time.sleep(rng.choice([0, rng.random() / 100]))  # also between two events
                 _kill_group(program)
             _check_nothing_is_half_there(folder, expected.files)
             num_unfinished += (folder / UNFINISHED / "plan.json").exists()
@@ -267,7 +267,7 @@ def test_killing_workers_at_any_moment_changes_nothing(undisturbed, tmp_path, se
 
 
 def _workers_of(process: int) -> list[int]:
-    """The processes of a pool: children that were spawned, without Python's own resource tracker."""
+    """Returns a pool's processes: spawned children, without Python's resource tracker."""
     children = Path(f"/proc/{process}/task/{process}/children")
     found = []
     for child in children.read_text().split() if children.exists() else ():
@@ -332,7 +332,7 @@ def test_processes_that_wait_take_over_from_one_that_is_killed(undisturbed, tmp_
     expected = undisturbed[False]
     with _preparing(expected.config, tmp_path / "d") as first:
         _await_event(first, expected.num_events // 2)
-        os.killpg(first.pid, signal.SIGSTOP)  # it holds the folder, and does nothing
+        os.killpg(first.pid, signal.SIGSTOP)  # holds the lock, and does nothing
         with (
             _preparing(expected.config, tmp_path / "d") as second,
             _preparing(expected.config, tmp_path / "d") as third,

@@ -1,4 +1,4 @@
-"""The document shuffle: a bijection that depends on the documents alone, and a good mixture."""
+"""The document shuffle is a bijection that depends only on the documents, and mixes well."""
 
 from collections import Counter
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_keys_are_spread_evenly_and_do_not_follow_validation():
     buckets = Counter(_shuffle_key(one) * 8 >> 64 for one in ids)
     assert set(buckets) == set(range(8))
     assert max(buckets.values()) - min(buckets.values()) < 200
-    # ids that begin alike, as all that are held out do, and whose ends are one apart
+    # ids with equal beginnings, as held-out ones have, and consecutive ends
     alike = [bytes(8) + number.to_bytes(8, "big") for number in range(8000)]
     spread = Counter(_shuffle_key(one) * 8 >> 64 for one in alike)
     assert max(spread.values()) - min(spread.values()) < 200
@@ -66,7 +66,7 @@ def _documents(folder: Path, split: str) -> list[str]:
 
 @pytest.mark.parametrize("piece_tokens", [500, pytest.param(2**24, marks=pytest.mark.slow)])
 def test_every_document_comes_once_wherever_its_file_was(tmp_path, monkeypatch, piece_tokens):
-    """Its place does not depend on the files; nor on how much is sorted in memory at a time."""
+    """A document's place does not depend on the files or on how much is sorted at a time."""
     monkeypatch.setattr(shuffle, "_PIECE_TOKENS", piece_tokens)
     texts = [text for seed in range(3) for text in sentences(seed, 20)]
     forth = [write_jsonl(tmp_path / f"{n}.jsonl", texts[20 * n : 20 * n + 20]) for n in range(3)]
@@ -85,7 +85,7 @@ def test_every_document_comes_once_wherever_its_file_was(tmp_path, monkeypatch, 
 
 
 def test_a_unit_without_a_document_of_its_own_costs_no_bucket(tmp_path):
-    """The second file repeats the first: all of its documents are duplicates."""
+    """The second file repeats the first, so all its documents are duplicates."""
     texts = sentences(0, 30)
     once = [write_jsonl(tmp_path / "a.jsonl", texts)]
     twice = [*once, write_jsonl(tmp_path / "b.jsonl", texts)]

@@ -1,4 +1,4 @@
-"""Who has a folder, what is being made there, and what an interrupted run has left."""
+"""The lock of a folder, its recorded plan, and the leftovers of an interrupted run."""
 
 import errno
 import threading
@@ -34,7 +34,7 @@ def nobody_waits() -> None:
 
 
 def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
-    """Five threads take turns; each deletes the lock with all unfinished work as it leaves."""
+    """Five threads take turns; each deletes the lock and all unfinished work as it leaves."""
     folder, inside, most, told = tmp_path / "d", [], [], []
 
     def work(number: int) -> None:
@@ -44,7 +44,7 @@ def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
             (folder / UNFINISHED / "work").write_text(str(number))
             assert (folder / UNFINISHED / "work").read_text() == str(number)
             inside.remove(number)
-            clear(folder)  # the lock with it: the next one may enter from here on
+            clear(folder)  # with the lock: the next thread may enter from here on
 
     with claimed(folder, on_wait=nobody_waits):
         threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
@@ -61,7 +61,7 @@ def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
 
 
 def test_a_folder_that_another_clears_away_just_now_is_made_again(tmp_path, monkeypatch):
-    """mkdir finds the folder there, and it is gone when mkdir looks whether it is one."""
+    """mkdir finds the folder, which is gone when mkdir checks that it is a folder."""
     mkdir, cleared = Path.mkdir, []
 
     def cleared_meanwhile(path: Path, *args: Any, **options: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_that_another_clears_away_just_now_is_made_again(tmp_path, monk
 
 
 def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_path, monkeypatch):
-    """Between two looks at it, the other process has made its folder of unfinished work."""
+    """Between two checks, the other process creates its folder of unfinished work."""
     exists = Path.exists
 
     def begun_meanwhile(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Units and their order: each split once, sources side by side, and fair shares of the sample."""
+"""Units contain each split once, interleave sources, and share the sample fairly."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ SIZES = st.dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES)
 def test_sources_are_interleaved_by_what_is_done_of_each(sizes):
-    """At every moment the fractions of any two sources differ by less than a unit of each."""
+    """At any position, the fractions of two sources differ by less than a unit of each."""
     found = interleaved(units(sizes))
     assert sorted(found, key=lambda unit: (list(sizes).index(unit.source), unit.number)) == units(
         sizes
@@ -104,7 +104,7 @@ def test_the_sample_is_as_large_as_was_asked_for_and_from_all(sizes, sample_byte
     assert shares.keys() == set(range(len(planned)))
     total = sum(unit.num_bytes for unit in planned)
     assert sum(shares.values()) >= min(sample_bytes, total)
-    assert sum(shares.values()) <= sample_bytes + 2 * len(planned)  # one byte of each at least
+    assert sum(shares.values()) <= sample_bytes + 2 * len(planned)  # at least one byte of each
     largest = max(unit.num_bytes for unit in planned)
     for index, unit in enumerate(planned):
         for other, beside in enumerate(planned):
@@ -117,7 +117,7 @@ def test_the_sample_is_of_no_validation_and_of_so_many_units_at_most(monkeypatch
     monkeypatch.setattr(plan, "MAX_SAMPLED_UNITS", 5)
     planned = units({"v": [9] * 3}, "validation") + units({"a": [50] * 20})
     shares = sample_shares(planned, 100)
-    assert sorted(shares) == [3, 7, 11, 15, 19]  # spread over all
+    assert sorted(shares) == [3, 7, 11, 15, 19]  # spread over all units
     assert set(shares.values()) == {20}
     assert sample_shares(units({"v": [9]}, "validation"), 100) == {}
 

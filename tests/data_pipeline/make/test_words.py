@@ -1,4 +1,4 @@
-"""Words as hashes agree with words as strings, wherever a text is cut."""
+"""Hashed words agree with words as strings, wherever a text is cut."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ TEXT = st.text(
 
 
 def spelled_plain_words(text: str) -> list[str]:
-    """The plain words as strings: the meaning of `plain_words`."""
+    """Returns the plain words as strings, the reference for `plain_words`."""
     kinds = words._kinds()
     spaced = ""
     for character in text.lower():
@@ -36,7 +36,7 @@ def spelled_plain_words(text: str) -> list[str]:
 
 @given(TEXT, TEXT)
 def test_two_words_have_one_hash_exactly_when_they_are_spelled_alike(one, other):
-    """Hashes of one text and of another: the same positions agree as among the strings."""
+    """Hashes of two texts agree at the same positions as the strings."""
     left, right = spelled_plain_words(one), spelled_plain_words(other)
     found_left, found_right = plain_words(one), plain_words(other)
     assert len(found_left) == len(left)
@@ -91,7 +91,7 @@ def test_a_text_without_a_blank_is_cut_all_the_same():
 
 
 def test_hashes_are_the_same_in_another_process():
-    """Python's own hash of a string is another one in each process; these must not be."""
+    """Python's string hash differs between processes; these hashes must not."""
     asked = "from moebius.data_pipeline.make.decontaminate import *; print(plain_words('Don’t stop now').tolist())"
     told = subprocess.run(
         [sys.executable, "-c", asked], check=True, capture_output=True, text=True

@@ -1,5 +1,5 @@
-"""F17 and more: bits that flip, files that are cut off or gone, for each policy; what was passed over
-is passed over again, by any number of ranks and after any restart.
+"""F17 and more: flipped bits, truncated and missing files, for each policy; replacements are repeated
+by any number of ranks and after any restart.
 """
 
 import json
@@ -44,14 +44,14 @@ def intact(tmp_path_factory) -> MadeFolder:
 
 @pytest.fixture
 def made(intact, tmp_path) -> MadeFolder:
-    """A copy to damage."""
+    """Returns a copy to damage."""
     return intact.copied(tmp_path / "data")
 
 
 def run(
     data: DataConfig, *, num_ranks: int = 1, start: int = 0, steps: int = STEPS, folder=None
 ) -> list[tuple[list, int]]:
-    """Samples and digest of every step."""
+    """Returns samples and digest of every step."""
     loaders = [
         Loader(
             data,
@@ -117,7 +117,7 @@ def test_a_replica_heals_and_nobody_notices(made, intact, tmp_path, damage, pack
     data = made.config(
         when_corrupt="refetch", replicas=("/nowhere", str(intact.folder)), packing=packing
     )
-    expected = run(data)  # which also makes the plans
+    expected = run(data)  # also makes the plans
     DAMAGES[damage][0](made)
     with caplog.at_level(logging.WARNING):
         assert run(data, num_ranks=2) == expected
@@ -291,7 +291,7 @@ def test_the_list_survives_a_torn_line_and_is_read_by_all_ranks(tmp_path, caplog
     assert "torn line" in caplog.text
     second = SkippedRow("b", 2, 0, 9, 70, 1)
     again.add_row(second)
-    again.add_row(ROW)  # known already
+    again.add_row(ROW)  # already recorded
     assert SkipList(tmp_path, rank=5).rows == {ROW.key: ROW, second.key: second}
     assert len(torn.read_text().splitlines()) == 3
     assert json.loads(torn.read_text().splitlines()[0])["row"]["replaced_by"] == 4

@@ -1,4 +1,4 @@
-"""Rows that are joined in one go, against a loop over their pieces."""
+"""Joined rows, compared with a loop over their pieces."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ END = 7
 
 
 def chunk_of(rng: np.random.Generator, dtype: type, *, learned: bool, damaged: bool) -> LoadedChunk:
-    """A chunk of random pieces, many of them short, in rows that are more or less full."""
+    """Returns a chunk of random pieces, many of them short, in more or less full rows."""
     tokens = rng.integers(0, 2**16, 300).astype(dtype)
     rows: list[list[tuple[int, int]]] = []
     for _ in range(20):
@@ -34,7 +34,7 @@ def chunk_of(rng: np.random.Generator, dtype: type, *, learned: bool, damaged: b
 
 
 def slowly(chunk: LoadedChunk, row: int) -> tuple[list[int], list[bool], list[int]]:
-    """Tokens, what of them counts, and document ids of a row."""
+    """Returns a row's tokens, which of them count, and its document ids."""
     tokens, counts, ids = [], [], []
     for number, piece in enumerate(range(*chunk.pieces.row_starts[row : row + 2])):
         begin = int(chunk.pieces.starts[piece])
@@ -75,7 +75,7 @@ def test_rows_are_their_pieces_and_then_padding(dtype, learned, damaged):
         lost = chunks[number].damaged
         assert found.damaged[place] == (lost is not None and lost[row])
     for part in (found.tokens, found.loss_mask, found.document_ids, found.damaged):
-        assert part.flags.writeable  # a lost row is put right in its place
+        assert part.flags.writeable  # a lost row is replaced in place
 
 
 def test_pieces_that_cannot_be_rows_are_told_from_those_that_can():
@@ -84,12 +84,12 @@ def test_pieces_that_cannot_be_rows_are_told_from_those_that_can():
         return pieces.fit(num_tokens=10, width=5)
 
     assert fit([0, 3, 5], [3, 2, 5], [0, 2, 3])
-    assert not fit([0, 3, 6], [3, 2, 5], [0, 2, 3])  # behind the last token
+    assert not fit([0, 3, 6], [3, 2, 5], [0, 2, 3])  # beyond the last token
     assert not fit([-1, 3, 5], [3, 2, 5], [0, 2, 3])
     assert not fit([2**63 - 1, 3, 5], [3, 2, 5], [0, 2, 3])  # the end would be below 0
     assert not fit([0, 3, 5], [3, 3, 5], [0, 2, 3])  # a row of six
     assert not fit([0, 3, 5], [3, 0, 5], [0, 2, 3])
-    assert not fit([0, 3, 5], [3, 2, 5], [0, 3, 3])  # a row of no piece
+    assert not fit([0, 3, 5], [3, 2, 5], [0, 3, 3])  # a row without pieces
     assert not fit([0, 3, 5], [3, 2, 5], [0, 2, 4])
     assert not fit([0, 3, 5], [3, 2, 5], [1, 2, 3])
     assert not fit([0, 3], [3, 2, 5], [0, 2, 3])

@@ -1,5 +1,5 @@
-"""F20, F13, F17 and F23 with the real preparation: training while the text is tokenised is training
-after, whatever dies meanwhile.
+"""F20, F13, F17 and F23 with the real preparation: training during tokenisation equals training
+afterwards, whatever dies meanwhile.
 """
 
 import errno
@@ -30,7 +30,7 @@ BATCH = 12
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> PrepareConfig:
-    """Two sources of four files each, in many segments; one is read more often than the other."""
+    """Two sources of four files each, in many segments, with different weights."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(8):
         write_jsonl(folder / f"{'ab'[number % 2]}-{number}.jsonl", sentences(number, 12))
@@ -50,7 +50,7 @@ Step = tuple[list[list[int]], int]
 
 
 def _steps(config: DataConfig, folder: Path, count: int, num_ranks: int = 1) -> list[Step]:
-    """Tokens and digest of each of the first steps, over all ranks."""
+    """Returns tokens and digest of the first steps, over all ranks."""
     data = DataConfig(directory=str(folder), seq_len=S, seed=5, weights={"a": 2.0})
     loaders = [
         Loader(
@@ -78,7 +78,7 @@ def _joined(batches) -> Step:
 
 @pytest.fixture(scope="module")
 def after(config, tmp_path_factory) -> list[Step]:
-    """What is seen by who begins once all is prepared: more than the first epochs."""
+    """Returns the batches after a full preparation, over more than one epoch."""
     folder = tmp_path_factory.mktemp("after") / "d"
     manifest = prepare(config, folder)
     assert all(len(manifest.segments(name)) >= 3 for name in "ab")
@@ -88,7 +88,7 @@ def after(config, tmp_path_factory) -> list[Step]:
 
 @contextmanager
 def _prepared_meanwhile(config: PrepareConfig, folder: Path, pool: TaskPool) -> Iterator[None]:
-    """Prepares in a thread; returns once there is something to read."""
+    """Prepares in a thread; returns once a segment can be read."""
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -110,7 +110,7 @@ def _prepared_meanwhile(config: PrepareConfig, folder: Path, pool: TaskPool) -> 
 
 
 class Gated(SerialPool):
-    """Lets the tokenising go on only as far as somebody reads along."""
+    """Lets tokenising proceed only as fast as the loader reads."""
 
     def __init__(self, may_go_on: threading.Semaphore):
         super().__init__()
@@ -127,7 +127,7 @@ class Gated(SerialPool):
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
-    """Not one segment is there before the loader has to wait for it."""
+    """No segment exists before the loader waits for it."""
     may_go_on, seen_growing = threading.Semaphore(0), []
     data = DataConfig(directory=str(tmp_path / "d"), seq_len=S, seed=5, weights={"a": 2.0})
 
@@ -169,7 +169,7 @@ def test_training_while_workers_are_killed_is_training_after(config, after, tmp_
         done = threading.Event()
 
         def kill_workers() -> None:
-            for _ in range(2):  # fewer than the tries that one unit has
+            for _ in range(2):  # fewer than the tries of a unit
                 time.sleep(0.2 + rng.random())
                 alive = [worker.process for worker in list(pool._busy.values())]
                 if alive and not done.is_set():
@@ -187,7 +187,7 @@ def test_training_while_workers_are_killed_is_training_after(config, after, tmp_
 
 
 def test_a_folder_is_given_up_until_it_is_prepared_again(tmp_path, monkeypatch):
-    """A look that fails for a moment is no such word: a run would end for it."""
+    """A read that fails briefly does not count as giving up, which would end the run."""
     assert given_up(tmp_path) is None
     give_up(tmp_path, "the disk is full")
     assert given_up(tmp_path) == "the disk is full"

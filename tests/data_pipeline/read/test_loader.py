@@ -1,5 +1,5 @@
-"""Batches against a slow reading of the same shards; the same samples for any layout, restart or
-growth of the folder.
+"""Batches, compared with a slow reading of the same shards; any layout, restart or growth of the folder
+gives the same samples.
 """
 
 import itertools
@@ -33,7 +33,7 @@ STAGES = (Stage(at_tokens=300 * S, weights={"a": 1.0, "c": 3.0}),)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Three sources; three segments of the first, one has prompts."""
+    """Three sources: one with three segments, one with prompts."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b", "c"), frozenset({"c"}))
     for segment in range(3):
         folder.seal("a", documents(segment, 25), documents(10 + segment, 5), shards=2)
@@ -44,14 +44,14 @@ def made(tmp_path_factory) -> MadeFolder:
 
 @pytest.fixture
 def small(prepared: Path) -> DataConfig:
-    """The one source of the room's small corpus."""
+    """The only source of the small corpus."""
     return DataConfig(directory=str(prepared), seq_len=16, seed=3)
 
 
 def steps_of(
     data: DataConfig, count: int, *, num_ranks: int = 1, micro_batch: int = 1, **options: Any
 ) -> list[list[Batch]]:
-    """`count` steps, each with the batches of all ranks."""
+    """Returns `count` steps, each with the batches of all ranks."""
     loaders = [
         Loader(
             data,
@@ -69,9 +69,7 @@ def steps_of(
 
 
 def flat(step: list[Batch], name: str = "tokens") -> list:
-    """The global batch in order: ranks one after the other, each with its micro-batches one after
-    the other.
-    """
+    """Returns the global batch in order, by rank and micro-batch."""
     parts = [getattr(batch, name) for batch in step]
     return np.concatenate([part.reshape(-1, part.shape[2]) for part in parts]).tolist()
 
@@ -142,7 +140,7 @@ def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_resuming_at_every_step_is_continuing(made, packing):
-    """Over the end of an epoch, of segments and of a stage; with another number of ranks each time."""
+    """Crosses the ends of an epoch, of segments and of a stage, with changing numbers of ranks."""
     stages = (Stage(at_tokens=200 * S, weights={"a": 2.0, "b": 3.0, "c": 1.0}),)
     data = made.config(weights={"a": 2.0}, stages=stages, packing=packing)
     whole = seen(steps_of(data, 38))
@@ -184,7 +182,7 @@ def test_the_digest_tells_samples_apart(small):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_training_while_it_grows_is_training_after(tmp_path, packing):
-    """The order of what is sealed does not depend on what is not; then the epochs begin."""
+    """The order of sealed segments does not depend on later ones; then further epochs begin."""
     segments = [documents(seed, 40) for seed in range(4)]
     after = MadeFolder(tmp_path / "after", ("a", "b"))
     for segment in segments[:3]:
@@ -212,7 +210,7 @@ def test_training_while_it_grows_is_training_after(tmp_path, packing):
 
 
 def test_every_source_learns_that_a_folder_is_complete(tmp_path):
-    """Also where no segment came with it: a source that asks later would wait for one for ever."""
+    """Also without a new segment: a source that asks later would otherwise wait forever."""
     folder = MadeFolder(tmp_path / "d", ("a", "b"))
     folder.seal("a", documents(0, 20)).seal("b", documents(1, 60))
     config = folder.config(packing="best_fit")
@@ -313,14 +311,14 @@ def test_a_position_knows_only_the_segments_it_has_reached(tmp_path):
     in_segment_0 = (len(first.stream("text", 0)) - 1) // S
     in_both = in_segment_0 + (len(first.stream("text", 1)) - 1) // S
     with opened(first.config()) as saving, opened(other.config()) as loader:
-        loader.check_position(saving.position(in_segment_0))  # what comes after has not been read
+        loader.check_position(saving.position(in_segment_0))  # later segments have not been read
         with pytest.raises(DataError, match=r"segments.text.sha256: saved"):
             loader.check_position(saving.position(in_segment_0 + 1))
         later = saving.position(in_both)
     grown = first.seal("text", segments[3]).complete()
     with opened(grown.config()) as loader:
-        loader.check_position(later)  # more was added: the same beginning
-        again = loader.position(10 * in_both)  # the second epoch knows where the first one ended
+        loader.check_position(later)  # the beginning is the same
+        again = loader.position(10 * in_both)  # a second epoch fixes the end of the first
     fewer = (
         MadeFolder(tmp_path / "fewer")
         .seal("text", segments[0])
@@ -335,7 +333,7 @@ def test_a_position_knows_only_the_segments_it_has_reached(tmp_path):
 
 
 def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_read(tmp_path):
-    """Deleted and prepared again under a run: it may have sealed less than was read before."""
+    """A folder deleted and prepared again during a run may have fewer sealed segments than were read."""
     segments = [documents(seed, 30) for seed in range(3)]
     before = MadeFolder(tmp_path / "before").seal("text", segments[0]).seal("text", segments[1])
     in_both = sum((len(before.stream("text", segment)) - 1) // S for segment in range(2))
@@ -430,7 +428,7 @@ def test_closing_ends_the_thread_whether_it_waits_or_not(small):
 
 
 def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog):
-    """Nothing dies; whoever asks is told what is being read."""
+    """Nothing fails, and `wait_reason` tells what is being read."""
     monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
     blocked = threading.Event()
     read = TokenStore.read
@@ -478,7 +476,7 @@ def test_an_error_of_the_thread_is_raised_by_next_every_time(small, prepared, tm
 
 
 def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
-    """Not after: a decoder that is fed damaged bytes may do anything."""
+    """A decoder may do anything with damaged bytes."""
 
     def decoded(*arguments):
         raise AssertionError("decoded before the CRC was compared")
@@ -542,7 +540,7 @@ def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
 def _groups(
     folder: Path, group: int, num_ranks: int, batch_size: int, **given: Any
 ) -> list[tuple[list, list[bool]]]:
-    """Members and their validity of every group that has a valid member, in the order of the pass."""
+    """Returns members and validity of every group with a valid member, in the order of the pass."""
     options: dict[str, Any] = {
         "seq_len": S,
         "batch_size": batch_size,

@@ -1,5 +1,5 @@
-"""What a step is made of does not depend on how it is cut up: ranks, micro-batches, reading ahead,
-restarts; and its digest sees what it was made of.
+"""A step's content does not depend on ranks, micro-batches, prefetching or restarts, and its digest
+covers its content.
 """
 
 import json
@@ -26,14 +26,14 @@ MIXED = {"weights": {"b": 0.3}, "stages": (Stage(at_tokens=200 * S, weights={"a"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Two sources, more steps than one epoch of either has rows for."""
+    """Two sources, and more steps than an epoch of either."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
     folder.seal("a", documents(0, 60), shards=2).seal("a", documents(1, 30))
     return folder.seal("b", documents(2, 80, prompts=True)).complete()
 
 
 def read(data: DataConfig, steps: int, **options: Any) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Tokens [steps, rank's rows, S+1], loss masks and digests of a rank's steps."""
+    """Returns tokens [steps, rank's rows, S+1], loss masks and digests of a rank's steps."""
     with Loader(data, global_batch=BATCH, **options) as loader:
         batches = [next(loader) for _ in range(steps)]
     tokens = np.stack([batch.tokens.reshape(-1, S + 1) for batch in batches])
@@ -101,7 +101,7 @@ def _check_layout(
 
 
 def _first_steps(folder: Path) -> list[tuple[list, int]]:
-    """Tokens and digest of each."""
+    """Returns tokens and digest of each step."""
     data = DataConfig(directory=str(folder), seq_len=S)
     with Loader(data, global_batch=4, micro_batch=4) as loader:
         return [(batch.tokens.tolist(), batch.digest) for batch in islice(loader, 5)]
@@ -113,7 +113,7 @@ def _text(path: Path, words: list[str]) -> Path:
 
 
 def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
-    """One letter of one document, far from the first rows: the content of the whole segment counts."""
+    """Changes one letter far from the first rows: the whole segment's content counts."""
     words = [f"word {n:04d}" for n in range(60)]
     found = []
     for number, last in enumerate(["word 0059", "ward 0059"]):
@@ -132,7 +132,7 @@ def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
 
 
 def test_a_digest_tells_the_tokenizer_though_the_ids_are_the_same(tmp_path):
-    """A vocabulary with one more entry that no text has: the same tokens, which mean the same."""
+    """A vocabulary with an additional unused entry gives the same tokens."""
     path = _text(tmp_path / "a.jsonl", [f"word {n:04d}" for n in range(60)])
     base = PrepareConfig(input=(str(path),), vocab_size=300, validation_fraction=0.0)
     prepare(base, tmp_path / "trained")

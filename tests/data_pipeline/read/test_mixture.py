@@ -1,5 +1,5 @@
-"""Mixtures: exact proportions, against a dealing that anyone believes, whatever is asked for when; and
-keyed permutations, the same ones as a slow loop over Python's integers makes.
+"""Mixtures have exact proportions, for any order of queries, as in a simple deal; keyed permutations
+equal those of a slow loop over Python's integers.
 """
 
 from fractions import Fraction
@@ -28,7 +28,7 @@ def make(*stages: tuple[int, dict[str, float]], seed: int = 0, names=None) -> Mi
 
 
 def shares(mixture: Mixture) -> list[Fraction]:
-    """The exact proportions of its first stage, after rounding: those of a whole cycle."""
+    """Returns the rounded proportions of the first stage, from a whole cycle."""
     dealt_k = mixture._stages[0].dealt_Ck[-1].tolist()
     return [Fraction(dealt, sum(dealt_k)) for dealt in dealt_k]
 
@@ -58,7 +58,7 @@ def test_no_source_is_wrong_by_a_row_at_the_end_of_any_block(weights, seed, firs
             assert abs(had[0] - row * share) <= 1 + 1e-6
         for block in range(1, 4):
             count = (sources[: block * length] == source).sum()
-            assert abs(count - block * length * share) < 2 + 1e-6  # both ends may be off
+            assert abs(count - block * length * share) < 2 + 1e-6  # both ends may deviate
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,7 +127,7 @@ def test_stages_begin_where_a_block_ends_and_every_source_goes_on(weights, secon
     sources, indices = mixture.rows_at(0, total)
     for source in range(len(NAMES)):
         had = indices[sources == source]
-        assert np.array_equal(had, np.arange(len(had)))  # none twice and none left out
+        assert np.array_equal(had, np.arange(len(had)))  # each exactly once
     for number, (wanted, weights_now) in enumerate(stages):
         start = mixture.starts[number]
         end = mixture.starts[number + 1] if number < 2 else total
@@ -205,7 +205,7 @@ def test_permutation_is_a_bijection(size, key):
 
 
 def _permuted_slowly(size: int, key: int, number: int) -> list[int]:
-    """Splitmix64's outputs with their low bits replaced by the index, sorted."""
+    """Sorts splitmix64's outputs with their low bits replaced by the index."""
     word = 2**64 - 1
     bits = max(1, (size - 1).bit_length())
     words = []

@@ -1,5 +1,5 @@
-"""The order is a bijection per epoch, depends on nothing but (seed, g), stays near the chunks it
-reads, and does not change when segments are added.
+"""The order is a bijection per epoch, depends only on (seed, g), stays near the chunks it reads, and
+does not change when segments are added.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def test_a_window_of_positions_touches_a_window_of_chunks():
         assert set(order.windows_of(positions).tolist()) == {window}
         chunks = np.unique(order.rows_at(positions) // 100)
         assert np.array_equal(chunks, np.sort(order.chunks_of_window(window)))
-        assert chunks.max() - chunks.min() > 2 * 8  # and those lie all over the segment
+        assert chunks.max() - chunks.min() > 2 * 8  # spread over the segment
 
 
 def test_rows_of_a_window_are_well_mixed():

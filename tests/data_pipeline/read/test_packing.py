@@ -1,4 +1,4 @@
-"""Rows of both packings against slow readings of what they promise; plans on disk."""
+"""Rows of both packings, compared with slow references; plans on disk."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=80)
 
 
 def realistic_lengths(count: int, seed: int = 0) -> np.ndarray:
-    """Log-normal, median 810 tokens, mean 1,900: what a corpus of text and code looks like."""
+    """Returns log-normal lengths (median 810, mean 1,900 tokens), as of text and code."""
     drawn = np.random.default_rng(seed).normal(np.log(810), 1.3, count)
     return np.exp(drawn).astype(np.int64) + 2
 
@@ -33,7 +33,7 @@ def realistic_lengths(count: int, seed: int = 0) -> np.ndarray:
 
 
 def _fit_slowly(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit-decreasing as the textbook has it: of the rows with room the fullest, the latest."""
+    """The textbook's best-fit-decreasing: the fullest row with room, the latest of equal ones."""
     left: list[int] = []
     touched: list[int] = []
     row_of = [0] * len(lengths)
@@ -103,7 +103,7 @@ def test_rows_of_realistic_documents_are_full(tmp_path, seq_len, least):
 
 
 def _batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
-    """Documents' ends in each record batch, which closes once it has batch_tokens tokens."""
+    """Returns the document ends per record batch, each of at least batch_tokens tokens."""
     batches, current = [], []
     for length in lengths.tolist():
         current.append(length)
@@ -227,7 +227,7 @@ def test_a_plan_costs_little_beside_the_tokens(tmp_path):
     lengths = realistic_lengths(20_000)
     _plan(tmp_path, lengths)
     plan_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert plan_bytes < 0.01 * lengths.sum() * 2 / 2.9  # uint16 as zstd leaves it
+    assert plan_bytes < 0.01 * lengths.sum() * 2 / 2.9  # uint16 compressed with zstd
 
 
 @pytest.mark.parametrize("place", [0.02, 0.2, 0.5, 0.9])
@@ -243,7 +243,7 @@ def test_every_damage_to_a_plan_is_told(tmp_path, place):
         if name == "json":
             with pytest.raises(ShardError, match=r"damaged .*delete the plan's two files"):
                 _plan(tmp_path, lengths)
-        elif place > 0.1:  # what comes before is Arrow's own, and is not read
+        elif place > 0.1:  # Arrow's header before it is not read
             plan = _plan(tmp_path, lengths)
             with pytest.raises(ShardError, match=r"chunk \d+ .*CRC32.*they are made again"):
                 _read_all(plan)

@@ -1,4 +1,4 @@
-"""Rows as people read them: every token's text, what is learned, what is padding."""
+"""Rows for people: every token's text, whether it is learned, and padding."""
 
 from pathlib import Path
 

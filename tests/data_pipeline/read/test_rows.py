@@ -1,4 +1,4 @@
-"""Rows of both packings, with loss masks and document ids, against a slow reading of the documents."""
+"""Rows of both packings, with loss masks and document ids, compared with a slow reading."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ S = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> MadeFolder:
-    """Two sources, one with prompts; two segments of the first, one of them of three shards."""
+    """Two sources, one with prompts; the first has two segments, one of three shards."""
     made = MadeFolder(
         tmp_path_factory.mktemp("made"), ("plain", "asked"), frozenset({"asked"}), batch_tokens=90
     )
@@ -37,7 +37,7 @@ def _reader(made: MadeFolder, **options: Any) -> tuple[Prepared, RowReader]:
 
 
 def _read(made: MadeFolder, source: str, segment: int, **options: Any) -> list[Any]:
-    """All rows of a segment, in random order, put back into their own."""
+    """Reads all rows of a segment in random order, and sorts them."""
     prepared, reader = _reader(made, **options)
     count = prepared.num_rows(source, segment)
     assert count == prepared.chunks(source, segment).num_rows
@@ -70,7 +70,7 @@ def test_rows_that_are_cut_are_the_stream(folder, source, segment, chunk_batches
 def test_what_is_not_asked_for_is_not_there(folder, tmp_path):
     tokens, mask, ids = _read(folder, "plain", 0)
     assert tokens is not None
-    assert mask is not None  # the other source has one, and a step counts its targets together
+    assert mask is not None  # the other source has a mask, and a step counts targets together
     assert mask.all()
     assert ids is None
     plain = MadeFolder(tmp_path / "plain").seal("text", documents(0, 30)).complete()
@@ -105,13 +105,13 @@ def test_rows_of_fitted_documents_hold_them_whole(
 
 
 def _pieces(document: Document):
-    """A document as it is cut: tokens of each piece, and whether each counts as a target."""
+    """Returns a cut document: tokens of each piece, and whether each counts as a target."""
     start = 0
     while True:
         tokens = document.tokens[start : start + S + 1]
         counted = [place >= document.prompt for place in range(start, start + len(tokens))]
         if start:
-            counted[0] = False  # was the last target of the piece before
+            counted[0] = False  # was the last target of the previous piece
         yield list(tokens), counted
         start += S
         if len(document.tokens) - start < 2:
@@ -119,7 +119,7 @@ def _pieces(document: Document):
 
 
 def _agree(found: list[bool | None], wanted: list[bool]) -> bool:
-    """The first token of a row is nobody's target."""
+    """Ignores a row's first token, which is no target."""
     return all(one is None or one == other for one, other in zip(found, wanted, strict=True))
 
 
@@ -139,17 +139,17 @@ def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     batches = TokenStore(folder.folder, "plain", 0, "train").num_batches
     chunks = len(table.row_starts) - 1
     assert chunks > 3
-    assert batches <= len(reads) <= batches + chunks - 1  # a head may be decoded beside its chunk
+    assert batches <= len(reads) <= batches + chunks - 1  # a head may be decoded in addition
     assert len(set(reads)) == batches
 
 
 def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):
-    """A later segment may have the smaller number, where an epoch begins."""
+    """At the start of an epoch, the next segment may have a smaller number."""
     prepared = Prepared(folder.folder, seq_len=S, chunk_batches=4)
     tables = [prepared.chunks("plain", segment) for segment in (0, 1)]
     chunks = [len(table.row_starts) - 1 for table in tables]
     assert max(chunks) > min(chunks) > 1
-    # as many are kept as the larger segment has
+    # caches as many as the larger segment has
     monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
     reads: list[int] = []
     read = ConcatLayout.read

@@ -1,4 +1,4 @@
-"""Steps over the samples that remain: by a slow loop, and by the two formulas."""
+"""Steps over the remaining samples: a slow loop, and the two formulas."""
 
 import random
 
@@ -10,7 +10,7 @@ from moebius.data_pipeline.read.skipped_samples import SkippedSamples
 
 
 def slowly(skipped: SkippedSamples, count: int, steps: int) -> list[range]:
-    """Returns the samples of each step: the next `count` neighbours of which none is skipped."""
+    """Returns the samples of each step: the next `count` consecutive ones, none of them skipped."""
     gone = {sample for stretch in skipped.ranges for sample in stretch}
     found, sample = [], 0
     while len(found) < steps:
@@ -19,7 +19,7 @@ def slowly(skipped: SkippedSamples, count: int, steps: int) -> list[range]:
         if not hit:
             found.append(step)
             sample += count
-        else:  # behind the whole range
+        else:  # after the whole range
             sample = next(one.stop for one in skipped.ranges if hit[0] in one)
     return found
 

@@ -1,4 +1,4 @@
-"""What unpacks to far more than its size takes no more memory than a line may."""
+"""Decompressing takes no more memory than a line may have."""
 
 import gzip
 import tracemalloc
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def _bomb(suffix: str, num_mib: int, content: bytes = b" ") -> bytes:
-    """So many MiB of one byte, a few kB as .zst."""
+    """Returns many MiB of one byte, a few kB as .zst."""
     if suffix == "gz":
         return gzip.compress(content * (num_mib * MIB), compresslevel=1)
     compressor = zstandard.ZstdCompressor().compressobj()

@@ -1,4 +1,4 @@
-"""The embedded corpus: enough prose, no code, always the same."""
+"""The embedded corpus has enough prose and no code, and is reproducible."""
 
 import hashlib
 import subprocess

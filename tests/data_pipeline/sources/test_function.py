@@ -1,5 +1,5 @@
-"""A function's records are input like any other, split by split in any process; whatever is wrong with
-one is one clear error.
+"""A function's records are input like any other, by split and in any process; every mistake is one clear
+error.
 """
 
 import pytest
@@ -79,7 +79,7 @@ MODULE = "texts_of_a_test"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the module above, from which workers can import as well."""
+    """A folder with the module above, from which workers can also import."""
     path = tmp_path_factory.mktemp("module")
     (path / f"{MODULE}.py").write_text(FUNCTIONS)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_settings_that_follow_a_name_reach_the_function():
     assert (text, source) == ("3 de 0.25", f"{MODULE}:some?first=2&language=de&share=0.5")
     assert [[text for text, *_ in split] for split in _read("shares?text=x")] == [["x 0"], ["x 1"]]
     hashes = {_config(name).spec_hash for name in ("some?first=2", "some?first=3")}
-    assert len(hashes) == 2  # other settings are other data
+    assert len(hashes) == 2  # other settings mean other data
 
 
 @pytest.mark.usefixtures("folder")

@@ -1,5 +1,5 @@
-"""Prompts, answers and a record's own name are read alike from every format; what is no Unicode is an
-error with its place, or dropped and counted.
+"""Every format reads prompts, answers and ids alike; invalid Unicode is an error with its place, or is
+dropped and counted.
 """
 
 import json
@@ -46,7 +46,7 @@ def _read(path, **options):
 
 @pytest.fixture(params=["jsonl", "parquet", "arrow"])
 def path(request, tmp_path):
-    """A file of each format that has fields."""
+    """A file of each format with fields."""
     return tmp_path / f"a.{request.param}"
 
 
@@ -114,7 +114,7 @@ def test_what_has_no_fields_is_refused_where_fields_are_asked_for(tmp_path, name
 
 
 def _broken_column(path):
-    """A file of three texts, the middle one of bytes that are no UTF-8."""
+    """A file of three texts, the middle one not UTF-8."""
     texts = pa.array([b"fine", b"caf\xe9 au lait", b"good"], type=pa.binary()).view(pa.string())
     table = pa.table({"text": texts})
     if path.suffix == ".parquet":

@@ -1,6 +1,4 @@
-"""Input behind a network: read in parts, tried again where a connection fails, and one clear error
-where it keeps failing.
-"""
+"""Remote input is read in parts and retried if a connection fails; persistent failure is one clear error."""
 
 import gzip
 import json
@@ -29,7 +27,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Tries again at once."""
+    """Retries without waiting."""
     monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0, 0.0))
 
 
@@ -119,7 +117,7 @@ def parquet() -> bytes:
 
 @pytest.fixture
 def site(parquet):
-    """A server with a file of each kind, and its address."""
+    """The address of a server with a file of each kind."""
     pytest.importorskip("aiohttp", reason="the extra `remote`")
     files = {"/a.jsonl": LINES, "/a.jsonl.gz": gzip.compress(LINES), "/a.parquet": parquet}
     with _serving(files, gives_ranges=True) as found:
@@ -177,7 +175,7 @@ def test_what_is_not_there_is_told_from_a_server_that_is_not(site):
 def test_a_server_without_ranges_is_read_from_the_beginning():
     pytest.importorskip("aiohttp", reason="the extra `remote`")
     line = json.dumps({"text": "x" * 300_000}).encode() + b"\n"
-    files = {"/a.jsonl": line * 40}  # more than the 5 MiB that one request asks for
+    files = {"/a.jsonl": line * 40}  # more than the 5 MiB of one request
     with _serving(files, gives_ranges=False) as (server, address):
         (split,) = plan_splits(config := PrepareConfig(input=(f"{address}/a.jsonl",)))
         server.faults.append("cut")
@@ -197,7 +195,7 @@ def test_memory_and_globs_of_it():
 
 
 class _Breaking:
-    """Is a file whose every second read fails, or ends too early."""
+    """Fails or truncates every second read of a file."""
 
     def __init__(self, content: bytes, how: str):
         self.content, self.how, self.place, self.reads = content, how, 0, 0
@@ -236,7 +234,7 @@ def test_a_read_goes_on_where_it_stood(how):
     file.seek(5)
     assert (file.tell(), file.read(10)) == (5, content[5:15])
     with pytest.raises(ConnectionError):
-        file.read(500)  # never comes whole
+        file.read(500)  # always truncated
 
 
 def test_nothing_of_ours_is_taken_for_a_connection():
@@ -261,7 +259,7 @@ def test_nothing_of_ours_is_taken_for_a_connection():
 
 @pytest.fixture(scope="module")
 def bucket(parquet):
-    """The name of a bucket of an S3-compatible server of this machine, and what stops the server."""
+    """Returns a bucket's name on a local S3-compatible server, and a function to stop the server."""
     server_module = pytest.importorskip("moto.moto_server.threaded_moto_server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs", reason="the extra `remote`")
@@ -295,7 +293,7 @@ def test_s3(bucket):
 
 @pytest.mark.slow
 def test_an_s3_server_that_is_gone(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore's own
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own retries
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     (split, *_) = plan_splits(config := PrepareConfig(input=("s3://texts/deep/er/a.jsonl",)))

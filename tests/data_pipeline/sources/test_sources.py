@@ -1,4 +1,4 @@
-"""Every input form gives its documents, however it is split; every bad input gives one clear error."""
+"""Every kind of input gives its documents, however it is split; bad input is one clear error."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def _write(path, texts):
 
 
 def _read(*inputs, **options):
-    """(texts, sources, number of splits) of everything that is planned for `inputs`."""
+    """Returns (texts, sources, number of splits) of all input in `inputs`."""
     config = PrepareConfig(input=tuple(map(str, inputs)), **options)
     splits = plan_splits(config)
     found = [
@@ -132,7 +132,7 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
 
 
 def _break_first_reads(monkeypatch, count):
-    """Lets the hub's connection break so many times, as its own library tells it."""
+    """Makes the hub's connection fail `times` times with the library's own errors."""
     from huggingface_hub import hf_file_system
     from huggingface_hub.utils import get_session
 
@@ -323,7 +323,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(
         type(fsspec.filesystem("file")), "open", denied
-    )  # root may read anything, so chmod would not do
+    )  # chmod would not stop root
     with pytest.raises(
         InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"
     ):

@@ -1,4 +1,4 @@
-"""tiktoken gives the ids of `tokenizers`, for every text, or is not used."""
+"""tiktoken gives the ids of `tokenizers` for every text, or is not used."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ PROSE = [path.read_text() for path in sorted(Path(fast.__file__).parents[1].glob
 NASTY = " \n\r\t.,'-_<|>aebst019½٣\u00e9\u0301\u3000\u2028日한😀\x00\x1c\x85\u200d"
 
 
-# Made when they are first asked for: every process that collects tests imports this file.
+# made lazily, because every process that collects tests imports this file
 
 
 @cache
@@ -193,7 +193,7 @@ def test_other_models_are_refused():
 
 
 def test_the_second_condition_is_needed():
-    """Merges that it refuses do give other ids: "pqbc" is one token by bytes, two by pairs."""
+    """The refused merges do give other ids: "pqbc" is one token by bytes, two by pairs."""
     text_json = _library(merges=[("b", "c"), ("p", "q"), ("pq", "b"), ("pqb", "c")])
     vocab, merges = fast._bytes_of(json.loads(text_json)["model"])
     by_bytes = FastEncoder(merges, fast._GPT2, vocab).encode("pqbc")
@@ -267,4 +267,4 @@ def test_both_libraries_agree_about_the_class_of_every_character():
                 compared += 1
                 different += [] if np.array_equal(ids, expected) else [text]
     assert different == []
-    assert compared > 250_000  # Unicode 14 has 290,000 assigned characters; the rest is in doubt
+    assert compared > 250_000  # Unicode 14 assigns 290,000 characters; the rest is in doubt

@@ -1,4 +1,4 @@
-"""Tokenizers that somebody else made: from files, folders and (a local copy of) the hub."""
+"""Existing tokenizers, from files, folders and a local copy of the hub."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ OURS = train_bpe(TEXTS, vocab_size=280)
 
 
 def _word_level(**options) -> str:
-    """A tokenizer of another kind, that cuts texts off and adds tokens of its own."""
+    """Returns a word-level tokenizer that truncates texts and adds its own tokens."""
     vocab = {"[UNK]": 0, "[SEP]": 1, "[EOT]": 2, "the": 3, "expert": 4, "plain": 5}
     library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -52,7 +52,7 @@ def test_a_file_and_a_folder_are_opened(tmp_path):
         tokenizer = open_tokenizer(str(name))
         assert tokenizer.end_of_document == "[SEP]"
         (ids,) = tokenizer.encode_batch(["the the expert expert the"])
-        assert ids.tolist() == [3, 3, 4, 4, 3]  # neither cut off nor padded, and no [SEP]
+        assert ids.tolist() == [3, 3, 4, 4, 3]  # neither truncated nor padded, and no [SEP]
         assert tokenizer.decode([*ids, tokenizer.end_of_document_id]) == "the the expert expert the"
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch, name, message):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Serves tokenizers, and lets the hub's library ask here; gives the requests so far."""
+    """Serves tokenizers to the hub's library; returns the list of requests."""
     constants = pytest.importorskip("huggingface_hub.constants", reason="the extra `hub`")
     repositories = {
         "our/words": {
@@ -196,7 +196,7 @@ def test_a_download_that_breaks_off_is_tried_again(hub, monkeypatch):
 
 def test_an_unreachable_hub_is_said(hub, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else it tries for 20 seconds
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # otherwise it retries for 20 s
     monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0))
     with pytest.raises(InputError, match=r"cannot be fetched from the hub .*download it"):
         open_tokenizer("hf://our/words")

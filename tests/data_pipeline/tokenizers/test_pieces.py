@@ -1,4 +1,4 @@
-"""Long texts are cut where byte-level BPE has a boundary anyway, and somewhere in any case."""
+"""Long texts are cut where byte-level BPE has a boundary, or else anywhere."""
 
 import time
 from itertools import pairwise
@@ -55,7 +55,7 @@ def test_the_ids_are_those_of_the_uncut_text_where_boundaries_are_near(text, max
 
 @pytest.mark.parametrize("text", ["a" * 10**7, " " * 10**7, " \t" * 10**6, "a \t" * 10**6])
 def test_a_long_text_is_cut_in_linear_time(text):
-    """A thousandth of what looking at the blanks of a run one by one would take."""
+    """It takes a thousandth of the time of checking a run's blanks one by one."""
     started = time.process_time()
     pieces = cut_text(text, before=" ")
     assert time.process_time() - started < 5

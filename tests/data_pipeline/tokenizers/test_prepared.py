@@ -1,4 +1,4 @@
-"""What is prepared with each kind of tokenizer, and by each engine."""
+"""Preparation with each kind of tokenizer and each engine."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from moebius.data_pipeline.tokenizers.tokenizer import prepared_tokenizer
 
 @pytest.fixture
 def words(tmp_path) -> str:
-    """The folder of a tokenizer of whole words whose end of document is "</s>"."""
+    """A folder with a word-level tokenizer whose documents end with "</s>"."""
     texts = [*" ".join(sentences(0, 5)).split(), *(f"unused{n}" for n in range(300))]
     library = tokenizers.Tokenizer(
         models.WordLevel({word: n for n, word in enumerate(["[UNK]", *sorted({*texts})])}, "[UNK]")

@@ -1,6 +1,4 @@
-"""Every string comes back exactly, digits stand alone, training is reproducible, the wrong
-tokenizer is refused.
-"""
+"""Every string survives, digits stand alone, training is reproducible, and a wrong tokenizer is refused."""
 
 import os
 import subprocess

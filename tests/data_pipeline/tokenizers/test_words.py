@@ -1,4 +1,4 @@
-"""A tokenizer of words: what a function gives, in its order, and nothing else."""
+"""A word tokenizer has exactly the function's words, in order."""
 
 import pytest
 
