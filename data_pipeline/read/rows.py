@@ -74,7 +74,6 @@ class Prepared:
         self.wanted = WantedOfTokens(counts=has_mask, documents=document_ids)
         self._read_batch = read_batch or BatchFetcher()
         self._check_sizes, self._chunk_batches = check_sizes, chunk_batches
-        self._stores: OrderedDict[tuple[str, int], TokenStore] = OrderedDict()
         kept = 2 * len(self.manifest.sources) + 2
         self.layout = functools.lru_cache(maxsize=kept)(self._open)
         """(source, segment) to its ChunkLayout; caches the latest."""
@@ -107,9 +106,6 @@ class Prepared:
 
     def close(self) -> None:
         """Closes the files; reading opens them again."""
-        for store in self._stores.values():
-            store.close()
-        self._stores.clear()
         self.layout.cache_clear()
 
     def _open(self, source: str, segment: int) -> ChunkLayout:
@@ -121,9 +117,6 @@ class Prepared:
             self.manifest,
             check_sizes=self._check_sizes,
         )
-        self._stores[source, segment] = store
-        while len(self._stores) > 2 * len(self.manifest.sources) + 2:
-            self._stores.popitem(last=False)[1].close()
         if self.packing == "concat":
             return ConcatLayout(
                 store,

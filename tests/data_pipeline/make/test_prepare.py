@@ -334,10 +334,9 @@ def test_the_tokenizer_does_not_depend_on_what_an_earlier_run_has_scanned(tmp_pa
     assert files_of(tmp_path / "stopped", "**/*") == files_of(tmp_path / "undisturbed", "**/*")
 
 
-def test_files_that_killed_workers_left_in_a_complete_folder_are_removed(
-    config, prepared, tmp_path
-):
+def test_what_killed_processes_left_in_a_complete_folder_is_removed(config, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "d")
+    (folder / UNFINISHED).mkdir()
     left = ["text.train-00000.tok.arrow", "text.train-00000.idx.arrow", "manifest-000001.json"]
     for name in left:
         (folder / f"{name}{TEMPORARY}17-abcd").write_text("torn")
@@ -346,6 +345,7 @@ def test_files_that_killed_workers_left_in_a_complete_folder_are_removed(
     prepare(config, folder)
     plan.unlink()
     assert files_of(folder, "**/*") == files_of(prepared, "**/*")
+    assert not (folder / UNFINISHED).exists()
 
 
 def test_failing_at_some_writes(config, prepared, tmp_path, monkeypatch):
@@ -427,14 +427,6 @@ def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, 
     assert good.stat().st_ino == good_before
     assert bad.stat().st_ino != bad_before
     assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
-
-
-def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared, tmp_path):
-    shutil.copytree(prepared, tmp_path / "d")
-    (tmp_path / "d" / UNFINISHED).mkdir()
-    prepare(config, tmp_path / "d")
-    assert files_of(tmp_path / "d", "**/*") == files_of(prepared, "**/*")
-    assert not (tmp_path / "d" / UNFINISHED).exists()
 
 
 # ---- names that lead to the same files
@@ -604,24 +596,6 @@ def test_no_permission(config, tmp_path, monkeypatch):
         match=r"cannot write .*d \(Permission denied\): give yourself write permission",
     ):
         prepare(config, tmp_path / "d")
-
-
-def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
-    """Which of several equal documents stays must not depend on the workers' speed."""
-    rng = random.Random(0)
-    pool = sentences(1, 30)
-    paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
-    config = PrepareConfig(
-        input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2
-    )
-
-    folders = [tmp_path / str(n) for n in range(3)]
-    manifests = [prepare(config, folder, pool=Shuffled()) for folder in folders]
-    assert manifests[0] == manifests[1] == manifests[2]
-    assert (
-        files_of(folders[0], "**/*") == files_of(folders[1], "**/*") == files_of(folders[2], "**/*")
-    )
-    assert dropped(manifests[0])["duplicate"] == 150 - count_of(manifests[0], "num_documents")
 
 
 def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):
