@@ -58,8 +58,8 @@ train smoke job.num_nodes=1                     | 4 ranks, but the world has 2; 
 train smoke job.gpus=8                          | did you mean job.ranks_per_node?
 train smoke data.input=text.txt                 | did you mean prepare.input
 train smoke prepare.input=nothere.txt           | input 'nothere.txt' does not exist
-train smoke prepare.input=empty                 | is a folder without files that are read
-train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2': it is 'bpe', 'bytes',
+train smoke prepare.input=empty                 | is a folder without readable files
+train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2' is unknown: give 'bpe', 'bytes',
 resume nothere                                  | nothere: 
 status nothere                                  | nothere
 logs nothere                                    | nothere: there are no logs
@@ -79,7 +79,7 @@ config muon                                     | there is no recipe 'muon'; ada
 train smoke lora.r=8                            | has no LoRA; export to Hugging Face and use PEFT
 prepare                                         | arguments are required: --output
 prepare --input nothere.txt --output out        | 'nothere.txt' does not exist
-prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5': it is 'bpe', 'bytes',
+prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5' is unknown: give 'bpe', 'bytes',
 data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
 data verify nothere                             | nothere
 ckpt verify nothere                             | nothere: has no checkpoint

@@ -128,7 +128,7 @@ def test_a_function_that_declares_splits_is_called_for_each():
         ("surrogates", r"record 0: not Unicode .half a surrogate pair"),
         ("one_text", r"one_text' returned a str, not an iterable of strings or dicts"),
         ("nothing", r"nothing' returned a NoneType, not an iterable"),
-        ("needs_splits", r"is called with nothing, and .*needs_splits.num_splits = 64"),
+        ("needs_splits", r"is called with nothing, but .*needs_splits.num_splits = 64"),
         ("takes_nothing", r"is called with split_index and num_splits, but it takes \(\)"),
         ("too_many", r"declares num_splits=0: it must be a whole number from 1 to 100,000"),
         ("not_there", r"texts_of_a_test has no 'not_there'"),
