@@ -13,7 +13,7 @@ nearly equal, contiguous blocks; every block exists on dp_replicate × efsdp ran
 that the ranks of an EP group, which exchange tokens in every sparse layer, are neighbours. They share
 a node if ep divides the ranks of a node.
 
-Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` computes a single group.
+`group_of` computes one group of a rank; no table of the whole world is built.
 """
 
 import itertools
@@ -119,7 +119,10 @@ class Layout:
         return getattr(self, axis)
 
     def __str__(self) -> str:
-        dense, sparse = (spell_product(self, view) for view in (DENSE_AXES, SPARSE_AXES))
+        dense, sparse = (
+            " × ".join(f"{axis} {self.size(axis)}" for axis in view)
+            for view in (DENSE_AXES, SPARSE_AXES)
+        )
         return f"world {self.world_size} = {dense} = {sparse}"
 
 
@@ -196,17 +199,6 @@ def index_in_group(layout: Layout, axis: str, rank: int) -> int:
     return getattr(coordinates(layout, rank), axis)
 
 
-def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
-    """Returns the groups of every axis, ordered by their first rank."""
-    tables: dict[str, list[list[int]]] = {}
-    for axis in AXES:
-        firsts = [
-            rank for rank in range(layout.world_size) if index_in_group(layout, axis, rank) == 0
-        ]
-        tables[axis] = [group_of(layout, axis, rank) for rank in firsts]
-    return tables
-
-
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
     """Checks that every sparse layer has at least one expert per rank of an EP group.
 
@@ -258,17 +250,8 @@ def spell_ranks(ranks: Sequence[int]) -> str:
         for start, end in itertools.pairwise([0, *breaks, len(ranks)] if ranks else [])
     ]
     more = f", … ({len(ranks)} in all)" if len(spans) > _MOST_SPANS else ""
-    return ", ".join(spell_span(*span) for span in spans[:_MOST_SPANS]) + more
-
-
-def spell_span(first: int, last: int) -> str:
-    """Formats consecutive numbers: "3" or "0-7"."""
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def spell_product(layout: Layout, view: Sequence[str]) -> str:
-    """Formats the sizes of a view's axes: "dp_replicate 2 × dp_shard 4"."""
-    return " × ".join(f"{axis} {layout.size(axis)}" for axis in view)
+    spelled = (f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:_MOST_SPANS])
+    return ", ".join(spelled) + more
 
 
 # Sizes that fit ---------------------------------------------------------------------------------

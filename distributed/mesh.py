@@ -50,7 +50,7 @@ class Mesh:
     groups: Mapping[
         str, dist.ProcessGroup
     ]  # by axis: the ranks that differ from this one only in it
-    _device_meshes: dict[tuple[tuple[str, ...], str], DeviceMesh] = field(
+    _device_meshes: dict[tuple[str, ...], DeviceMesh] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -69,24 +69,16 @@ class Mesh:
         """The group of all ranks that store this rank's block of experts."""
         return self.groups[EXPERT_REPLICAS]
 
-    def device_mesh(self, *axes: str, device_type: str | None = None) -> DeviceMesh:
-        """Returns a cached DeviceMesh over existing groups, for DTensor and FSDP.
-
-        Args:
-            axes: axes of one view, outermost first: ("dp_replicate", "dp_shard"),
-                ("expert_replicas", "ep").
-            device_type: "cpu" or "cuda"; None uses this process's.
-        """
-        key = (axes, device_type or self.device_type)
-        if key not in self._device_meshes:
-            groups = [self.groups[axis] for axis in axes]
-            self._device_meshes[key] = DeviceMesh.from_group(
-                groups,
-                key[1],
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """Returns a cached DeviceMesh over existing groups, for FSDP; axes outermost first."""
+        if axes not in self._device_meshes:
+            self._device_meshes[axes] = DeviceMesh.from_group(
+                [self.groups[axis] for axis in axes],
+                self.device_type,
                 mesh=_ranks_around(self.layout, axes, self.rank),
                 mesh_dim_names=axes,
             )
-        return self._device_meshes[key]
+        return self._device_meshes[axes]
 
 
 def build_mesh(layout: Layout, process: Process) -> Mesh:

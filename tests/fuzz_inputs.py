@@ -342,7 +342,6 @@ COMMANDS = (
     ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2"],
     ["logs", "runs/mine", "--json", "--generation", "1"],
     ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
-    ["plan", "smoke", "--layout"], ["plan", "smoke", "--layout", "--nodes", "2", "--ep", "4"],
     ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
     ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
     ["--version"], ["--help"],

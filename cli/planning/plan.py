@@ -29,7 +29,6 @@ def add_commands(commands: Commands) -> None:
         examples=[
             'plan moeut_1b --hardware h200 --nodes 1 "…" 64',
             "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
-            "plan moeut_244m mesh.dp_shard=32 --nodes 8 --ep 8 --layout",
         ],
     )
     parser.add_argument(
@@ -95,11 +94,6 @@ def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the form of the report."""
     parser.add_argument(
-        "--layout",
-        action="store_true",
-        help="only show which rank sits where in the configured mesh",
-    )
-    parser.add_argument(
         "--detail", action="store_true", help="memory, time and collectives of the best layouts"
     )
     parser.add_argument(
@@ -118,8 +112,6 @@ def _plan(options: argparse.Namespace) -> int:
 
     nodes = parse_nodes(options.nodes)
     machine = find_hardware(options.hardware)
-    if options.layout:
-        return _show_layout(options, nodes[-1], machine.ranks_per_node)
     config = resolve(options.name, options.overrides, RECIPES)
     wanted = Constraints(options.ep, options.sharding, options.dispatcher, options.recompute)
     with Console(stderr=True).status("planning"):
@@ -223,19 +215,3 @@ def _show_plans(report: "PlanReport", options: argparse.Namespace) -> None:
         for with_ep in (False, True):
             if plan := report.sizes[-1].best(with_ep=with_ep):
                 console.print(render_detail(plan))
-
-
-def _show_layout(options: argparse.Namespace, nodes: int, ranks_per_node: int) -> int:
-    """Prints the position of each rank in the configured mesh, and the links of its groups."""
-    from ...distributed.layout import plan_layout
-    from ...distributed.layout_table import render_layout
-    from ...train.config.resolve import resolve
-    from ...train.recipes.smoke import RECIPES
-
-    mesh = ["mesh.dp_replicate=none"]  # replicas fill the world
-    if options.ep is not None:
-        mesh.append(f"mesh.ep={options.ep}")
-    config = resolve(options.name, [*mesh, *options.overrides], RECIPES)
-    layout = plan_layout(config.mesh, nodes * ranks_per_node)
-    print(render_layout(layout, ranks_per_node, config.model.expert_counts()))
-    return 0

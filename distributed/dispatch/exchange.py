@@ -149,7 +149,7 @@ class Counters:
     waited_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._counting = True
+        self.is_counting = True  # False in a recomputed pass
 
     def copy(self) -> "Counters":
         """Returns a copy of the current numbers."""
@@ -163,17 +163,12 @@ class Counters:
 
     def begin_pass(self, num_routes: int, *, recomputed: bool) -> None:
         """Counts a pass of `num_routes` routes; a recomputed pass is not counted again."""
-        self._counting = not recomputed
+        self.is_counting = not recomputed
         self.add(passes=1, rows_one_per_route=num_routes)
-
-    @property
-    def is_counting(self) -> bool:
-        """Returns whether this pass is counted; a recomputed one is not."""
-        return self._counting
 
     def add(self, **amounts: int) -> None:
         """Adds to the counters, unless this pass is not counted."""
-        if not self._counting:
+        if not self.is_counting:
             return
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)

@@ -142,15 +142,11 @@ class HierarchicalDispatcher(RowSharingDispatcher):
         counts = torch.cat((count_sends(by_rank).counts_P3, inter.counts_P3))
         pending = AllGather(self.communicator.group).start(counts)
         inter.prepare()
-        return self._read_sizes(inter, self.setup.counters.wait(pending))
-
-    def _read_sizes(
-        self, inter: DedupExchange, gathered: Tensor
-    ) -> tuple[ExchangeSizes, ExchangeSizes]:
         num_nodes, node_size = self.inter.num_ranks, self.intra.num_ranks
         here, local = self.inter.rank, self.intra.rank
         num_ranks = self.communicator.num_ranks
-        gathered = gathered.view(num_nodes, node_size, -1, 3)  # of source node and source rank
+        gathered = self.setup.counters.wait(pending)
+        gathered = gathered.view(num_nodes, node_size, -1, 3)  # by source node and source rank
         by_rank = gathered[:, :, :num_ranks].reshape(num_nodes, node_size, num_nodes, node_size, 3)
         inter_received = gathered[:, local, num_ranks + here].contiguous()
         # Rank i forwards everything that reaches this node through it, from any node.

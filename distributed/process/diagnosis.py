@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -409,20 +409,14 @@ def _call_of(entry: Mapping[str, Any], now_ns: int) -> CollectiveCall:
 
 
 def _encoded(report: RankReport) -> str:
-    calls = [
-        (call.group, call.description, call.number, call.operation, call.sizes)
-        for call in report.calls
-    ]
-    return json.dumps({"calls": calls, "ended": report.ended})
+    return json.dumps(asdict(report))
 
 
 def _decoded(text: bytes) -> RankReport:
     values = json.loads(text)
-    calls = [
-        CollectiveCall(group, description, number, operation, tuple(tuple(size) for size in sizes))
-        for group, description, number, operation, sizes in values["calls"]
-    ]
-    return RankReport(calls, values["ended"])
+    for call in values["calls"]:
+        call["sizes"] = tuple(map(tuple, call["sizes"]))
+    return RankReport([CollectiveCall(**call) for call in values["calls"]], values["ended"])
 
 
 def _report_key(rank: int) -> str:

@@ -1,21 +1,12 @@
-"""Groups of a mesh: they join the ranks that the tables say, on real, threaded and pretended ranks;
-DTensor works over them.
-"""
+"""Groups of a mesh join the ranks that the tables say, on real and pretended ranks."""
 
-import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from pairwise import slow_but
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 from world import RankFailed, run_ranks
 
 from moebius.distributed.layout import (
@@ -109,34 +100,6 @@ def test_axes_share_groups_where_they_may():
     assert {rank[-1] for rank in run_ranks(describe, 4, 2, None)} == {5}
 
 
-def full_experts(ep, dp_shard):
-    """Every rank holds its block of 8 experts as a local tensor; DTensor puts them together in
-    global order.
-    """
-    with start_process("cpu", timeout_s=20) as process:
-        mesh = make_mesh(process, ep, dp_shard)
-        block = 8 // ep
-        local = torch.arange(block) + mesh.coordinates.ep * block
-        whole = DTensor.from_local(
-            local, mesh.device_mesh("expert_replicas", "ep"), [Replicate(), Shard(0)]
-        )
-        sharded = whole.redistribute(
-            mesh.device_mesh("expert_replicas", "ep"), [Shard(0), Replicate()]
-        )
-        return whole.full_tensor(), sharded.to_local()
-
-
-@pytest.mark.parametrize(
-    ("ep", "dp_shard"),
-    slow_but([(1, None), (2, None), (4, None), (2, 4)], (2, None), (2, 4), names=2),
-)
-def test_dtensor_puts_experts_together_in_global_order(ep, dp_shard):
-    replicas = 4 // ep
-    for rank, (whole, sharded) in enumerate(run_ranks(full_experts, 4, ep, dp_shard)):
-        assert torch.equal(whole, torch.arange(8))
-        assert torch.equal(sharded, torch.arange(8).chunk(replicas)[rank // ep])
-
-
 def group_times_out(axis):
     process = start_process(
         "cpu", timeout_s=3
@@ -176,55 +139,6 @@ def test_a_layout_of_another_size_is_refused():
 
 def simulated(rank, world_size):
     return Process(rank, world_size, rank, torch.device("cpu"), "simulated", 20)
-
-
-@pytest.fixture
-def threads():
-    """torch's process groups become per thread, with real values."""
-    world = _install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # pyright: ignore[reportAttributeAccessIssue]
-    yield world
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
-    _uninstall_threaded_pg()
-
-
-def on_threads(fn, world_size):
-    """fn(rank) on threads that are ranks of one world."""
-    store, results, errors = HashStore(), [None] * world_size, []
-
-    def live(rank):
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
-            results[rank] = fn(rank)
-        except BaseException as error:  # noqa: BLE001 - a thread's error is the test's
-            errors.append(error)
-        finally:
-            stop_process()
-
-    lives = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world_size)]
-    for life in lives:
-        life.start()
-    for life in lives:
-        life.join(60)
-    if errors:
-        raise errors[0]
-    return results
-
-
-def test_on_64_threads_groups_carry_real_values(threads):
-    layout = Layout(dp_replicate=2, dp_shard=32, ep=8)
-
-    def live(rank):
-        mesh = build_mesh(layout, simulated(rank, 64))
-        assert list(mesh.device_mesh(*SPARSE_AXES).get_coordinate() or ()) == [
-            getattr(mesh.coordinates, axis) for axis in SPARSE_AXES
-        ]
-        return {axis: sum_of_ranks(mesh.groups[axis], rank) for axis in AXES}
-
-    for rank, sums in enumerate(on_threads(live, 64)):
-        assert sums == {
-            axis: float(sum(2**other for other in group_of(layout, axis, rank))) for axis in AXES
-        }
 
 
 @pytest.mark.parametrize("rank", [0, 5000, 10_239])

@@ -86,7 +86,9 @@ def test_shared_experts_work_while_rows_travel_and_no_layer_reads_twice() -> Non
 def test_sharded_weights_are_kept_in_float32() -> None:
     with start_process("cpu", timeout_s=30) as process:
         mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        with pytest.raises(ValueError, match=r'bfloat16 was asked for: use mesh.sharding="none"'):
+        with pytest.raises(
+            ValueError, match=r'float32, not torch.bfloat16: use mesh.sharding="none"'
+        ):
             build_model(
                 MODEL,
                 mesh,

@@ -95,9 +95,9 @@ def _no_values(name: str, like: nn.Parameter, seed: int) -> torch.Tensor:
     return torch.empty(like.shape)
 
 
-def _device_mesh(mesh: Mesh, *axes: str, device_type: str | None = None) -> Any:
+def _device_mesh(mesh: Mesh, *axes: str) -> Any:
     with unset_fake_temporarily():  # it reads the ranks that it is given
-        return _make_device_mesh(mesh, *axes, device_type=device_type)
+        return _make_device_mesh(mesh, *axes)
 
 
 _make_device_mesh = Mesh.device_mesh
