@@ -130,8 +130,9 @@ class SortedRoutes:
             return [expert * self.per_expert for expert in range(self.num_experts + 1)]
         return self.starts_E1.tolist()
 
-    def unsorted(self, values_N: Tensor) -> Tensor:
-        """Reorders values from sorted order to route order."""
+    def gate_gradient(self, grad_gate: Tensor) -> Tensor:
+        """Returns gradients at sorted places, which may be padded, in route order and the gates' dtype."""
+        values_N = grad_gate[: self.num_routes].to(self.weight_N.dtype)
         return values_N if self.place_N is None else values_N.index_select(0, self.place_N)
 
     def _sorted(self, values_N: Tensor) -> Tensor:

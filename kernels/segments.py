@@ -122,7 +122,7 @@ class Segments(Backend):
                 d_z = _aligned_rows("d_z", d_z, *d_z.shape).copy_(d_z)
             torch.mm(d_z, w_up[expert].T, out=grad_rows[rows])
         grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
-        return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
+        return RowGradients(grad_x, call.gate_gradient(grad_gate), grad_b_up, grad_b_down)
 
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
         x_UD, (_, width_in, width_out) = call.x_UD, call.w_EDO.shape
@@ -169,7 +169,7 @@ class Segments(Backend):
             _clear_surplus(count, x, dy)
             _add_product(grad_w[expert], x.T, dy)
         grad_x = _sum_to_sources(grad_rows, call, x_UD.shape[0])
-        return RowGradients(grad_x, _grad_gate(grad_gate, call))
+        return RowGradients(grad_x, call.gate_gradient(grad_gate))
 
 
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:
@@ -288,8 +288,3 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
         into.addmm_(left, right)
     else:
         into += left @ right
-
-
-def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """Returns the gate weights' gradient in route order and in the weights' dtype."""
-    return routes.unsorted(grad_gate[: routes.num_routes].to(routes.weight_N.dtype))

@@ -1,15 +1,15 @@
 """Counts and packs the rows and routes that a rank sends to the ranks of its experts.
 
-A row is sent once to each destination. `count_sends` returns how many rows, routes and target rows
-each destination gets; the ranks exchange these counts first. `pack_sends` overlaps with that
-exchange: it packs the routes and lists the rows. `unpack_sends` reads received routes. Nothing here
-reads a value from the device, so outputs of unknown length are allocated at their upper bound.
+A row is sent once to each destination that needs it. `count_sends` returns how many rows, routes and
+target rows each destination gets; the ranks exchange these counts first. `pack_sends` overlaps with
+that exchange: it packs the routes and lists the rows. `unpack_sends` reads received routes. Nothing
+here reads a value from the device, so outputs of unknown length have their largest possible size.
 
 On CPUs, cpu/lists.cpp needs two passes. The torch operations here serve GPUs and machines without
 a compiler, and are the reference in the tests.
 
 Legend: N routes, P ranks, U source rows, T target rows, M distinct (rank, row) pairs,
-R routes that came, D width.
+R received routes, D width.
 """
 
 from dataclasses import dataclass, replace

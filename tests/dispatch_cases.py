@@ -1,6 +1,4 @@
-"""One rank's rows and routes of every kind and scene, and what a layer makes of them: for the tests
-of dispatchers.
-"""
+"""One rank's rows and routes of every kind and scene, and a layer's results, for dispatcher tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

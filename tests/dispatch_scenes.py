@@ -1,6 +1,4 @@
-"""Layers of experts for the dispatchers' tests: scenes that nobody would choose, banks with fixed
-weights, one-rank results.
-"""
+"""Expert layers for dispatcher tests: adversarial scenes, banks with fixed weights, one-rank results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

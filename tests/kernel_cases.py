@@ -1,6 +1,4 @@
-"""Routings that nobody would choose, and how a backend of the operations is compared with the
-reference: values and all gradients.
-"""
+"""Adversarial routings, and the comparison of a backend with the reference: values and all gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ def head_routes(
 
 
 def irregular(routes: Routes) -> Routes:
-    """The same routes without the rule that says which rows they belong to."""
+    """The same routes with explicit indices instead of rules."""
     return replace(routes, per_source=0, per_target=0)
 
 
@@ -195,8 +193,8 @@ def expected_and_grad(
     routes: Routes,
     grad: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The reference's output and gradients in float64, and the gradient of the output that they are
-    for: of small whole numbers, if there is none.
+    """The reference's output and gradients in float64, and the output gradient that they are for
+    (small integers by default).
     """
     exact = [value.double() for value in (x, *weights)]
     if grad is None:
@@ -219,10 +217,10 @@ def check(
 ) -> None:
     """Compares the output and the gradients of x, every weight and the gate weights, by norms.
 
-    Some are sums that can be near zero by cancellation, and no rounding would be small beside that: a
-    gate weight's gradient is a dot product of an expert's output and `grad`, a weight's is a sum over
-    routes. Their errors are measured by at least what such products of unrelated vectors have, and
-    such sums where every row of `grad` has a sign of chance.
+    Some gradients are sums that cancellation can bring near zero, where any rounding looks large: a gate
+    weight's is a dot product of an expert's output and `grad`, a weight's a sum over routes. Their
+    errors are therefore measured against at least the size of a product of unrelated vectors, and of a
+    sum with random signs.
     """
     tolerance = TOLERANCES[x.dtype] if tolerance is None else tolerance
     expected, grad = expected_and_grad(operation, x, weights, routes)

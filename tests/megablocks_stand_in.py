@@ -1,5 +1,5 @@
-"""A stand-in for MegaBlocks' operators: their meaning in plain torch, and all that the real ones
-refuse. With it the backend runs on this machine's CPU, in any dtype.
+"""A stand-in for MegaBlocks' operators in plain torch, which refuses what the real ones refuse. The
+backend then runs on CPUs in any dtype.
 """
 
 import sys

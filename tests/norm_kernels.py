@@ -1,5 +1,6 @@
-"""A stand-in for the kernels of `add_norm`: their backward pass written down from the equations in
-float64, called as they are, on any device. With it everything around them can be tried without a GPU.
+"""A stand-in for the kernels of `add_norm` on any device, with the backward pass in float64.
+
+It has the kernels' interface, so that everything around them can be tested without a GPU.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Routers' choices for the tests of `kernels.router`: the steps that it replaces, and what recorded
-runs of the official code asked of their routers.
+"""Cases for tests of `kernels.fused.router`: the steps that it replaces, and router inputs of recorded
+runs of the official code.
 """
 
 from dataclasses import dataclass

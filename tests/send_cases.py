@@ -1,4 +1,4 @@
-"""Lists of routes for ranks, and what must be sent of them, by loops over Python's numbers."""
+"""Route lists over ranks, and their expected sends, computed by loops over Python numbers."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ CASES = {
 
 
 def addresses(name: str, *, shuffled: bool = False) -> Addresses:
-    """Returns the routes of a case; `shuffled`: in no order, and a third of them left out."""
+    """Returns the routes of a case; `shuffled` reorders them and drops a third."""
     tokens, sources, targets, per_token, experts, ranks = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
     token_N = torch.arange(tokens).repeat_interleave(per_token)
@@ -132,7 +132,7 @@ def check_received(came: UnpackedSends, metadata_R4: Tensor, received_P3: Tensor
 
 
 def with_wrong(to: Addresses, what: str) -> Addresses:
-    """Returns the same routes, the fifth of which names what there is not."""
+    """Returns the same routes with a fifth route out of range."""
     wrong_N = getattr(to, what).clone()
     wrong_N[4] = 10**6 if what == "expert_N" else -1
     return replace(to, **{what: wrong_N}, into_sources=False)

@@ -1,8 +1,7 @@
-"""Compiles every Triton kernel, with every tile of the table, for every kind of GPU on a machine
-without one.
+"""Compiles every Triton kernel with every tile for every kind of GPU, on a machine without one.
 
-What a call of the backend would launch is written down instead (`recorded`), and compiled as it
-would have been there; tests/kernels/triton/test_compiles.py holds the result to what is asked of it.
+`recorded` records the launches of backend calls, which are compiled for each target;
+tests/kernels/triton/test_compiles.py checks the result.
 """
 
 import re

@@ -107,7 +107,7 @@ class Brgemm(Backend):
         _bank_gradient(call.x_UD, source_rows, d_z, None, call.starts_E1, into_up, add=add)
         grad_rows = _outputs(d_z, None, call.w_up_EDW, call, None, transposed=True)
         grad_x = _own(sum_to_sources(grad_rows, call, call.x_UD.shape[0]), call)
-        return RowGradients(grad_x, _grad_gate(grad_gate, call), grad_b_up, grad_b_down)
+        return RowGradients(grad_x, call.gate_gradient(grad_gate), grad_b_up, grad_b_down)
 
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
         num_routes, (_, width_in, width_out) = call.num_routes, call.w_EDO.shape
@@ -145,7 +145,7 @@ class Brgemm(Backend):
             )
             _bank_gradient(gated, None, grad_TO, target_rows, starts_E1, into_EDO)
         grad_x = _own(sum_to_sources(grad_rows, call, x_UD.shape[0]), call)
-        return RowGradients(grad_x, _grad_gate(grad_gate, call))
+        return RowGradients(grad_x, call.gate_gradient(grad_gate))
 
 
 def product(rows_NK: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
@@ -270,11 +270,6 @@ def _sum_of_experts(rows_NW: Tensor, routes: SortedRoutes) -> Tensor:
 def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:
     """Copies sums that may be a view of a workspace."""
     return summed.clone() if routes.place_N is None else summed
-
-
-def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """Returns the gate weights' gradient in route order and in the weights' dtype."""
-    return routes.unsorted(grad_gate.to(routes.weight_N.dtype))
 
 
 # torch's micro-kernels ----------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class GroupedProducts(Backend):
         ops.add_weight_gradient(into_up, ops.gather_sources(call.x_UD), d_z)
         grad_rows = ops.product_transposed(d_z, call.w_up_EDW)
         grad_x = ops.add_to_sources(grad_rows, call.x_UD.shape[0])
-        return RowGradients(grad_x, call.unsorted(grad_gate), grad_b_up, grad_b_down)
+        return RowGradients(grad_x, call.gate_gradient(grad_gate), grad_b_up, grad_b_down)
 
     def linear_forward(self, call: LinearCall) -> tuple[Tensor, Tensor]:
         ops, num_routes = self.operators(call), call.num_routes
@@ -139,7 +139,7 @@ class GroupedProducts(Backend):
             d_x = ops.product_transposed(dy, call.w_EDO)
         ops.add_weight_gradient(into.weights[0], x, dy)
         grad_x = ops.add_to_sources(d_x, call.x_UD.shape[0])
-        return RowGradients(grad_x, call.unsorted(grad_gate))
+        return RowGradients(grad_x, call.gate_gradient(grad_gate))
 
 
 def _experts(routes: SortedRoutes) -> Tensor:

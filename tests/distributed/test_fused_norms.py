@@ -1,6 +1,4 @@
-"""Additions, norms and casts in one pass over the rows, with weights that are sharded and gathered in
-bfloat16, and rows that travel: the same gradients as by plain operations.
-"""
+"""Fused norms give the gradients of plain operations, with sharded bfloat16 weights and dispatched rows."""
 
 import pytest
 import torch

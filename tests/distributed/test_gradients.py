@@ -28,7 +28,7 @@ FOLDED = [
 
 
 def gradient(shape, *key, dtype=torch.float32):
-    """The gradient that (rank, parameter) has; the same wherever it is asked for."""
+    """The gradient of a (rank, parameter), the same on every call."""
     generator = torch.Generator().manual_seed(hash(key) % 2**31)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -56,7 +56,7 @@ def local_parameters(process, mesh, dtype):
 
 
 def hold_experts(parameters, mesh):
-    """Notes on each that it is the block of the ep index."""
+    """Sets each parameter's shard: the block of the ep index."""
     for parameter in parameters:
         rows, *rest = parameter.shape
         shape = (NUM_EXPERTS, *rest)

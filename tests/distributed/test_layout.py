@@ -1,6 +1,4 @@
-"""Rank tables: the properties that make a mesh a mesh, for every legal mesh of up to 64 ranks, and
-of larger worlds by sample.
-"""
+"""Properties of rank tables, for every legal mesh of up to 64 ranks and samples of larger worlds."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What ranks hold of a tensor: together everything once, each at its place."""
+"""The ranks' shards of a tensor together hold every element once, at its place."""
 
 import torch
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""Recomputation across ranks: the same bits; `selective` sends nothing again and `full` everything;
-counted once.
+"""Recomputation across ranks gives the same bits and counters; `selective` resends nothing, `full`
+everything.
 """
 
 from collections import Counter
@@ -124,7 +124,7 @@ class Exchanges(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Taken:
-    """What one forward and backward pass gave, and what it exchanged."""
+    """The results and exchanges of one forward and backward pass."""
 
     values: dict[str, Tensor]
     forward: list[str]
@@ -187,9 +187,7 @@ def differences(name: str, way: Way, mesh: Mesh) -> list[str]:
 
 
 def exchanged_again(forward: list[str], way: Way) -> int:
-    """All rows; counts and checks not; the routes of `allgather`, which sends one table of integers
-    for each of counts, too.
-    """
+    """All rows, but no counts or checks; for `allgather` also one table of routes per table of counts."""
     return forward.count("rows") + (
         forward.count("integers") // 2 if way.dispatcher == "allgather" else 0
     )
@@ -210,7 +208,7 @@ WIDE = tiny_config("moeut", {"d_model": 128, "attention.d_head": 32, "feed_forwa
 
 
 def remaining_bytes(tokens: int) -> dict[str, float]:
-    """Per token of this rank, what waits for the backward pass after a forward pass of every mode."""
+    """Bytes per token that each mode saves for the backward pass on this rank."""
     found = {}
     with start_process("cpu", timeout_s=60) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)

@@ -1,4 +1,4 @@
-"""In a whole model: shared experts work while rows travel, and every sparse layer reads its counts
+"""In a whole model, shared experts overlap with the exchange, and every sparse layer reads its counts
 from the device once.
 """
 

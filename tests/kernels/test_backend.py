@@ -1,4 +1,4 @@
-"""The choice of a backend: who is refused where, and that reading it costs no compiler."""
+"""The choice of a backend: which are refused where, and that resolving one imports no compiler."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""Every backend of the operations against the reference: values and all gradients, for routings that
-nobody would choose too, and with memory that is not a number before it is written.
+"""Every backend against the reference: values and all gradients, with adversarial routings and with
+uninitialised memory filled with NaN.
 
-MegaBlocks' operators are a stand-in here; Triton's kernels have a session of their own
+MegaBlocks' operators are a stand-in here; the Triton kernels have their own session
 (triton/test_interpreted.py).
 """
 
@@ -62,8 +62,8 @@ nan = float("nan")
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """What nobody has written is not a number, in fresh memory, in workspaces, and where torch's
-    grouped product leaves it. A backend that cannot run is no pass.
+    """Fills unwritten memory with NaN: fresh memory, workspaces, and what torch's grouped product
+    leaves unwritten. Skips backends that cannot run.
     """
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     backend, dtype = parameters.get("backend", "segments"), parameters.get("dtype", F32)
@@ -133,7 +133,7 @@ def test_one_bias_alone(biases: str, backend: str) -> None:
 
 @every_backend
 def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
-    """Strided, and from any address on: a shard's slice of a flat buffer begins where it begins."""
+    """Strided, and at any address: a shard's slice of a flat buffer may be unaligned."""
     operation, x, weights, routes = make_call("odd widths", "relu", "no bias", seed=3)
     x = x.T.contiguous().T
     gates = torch.rand(len(routes.weight_N), 2, generator=torch.Generator().manual_seed(3))[:, 1]
@@ -186,7 +186,7 @@ def test_mlp_equals_the_reference_for_any_shape(
 @pytest.mark.parametrize("backend", ["segments", "reference"])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "linear"])
 def test_gradients_are_numerical_derivatives(activation: str, backend: str) -> None:
-    """By every argument; the same ones for the reference, which so is no oracle by decree."""
+    """By every argument, and for the reference too, which is thereby tested itself."""
     is_linear = activation == "linear"
     operation, x, weights, routes = make_call(
         Case(7, 4, 3, 4, 2), "relu" if is_linear else activation, "both biases", seed=3
@@ -201,7 +201,7 @@ def test_gradients_are_numerical_derivatives(activation: str, backend: str) -> N
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_are_what_their_names_say(activation: str) -> None:
-    """One expert that passes its row on: torch's own functions, spelled out."""
+    """One identity expert against torch's own functions."""
     z = torch.linspace(-30, 30, 601, dtype=F64)[:, None]
     one = torch.ones(1, 1, 1, dtype=F64)
     routes = token_routes(torch.zeros(601, 1, dtype=torch.int64), torch.ones(601, 1), num_experts=1)
@@ -219,9 +219,7 @@ def test_the_activations_are_what_their_names_say(activation: str) -> None:
 def test_the_next_experts_rows_are_not_in_a_bias_gradient(
     activation: str, backend: str, dtype: torch.dtype
 ) -> None:
-    """Expert 0's padding reaches into expert 1's rows; were these huge, its bias gradients would
-    tell.
-    """
+    """Expert 0's padding covers expert 1's rows; huge values there must not reach its gradients."""
     operation, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
     generator = torch.Generator().manual_seed(12)
     x, grad = (torch.randn(7, width, generator=generator).to(dtype) for width in (6, 7))
@@ -308,9 +306,9 @@ expert_of = torch.tensor([0] * 3 + [1] * 2 + [2] * 4 + [3] * 3)  # of every toke
 def test_rows_that_are_not_finite_spoil_no_other_experts_gradients(
     bad: float, backend: str, dtype: torch.dtype
 ) -> None:
-    """In the rows that come in, or in the gradient that comes back; in every expert's turn.
+    """Poisons the input rows or the output gradient of each expert in turn.
 
-    Expert parallelism puts other experts beside that one, so what leaks would depend on the layout.
+    Under expert parallelism an expert's neighbours depend on the layout, and so would any leak.
     """
     gate = torch.full((len(expert_of), 1), 0.7, dtype=torch.promote_types(dtype, F32))
     routes = token_routes(expert_of[:, None], gate, num_experts=4)

@@ -1,6 +1,4 @@
-"""Gradients of weights that a pass uses several times: one sum, whoever asks for it, and whatever
-went wrong before.
-"""
+"""Gradients of weights that a pass uses several times are one sum, also after a failed backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +25,7 @@ REPEATS = 3
 
 @dataclass
 class Bank:
-    """A perceptron and a square matrix of the same experts, and rows that go through both again and
-    again.
-    """
+    """A perceptron and a square matrix per expert, and rows that pass through both repeatedly."""
 
     leaves: list[Tensor] = field(default_factory=list)
 
@@ -69,7 +65,7 @@ def bank() -> Bank:
 
 @pytest.fixture
 def expected(bank: Bank) -> list[Tensor]:
-    """Outside of a pass: every call returns its own gradient, and autograd adds them up."""
+    """Outside the context every call returns its own gradient, and autograd adds them."""
     return bank.gradients(bank.forward())
 
 
@@ -146,7 +142,7 @@ def test_weights_that_want_no_gradient_get_none(bank: Bank, expected: list[Tenso
 
 
 class Deferring(Segments, DeferringBackend):
-    """Segments as a backend that defers; `computed` says how many calls each product was of."""
+    """`Segments` as a deferring backend; `computed` holds the number of calls of each product."""
 
     def __init__(self) -> None:
         self.computed: list[int] = []
@@ -182,7 +178,7 @@ class Deferring(Segments, DeferringBackend):
 
 @pytest.fixture
 def deferring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets the backend defer; of how many calls each product was."""
+    """Makes the backend defer; returns the number of calls of each product."""
     found = Deferring()
     monkeypatch.setattr("moebius.kernels.ops.implementation", lambda name: found)
     return found.computed

@@ -1,4 +1,4 @@
-"""What is said where MegaBlocks cannot run. The backend itself: test_backends.py, on a stand-in, and
+"""Errors where MegaBlocks cannot run. For the backend see test_backends.py (on a stand-in) and
 triton/test_gpu.py.
 """
 

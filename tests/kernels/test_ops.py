@@ -1,6 +1,4 @@
-"""The expert operations as torch's operators: schemas, shapes without data, graphs, FLOPs; and what the
-functions refuse.
-"""
+"""The expert operations as torch operators: schemas, meta shapes, graphs, FLOPs, and refused input."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an exchange sends, in C++ and by torch's operations, against loops."""
+"""Counting and packing the sends of an exchange, in C++ and in torch operations, against loops."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from moebius.kernels.cpu import library
 
 @pytest.fixture(params=["C++", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Chooses who does it."""
+    """Selects C++ or torch."""
     if request.param == "torch":
         monkeypatch.setattr(library, "loaded", lambda: None)
     elif library.loaded() is None:

@@ -1,9 +1,8 @@
-"""The bits that an expert computes do not depend on where its rows and its weights stand.
+"""The bits that an expert computes do not depend on the place of its rows and weights.
 
-Expert parallelism gives a rank some of the experts, in slots that begin elsewhere in memory, and
-their rows, among other neighbours. If all that a rank computes has the bits that one rank has, so has
-the whole layer. In memory every row of an odd width begins somewhere else, as every matrix of an odd
-size does.
+Expert parallelism gives a rank some experts, whose weights and rows have other addresses and
+neighbours than on one rank. If each rank computes the same bits as one rank does, so does the layer.
+With odd widths and sizes, every row and matrix has a different alignment.
 """
 
 import itertools
@@ -69,7 +68,7 @@ def test_an_experts_bits_do_not_depend_on_its_slot(backend: str, dtype: torch.dt
 def test_rows_of_odd_widths_begin_at_multiples_of_16_bytes(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MKL rounds otherwise where they do not, but not on every CPU: here the bits may be the same."""
+    """On some CPUs MKL rounds unaligned rows differently; here the bits may agree anyway."""
     product, rows_read = torch.mm, []
 
     def recorded(left: Tensor, right: Tensor, **named: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ def on_a_rank(
     slots: tuple[int, int],
     backend: str,
 ) -> list[Tensor]:
-    """Values and gradients of a rank that has these experts and the rows that go to them."""
+    """Values and gradients of a rank with these experts and their rows."""
     first, end = slots
     here = (expert_of >= first) & (expert_of < end)
     gate = torch.full((int(here.sum()), 1), 0.7, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -122,7 +121,7 @@ def on_a_rank(
 
 
 def of_a_rank(values: Tensor, expert_of: Tensor, slots: tuple[int, int]) -> Tensor:
-    """A rank's part of rows of tokens or of gradients of a bank, which differ in their length."""
+    """A rank's part of token rows or of a bank's gradients, distinguished by their length."""
     first, end = slots
     if len(values) == TOKENS:
         return values[(expert_of >= first) & (expert_of < end)]

@@ -1,5 +1,5 @@
-"""A checkpoint of any layout is loaded by every other, bit for bit: replicas, expert parallelism, FSDP,
-experts that have moved; models whose sizes no number of ranks divides.
+"""Every layout loads every other layout's checkpoint bit for bit: replicas, expert parallelism, FSDP,
+moved experts, and models whose sizes the ranks do not divide.
 """
 
 from pathlib import Path

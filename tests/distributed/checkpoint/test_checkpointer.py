@@ -1,5 +1,5 @@
-"""Checkpoints: any layout loads any other bit for bit; a failing, stale or damaged one never does
-harm.
+"""Any layout loads any other layout's checkpoint bit for bit; failing saves, stale generations and
+damage do no harm.
 """
 
 import errno
@@ -71,7 +71,7 @@ def whole_state(seed=0):
 
 
 def local_part(state, mesh):
-    """What a rank holds of it."""
+    """A rank's part of a state."""
     block = 8 // mesh.layout.ep
     first = mesh.coordinates.ep * block
     return {
@@ -81,7 +81,7 @@ def local_part(state, mesh):
 
 
 def held(mesh, num_experts=8):
-    """What a rank holds of the tensors with experts."""
+    """A rank's shards of the tensors with experts."""
     experts = num_experts // mesh.layout.ep
     return {
         name: block_shard(
@@ -876,7 +876,7 @@ def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
 
 
 def test_bytes_that_are_no_tensor_are_told(saved):
-    """Nearly any error comes of them: of a flipped bit, of an end that is missing, of noise."""
+    """Flipped bits, truncation and noise can raise nearly any error."""
     stored = checkpoint_files.open_checkpoint(saved)
     [chunk] = stored.index.tensors["embed.weight"].chunks
     random, content = Random(0), (saved / chunk.file).read_bytes()

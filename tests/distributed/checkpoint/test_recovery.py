@@ -1,5 +1,5 @@
-"""A damaged newest checkpoint costs the steps since the one before, never the run; and what cannot
-be read back is never committed.
+"""A damaged newest checkpoint costs the steps since the previous one, never the run; a checkpoint that
+cannot be read back is never committed.
 """
 
 import errno
@@ -78,7 +78,7 @@ DAMAGES = {"flip": flip, "truncate": truncate, "remove": Path.unlink}
 
 
 def recover(directory):
-    """What a rank goes on from: the step, the damaged ones, and their new paths."""
+    """What a rank resumes from: the step, the damaged checkpoints, and their new paths."""
     with start_process("cpu", timeout_s=20) as process:
         _, saver = saver_in(directory, process)
         try:

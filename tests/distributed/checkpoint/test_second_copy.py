@@ -1,5 +1,5 @@
-"""Checkpoints have a copy in a second place, which is another run's never, and which a run goes on
-from when its own are gone or damaged.
+"""Copies of checkpoints in a second place: never another run's, and used if the run's own are missing
+or damaged.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""A directory is there whole or not at all, whoever else writes it, and whoever was killed before."""
+"""Directories appear atomically, despite concurrent writers and killed ones."""
 
 import errno
 import fcntl

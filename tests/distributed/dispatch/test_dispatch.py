@@ -1,7 +1,6 @@
-"""The all-to-all dispatcher against one rank, on real processes: bitwise, for routings that nobody
-would choose too.
+"""The all-to-all dispatcher equals one rank bitwise on real processes, also for adversarial routings.
 
-One world serves many cases, for starting it costs more than they do.
+One world runs many cases, because starting it costs more than they do.
 """
 
 from dataclasses import dataclass, replace

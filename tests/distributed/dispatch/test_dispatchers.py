@@ -1,7 +1,7 @@
-"""Every dispatcher against one rank: all kinds of routes, scenes that nobody would choose, what is
-sent, and in which order.
+"""Every dispatcher against one rank: all kinds of routes, adversarial scenes, rows sent, and order of
+events.
 
-One world serves many cases, for starting it costs more than they do.
+One world runs many cases, because starting it costs more than they do.
 """
 
 import time
@@ -64,7 +64,7 @@ Choice = tuple[str, str, str]  # scene, kind of routes, dispatcher
 
 
 def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
-    """Of every choice how far this rank's results are from one rank's; 1 where two runs differ."""
+    """This rank's error of every choice against one rank; 1 if two runs differ."""
     found: dict[Choice, float] = {}
     with world() as (process, group, nodes):
         for (scene, kind), same_case in groupby(choices, key=lambda choice: choice[:2]):
@@ -141,7 +141,7 @@ def rows_on_the_way(kind: str) -> dict[str, tuple[Counters, list[int]]]:
 def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(
     kind: str,
 ) -> None:
-    """What comes back, and what goes on inside a node, is the other ranks': equal in all."""
+    """Rows returned and forwarded inside a node belong to other ranks; only their totals compare."""
     share = EXPERTS // 4
     found = run_ranks(rows_on_the_way, 4, kind)
     in_all, expected = Counter[str](), Counter[str]()
@@ -237,7 +237,7 @@ def answer_all(x: Tensor, routes: Routes, log: list[str]) -> Tensor:
 
 
 def count_reads() -> dict[str, int]:
-    """Counts, for the rest of this process's life, whatever brings values of a tensor to the host."""
+    """Counts all calls that read a tensor's values on the host, until the process ends."""
     seen = {"reads": 0}
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -466,9 +466,7 @@ def drawn_case(drawn: Drawn, rank: int) -> Case:
 
 
 def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
-    """Of every case and dispatcher the difference from a loop over routes with experts that
-    multiply by (expert + 1).
-    """
+    """Each dispatcher's error in each case against a loop over routes; experts multiply by (expert + 1)."""
     out = []
     with world() as (process, group, node_groups):
         for drawn in batch:

@@ -1,4 +1,4 @@
-"""Sizes that ranks know of each other: the same bits, without an exchange of counts or a read."""
+"""With known sizes, `dedup` gives the same bits without exchanging or reading counts."""
 
 from contextlib import nullcontext
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""What `auto` means: the faster of two ways that give the same bits, or why there is only one."""
+"""`auto` selects the faster of two dispatchers with the same bits, or says why there is only one."""
 
 import re
 

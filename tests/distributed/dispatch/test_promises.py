@@ -1,6 +1,4 @@
-"""What every dispatcher promises whatever is asked of it: identity, memory, and no trace of the
-pass before.
-"""
+"""Promises of every dispatcher: identity, bounded memory, and no state from earlier passes."""
 
 import ctypes
 import gc
@@ -171,9 +169,7 @@ class Allocated(ctypes.Structure):
 
 
 def alive() -> tuple[int, int]:
-    """Tensors that Python holds, and bytes that anybody in this process has allocated and not freed;
-    once every thread of Gloo has let go of its last.
-    """
+    """Live Python tensors and allocated bytes of this process, after Gloo's threads have released theirs."""
     time.sleep(0.1)
     tensors = sum(isinstance(thing, Tensor) for thing in gc.get_objects())
     mallinfo = ctypes.CDLL(None).mallinfo2
@@ -183,8 +179,8 @@ def alive() -> tuple[int, int]:
 
 
 def left_behind(name: str) -> tuple[int, float]:
-    """How many tensors and MiB live after passes forward and backward that did not before, without the
-    garbage collector's help. Rows are narrow beside their routes.
+    """Tensors and MiB that passes leave behind without garbage collection. Rows are narrow, so that
+    routes dominate.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = "10"  # torch's record of collectives is full at once
     with world() as (process, group, nodes):
@@ -207,7 +203,7 @@ def left_behind(name: str) -> tuple[int, float]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallinfo2 is glibc's")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pass_leaves_nothing_behind(name: str) -> None:
-    """The least list of a pass's routes has 24 KiB: were one kept of each, there would be 1.4 MiB."""
+    """The smallest list of a pass's routes has 24 KiB: keeping one per pass would take 1.4 MiB."""
     for tensors, mebibytes in run_ranks(left_behind, 2, name):
         assert tensors == 0
         assert mebibytes < 0.5

@@ -1,5 +1,5 @@
-"""Rows through shared memory give the bits of collectives, whatever the routes: `symmetric` those of
-`dedup`, and `hierarchical` with memory inside the nodes those without.
+"""Shared memory gives the bits of collectives for all routes: `symmetric` equals `dedup`, and
+`hierarchical` is the same with and without it.
 """
 
 from itertools import product

@@ -1,5 +1,5 @@
-"""ExpertMap and packing as pure tables: every expert somewhere, slots respected, never hotter than
-before; answers by exhaustion.
+"""ExpertMap and packing: every expert is placed, slots are respected, the load never gets worse, and
+small cases match an exhaustive search.
 """
 
 import itertools

@@ -1,6 +1,4 @@
-"""Experts on their way: weights and moments arrive whole, copies answer as one, gradients of copies
-are one sum.
-"""
+"""Moving experts: weights and moments arrive intact, and copies share outputs and gradient sums."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from dispatch_cases import dispatcher_of, placed_layer, world
 from dispatch_scenes import EXPERTS, SCENES, forward_backward, parts
 from torch import Tensor, nn
@@ -194,17 +191,3 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
                     slots[copies[0]], total[expert], atol=1e-4 * total.abs().max().item()
                 )
                 assert all(torch.equal(slots[copies[0]], slots[other]) for other in copies[1:])
-
-
-def test_every_rank_without_copies_reduces_as_before() -> None:
-    assert run_ranks(nothing_shared, 2) == [True, True]
-
-
-def nothing_shared() -> bool:
-    with meshed(2) as mesh:
-        parameter = nn.Parameter(torch.ones(2, 3))
-        parameter.grad = torch.full((2, 3), float(mesh.rank))
-        CopyReducer(
-            GradientReducer([], [parameter], mesh), [(contiguous_map(4, 2), [parameter])], mesh
-        ).reduce()
-        return bool((parameter.grad == mesh.rank).all()) and dist.get_world_size() == 2

@@ -1,6 +1,4 @@
-"""Ranks compare what they are about to do: a difference, or a rank that does not come, is told to
-all of them in words.
-"""
+"""Ranks compare facts before they act; all of them learn of a difference or an absent rank."""
 
 import os
 import threading

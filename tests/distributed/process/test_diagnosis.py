@@ -1,6 +1,4 @@
-"""A collective that does not complete is explained: operation, number, group, and the ranks that
-did not come, on all ranks.
-"""
+"""An incomplete collective is explained on all ranks: operation, number, group, and absent ranks."""
 
 import os
 import signal
@@ -146,7 +144,7 @@ def test_a_rank_that_ended_with_an_error_is_named_with_it():
 
 
 def outlive(act, *args):
-    """A killed rank fails the world at once, unless what the survivor heard is on paper first."""
+    """Writes the survivor's error to a file, because a killed rank fails the world at once."""
     *args, file = args
     text, _ = told(act, *args)
     file.write_text(text)

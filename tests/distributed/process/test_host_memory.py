@@ -1,4 +1,4 @@
-"""What was freed is kept: a buffer of every step costs its page faults once."""
+"""Freed memory is kept: the buffer of every step costs its page faults once."""
 
 import platform
 import resource

@@ -1,4 +1,4 @@
-"""Values that ranks tell each other: they arrive as they are, by rank, and only in a sane size."""
+"""JSON values arrive unchanged, by rank, and only within the size limit."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A rank is killed at every single step of the protocol: the others name it, and nothing hangs."""
+"""A rank is killed at every step of the protocol: the others name it, and nothing hangs."""
 
 import ctypes
 import os

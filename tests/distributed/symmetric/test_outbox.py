@@ -1,4 +1,4 @@
-"""Who may share memory, and what is said when a rank dies, leaves, disagrees or does not come."""
+"""Which ranks can share memory, and the errors if one dies, leaves, disagrees or does not come."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The protocol under pauses drawn at each of its steps, and under a thread sanitizer."""
+"""The protocol under random pauses at each step, and under a thread sanitizer."""
 
 import shutil
 import subprocess

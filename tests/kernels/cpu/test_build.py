@@ -1,4 +1,4 @@
-"""How a C++ file of ours is compiled once per machine, and what is said where it cannot be."""
+"""A C++ library is compiled once per machine, and failures are explained."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CppLibrary:
-    """A function that adds two numbers, and a machine that has nothing compiled yet."""
+    """A library that adds two numbers, on a machine with an empty cache."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     (tmp_path / "compiled").mkdir()
     source = tmp_path / "sum.cpp"

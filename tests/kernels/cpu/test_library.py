@@ -1,5 +1,5 @@
-"""The C++ of the kernels: what is said where it cannot run, what torch's micro-kernels are trusted with,
-and that torch gives the same bits where there is no compiler.
+"""The kernels' C++ library: errors where it cannot run, the exactness of torch's micro-kernels, and
+equal bits without a compiler.
 """
 
 import os
@@ -28,7 +28,7 @@ can_run = pytest.mark.skipif(
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that has the CPU and nothing compiled yet; what it answers is not remembered."""
+    """A machine with a full-featured CPU and an empty cache; answers are not memoised."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(library, "_flags_of_cpu", lambda: EVERY_FLAG)
@@ -150,12 +150,12 @@ def test_a_product_that_torch_refuses_is_an_error_and_no_end_of_the_process() ->
     assert torch.all(routed_mlp(x, w_up, w_down, routes, backend="brgemm") == 64)
 
 
-# Oldest first: what oneDNN is held to stands for a machine that has no more.
+# Oldest first: limiting oneDNN stands for an older machine.
 @can_run
 @pytest.mark.slow
 @pytest.mark.parametrize("allowed", ["AVX2", "AVX512_CORE"])
 def test_on_older_cpus_values_and_bits_are_as_right(allowed: str) -> None:
-    """The comparison with the reference and those of bits, held to an older instruction set."""
+    """Runs the comparisons with the reference and of bits with an older instruction set."""
     files = ["tests/kernels/test_backends.py", "tests/kernels/test_slots.py"]
     ran = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Lists of routes in C++: the sums of `index_add_` bit for bit, and the order of a stable sort."""
+"""Route lists in C++: sums equal `index_add_` bit for bit, and sorting equals a stable sort."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Float32 through oneDNN: only where a trial finds it exact, and the same values then."""
+"""Float32 through oneDNN: allowed only if a trial finds it exact, with the same values."""
 
 from collections.abc import Iterator
 

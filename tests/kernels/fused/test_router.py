@@ -1,5 +1,5 @@
-"""The router as one operation against its steps, and how far three products of bfloat16 numbers are
-from float32's: by torch, without Triton.
+"""The router as one operation against its steps, and the error of three bfloat16 products against
+float32, in torch without Triton.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def num_threads() -> Iterator[Callable[[int], None]]:
 
 
 def routed_and_gradients(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, ...]:
-    """All results, and the gradients of rows and weights, that of a logit being its own value."""
+    """All results, and the gradients of rows and weights given each logit's value as its gradient."""
     x, weight = x_TD.clone().requires_grad_(), weight_ED.clone().requires_grad_()
     found = route_top_k(x, weight, top_k=2, gate="sigmoid", heads=3)
     grads = torch.autograd.grad([found[0], found[2]], [x, weight], [found[0].detach(), found[2]])

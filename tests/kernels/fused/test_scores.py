@@ -1,5 +1,5 @@
-"""A router's scores in C++: torch.topk's and of equal ones the first; values and gradients of torch's
-softmaxes, whatever the rows beside and the threads.
+"""A router's scores in C++: torch.topk with ties by lowest index, and torch's softmax with its
+gradients, independent of neighbouring rows and threads.
 """
 
 from collections.abc import Callable, Iterator

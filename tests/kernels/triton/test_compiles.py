@@ -1,10 +1,8 @@
-"""Every Triton kernel, with every tile of the table, compiled for every kind of GPU by a machine without
-one.
+"""Compiles every Triton kernel with every tile for every kind of GPU, on a machine without one.
 
-What a call of the backend would launch is written down instead, and compiled as it would have been
-there. Asked of the result: tensor cores in every product, no spilled register, registers and shared
-memory that the chip has, rows that come by asynchronous copies while others are computed with, and no
-atomics where the output is to be deterministic. Speed is not asked: that needs the GPU.
+The launches of backend calls are recorded and compiled for each target. The tests check tensor cores
+in every product, no spilled registers, the chip's registers and shared memory, asynchronous copies
+that overlap with computation, and no atomics in deterministic kernels. Speed needs a GPU.
 """
 
 import os
@@ -47,7 +45,7 @@ REGISTERS = 64 * 1024  # of one multiprocessor
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorded]:
-    """What the calls that a test makes would launch; nothing runs."""
+    """Records the launches of a test's calls; nothing runs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with recorded() as found:
         yield found
@@ -55,14 +53,14 @@ def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorded]
 
 @pytest.fixture
 def launches(noted: Recorded) -> list[Launch]:
-    """Of the calls that a test makes."""
+    """The recorded launches of a test's calls."""
     return noted.launches
 
 
 def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
-    """What is wrong with a launch there.
+    """Returns the faults of a launch on a target.
 
-    `exact`: products that need not be on tensor cores, and may have a few bytes of stack.
+    `exact` products need no tensor cores and may use a few bytes of stack.
     """
     kernel, _, constants = launch
     name, chip = kernel.fn.__name__, CHIPS[target]
@@ -78,9 +76,8 @@ def faults_of(launch: Launch, target: str, *, exact: bool = False) -> list[str]:
         "no tensor cores": is_product and chip.products not in code,
         "older tensor cores": is_product and target == "sm_90" and "\tmma.sync" in code,
         "no asynchronous copies": is_product and not chip.is_amd and "cp.async" not in code,
-        # without wgmma Triton does not overlap K3's copies, whose rows are found through an index; for
-        # Blackwell no products that
-        # share operands, of which none is in registers
+        # Without wgmma Triton does not overlap K3's indexed copies; on Blackwell it overlaps no products
+        # that share operands outside registers.
         "copies are waited for at once": is_product
         and not chip.is_amd
         and (name != "ragged_product" or chip.products != "mma.sync")
@@ -112,7 +109,7 @@ def test_routing(launches: list[Launch]) -> None:
 @pytest.mark.parametrize("target", triton_tiles.TARGETS)
 @pytest.mark.parametrize("channels", [82, 128, 41])
 def test_rotation(channels: int, target: str, launches: list[Launch]) -> None:
-    """Rows as products leave them, and as they never lie; a table of all, and one of each sequence."""
+    """Usual and unusual strides; one table for all sequences, and one per sequence."""
     width = channels // 4 * 2
     for dtype, shape in ((BF16, (1024, width)), (FP32, (16, 1, 1024, width))):
         rows = torch.empty(16, 1024, 4, channels, dtype=dtype).transpose(1, 2)

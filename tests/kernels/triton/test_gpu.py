@@ -1,5 +1,5 @@
-"""What wants a GPU: every backend against the reference in both precisions, the kernels of routers,
-norms and sends, CUDA graphs, no word to the host, equal bits.
+"""Tests that need a GPU: every backend against the reference in both precisions, router and norm
+kernels, sends, CUDA graphs, no host synchronisation, equal bits.
 """
 
 from collections.abc import Callable

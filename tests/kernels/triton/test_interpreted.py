@@ -1,5 +1,5 @@
-"""Runs the tests of the Triton kernels in its interpreter: a session of its own, for that must be
-chosen before any import.
+"""Runs the Triton kernels' tests in the interpreter, in a separate session because it must be
+selected before any import.
 """
 
 import os

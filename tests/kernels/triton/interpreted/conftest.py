@@ -1,8 +1,7 @@
-"""Tests of Triton's kernels in its interpreter, which must be chosen before they are imported: in a
-session of their own.
+"""Tests of the Triton kernels in the interpreter, which must be selected before they are imported.
 
-`tests/kernels/triton/test_interpreted.py` starts it, with TRITON_INTERPRET=1. Any other session
-passes these files by.
+`tests/kernels/triton/test_interpreted.py` starts their session with TRITON_INTERPRET=1. Other sessions
+ignore these files.
 """
 
 import os
@@ -16,9 +15,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that nobody has written holds NaN, or the greatest integer: what is read before it is
-    written shows.
-    """
+    """Fills unwritten memory with NaN or the greatest integer, so that reading it shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""What `moebius doctor --gpu` says of kernels, in the interpreter."""
+"""The findings of `moebius doctor --gpu` about kernels, in the interpreter."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time."""
+    """The interpreter is slow."""
     monkeypatch.setattr(gpu_check, "TOKENS", 12)
 
 

@@ -1,8 +1,6 @@
-"""The Triton backend against the reference in float64: values and all gradients, in Triton's
-interpreter.
+"""The Triton backend against the reference in float64, in the interpreter: values and all gradients.
 
-Its memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have several, and
-ragged ones.
+Memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have several, ragged ones.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Residual, norm and casts in Triton's interpreter against plain operations in float64: values and
-all gradients. Copies are float16, for the interpreter's bfloat16 is wrong.
+"""Residual, norm and casts in the interpreter against plain operations in float64: values and all
+gradients. Copies are float16, because the interpreter's bfloat16 is wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ AFFINE = {"affine": (True, True), "no bias": (True, False), "neither": (False, F
 def run(
     function: Callable[..., NormedRows], given: Sequence[Tensor | None], **options: Any
 ) -> list[Tensor]:
-    """Its outputs that are wanted."""
+    """Returns the requested outputs."""
     rows = function(*given, 1e-5, **options)
     return [out for out in (rows.total, rows.normed, *rows.copies) if out is not None]
 
@@ -59,7 +59,7 @@ def compare(
     copies: tuple[Copied, ...] = (),
     wants_normed: bool = True,
 ) -> None:
-    """The reference in float64 gets the same gradients, of which those of copies are rounded."""
+    """Compares with the reference in float64, given the same (rounded) output gradients."""
     exact = [None if value is None else value.detach().double().requires_grad_() for value in given]
     options = dict(copies=copies, wants_normed=wants_normed)
     found = run(add_norm, given, low=low, **options)

@@ -1,5 +1,5 @@
-"""Rotation of queries and keys in Triton's interpreter against plain operations in float64: values
-and gradients. What is rounded is float16, for the interpreter's bfloat16 is wrong.
+"""Rotary embedding in the interpreter against plain operations in float64: values and gradients.
+Rounded rows are float16, because the interpreter's bfloat16 is wrong.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ CPU, SCALE = torch.device("cpu"), 0.37
 
 
 class Rows(NamedTuple):
-    """B, H, S, C, and how many channels are rotated."""
+    """Sizes B, H, S, C and W."""
 
     batch: int
     heads: int
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def sliced(x_BHSC: Tensor) -> Tensor:
-    """The same rows, among others, in memory."""
+    """Returns the same rows as a strided slice of a larger tensor."""
     wide = x_BHSC.new_full([2 * size + 1 for size in x_BHSC.shape], torch.nan)
     view = wide[1::2, 1::2, 1::2, 1::2]
     view.copy_(x_BHSC)
@@ -64,7 +64,7 @@ def make_pair(rows: Rows) -> list[Tensor]:
 
 
 def make_table(rows: Rows, *, batched: bool) -> RotaryTable:
-    """Of positions from 5 on, or of positions of every sequence's own."""
+    """Returns a table of positions from 5 on, or of different positions per sequence."""
     if not batched:
         return rotary_table(torch.arange(5.0, 5 + rows.length), rows.width, 100.0)
     generator = torch.Generator().manual_seed(2)
@@ -167,7 +167,7 @@ def test_the_backend_decides_who_rotates(launched: list[bool]) -> None:
     ids=["switchhead", "dense"],
 )
 def test_a_model_rotates_so(kind: dict[str, object], launched: list[bool]) -> None:
-    """Both attentions ask the kernel of the backend that their experts run in, forward and back."""
+    """Both attentions use the kernel of their experts' backend, forward and backward."""
     shape = {"d_model": 16, "num_layers": 1, "layers_per_group": 1, "vocab_size": 11}
     heads = {"attention.d_head": 8, "attention.num_heads": 2}
     model = Transformer(ModelConfig.from_dotted(shape | heads | kind), backend="triton")

@@ -1,4 +1,4 @@
-"""The router's kernels against float64, and against torch's choice."""
+"""The router's kernels against float64 and against torch's selection."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ def test_given_experts_are_weighed_in_their_order(gate: Gate) -> None:
 
 
 def test_equal_logits_and_those_that_are_no_numbers() -> None:
-    """One channel of 1: the logits are the weights. Of equals the first; NaN before all."""
+    """With one channel of 1 the logits are the weights. Ties select the lowest index; NaN is greatest."""
     nan, inf = torch.nan, torch.inf
     rows = {
         (0.0, -0.0, 0.0, -1.0): [0, 1, 2],
@@ -81,7 +81,7 @@ def test_equal_logits_and_those_that_are_no_numbers() -> None:
         weight = torch.tensor(logits)[:, None]
         experts = route_top_k(torch.ones(1, 1), weight, top_k=3, gate="sigmoid")[1]
         assert experts[0, 0].tolist() == chosen
-    # Two parts of infinity are none: what is left of it is NaN, and chosen before all.
+    # Splitting an infinity gives NaN, which is selected first.
     weight = torch.tensor([[1.0], [-inf], [2.0]])
     logits, experts, gates = route_top_k(torch.ones(1, 1), weight, top_k=2, gate="sigmoid")
     assert experts[0, 0].tolist() == [1, 2]
@@ -104,7 +104,7 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a router's backward pass is given."""
+    """The inputs of a router's backward pass."""
 
     x_TD: Tensor
     weight_ED: Tensor
@@ -153,7 +153,7 @@ def make_backward(name: str, gate: Gate, *, parts: tuple[bool, bool] = (True, Tr
 
 
 def check_bounds(given: Backward) -> None:
-    """Three products are within their bound, beside the rounding of the logits' gradient."""
+    """Checks the bound of three products, plus the rounding of the logits' gradient."""
     grad_TE, sizes_TE = given.of_logits()
     slack_TE = kernel.BOUND * grad_TE.abs() + 2**-20 * sizes_TE
     x, weight = given.x_TD.double(), given.weight_ED.double()
@@ -187,7 +187,7 @@ def test_only_gradients_that_are_wanted_are_made(wants: tuple[bool, bool]) -> No
 
 
 def test_rows_in_several_parts_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few enough rows to a program, the last of which has fewer than the others."""
+    """With few rows per program, and fewer in the last."""
     given = make_backward("several blocks of rows", "softmax")
     whole = given.kernels(False, True)[1]
     monkeypatch.setattr(tiles, "_LEAST_ROWS", 16)
@@ -220,7 +220,7 @@ def test_what_is_no_number_stays_in_its_row_and_its_experts(bad: float) -> None:
 def test_autograd_gets_what_torchs_operations_give(
     gate: Gate, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of logits and gates, which lie as they like in memory."""
+    """Gradients of logits and gates with arbitrary strides."""
     x, weight, heads, top_k = make("several blocks of rows")
     leaves = {"x": x, "weight": weight}
     for name in names:
