@@ -363,13 +363,10 @@ def refuse_if_running(run_dir: Path, *, tell: Callable[[str], object] = lambda w
             )
 
 
-def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
+def begin_submission(launch: Launch, **details: Any) -> None:
     """Opens the job's journal and removes flags of an earlier submission.
 
     It checks again that no job runs here: preparing the data may have taken an hour since the first check.
-
-    Args:
-        note: added to the number of nodes and ranks.
 
     Raises:
         JobError: a job is running here, or the folder cannot be written.
@@ -384,7 +381,7 @@ def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
         Journal(run_dir).append(
             State.SUBMITTED,
             generation=read_generation(run_dir),
-            reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s){note}",
+            reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s)",
             details={"name": launch.name, "where": launch.where} | details,
         )
     except OSError as error:

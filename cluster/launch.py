@@ -13,7 +13,6 @@ from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
 from .job import SIMULATED, THIS_MACHINE, JobError, Launch, begin_submission, refuse_if_running
-from .scale import ScaleRequest, write_request
 from .shipped_code import Shipment, record_environment
 from .supervise.background_data import prepares_beside
 
@@ -71,21 +70,9 @@ def open_folder(config: Config, run_dir: Path, console: Console) -> None:
     open_run(config, run_dir)
 
 
-def begin_job(
-    launch: Launch, scale: ScaleRequest | None = None, shipment: Shipment | None = None
-) -> None:
-    """Opens the job's journal and records the code that runs.
-
-    Args:
-        scale: an earlier `moebius scale` that still applies.
-        shipment: code that is sent to the nodes.
-    """
-    code = record_environment(Path(launch.run_dir), shipment)
-    if scale is None:
-        return begin_submission(launch, **code)
-    note = f"; continues with {scale.num_nodes} node(s), as requested with `moebius scale`"
-    begin_submission(launch, note=note, **code)
-    write_request(Path(launch.run_dir), scale)
+def begin_job(launch: Launch, shipment: Shipment | None = None) -> None:
+    """Opens the job's journal and records the code that runs, which may be shipped."""
+    begin_submission(launch, **record_environment(Path(launch.run_dir), shipment))
 
 
 def simulated_gpus(config: Config) -> int:

@@ -1,15 +1,15 @@
 """Changes the number of nodes of a running job: `moebius scale RUN N`.
 
-The request is a file in the run folder. The supervisor pauses the job at the next step boundary once the
-cluster has enough nodes, and continues on N nodes. The file outlives the supervisor. `moebius resume` keeps
-the request unless it is given another job.num_nodes; a new `moebius submit` uses job.num_nodes.
+The request is a file in the run folder, so it outlives the supervisor. The supervisor pauses the job at the
+next step boundary once the cluster has enough nodes, and continues on N nodes. The next submission uses
+job.num_nodes again.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .job import (
     SCALE,
@@ -21,9 +21,6 @@ from .job import (
     write_atomically,
 )
 
-if TYPE_CHECKING:
-    from ..train.config.run_config import Config
-
 
 @dataclass(frozen=True)
 class ScaleRequest:
@@ -34,7 +31,7 @@ class ScaleRequest:
     layouts: Mapping[int, Mapping[str, Any]] | None
 
 
-def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
+def request_scale(run_dir: Path, num_nodes: int) -> None:
     """Asks the job to continue on `num_nodes` nodes from the next step boundary.
 
     With fewer nodes in the cluster, the job continues unchanged until there are more.
@@ -56,34 +53,8 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
         )
     if num_nodes < 1:
         raise JobError(f"a job needs at least 1 node, got {num_nodes}")
-    layouts = _layouts(run_dir, num_nodes)
-    request = ScaleRequest(num_nodes, layouts)
-    write_request(run_dir, request)
-    return request
-
-
-def write_request(run_dir: Path, request: ScaleRequest) -> None:
-    """Writes a request to where the supervisor looks for it."""
+    request = ScaleRequest(num_nodes, _layouts(run_dir, num_nodes))
     write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
-
-
-def request_to_keep(
-    run_dir: Path, config: "Config", overrides: Sequence[str]
-) -> ScaleRequest | None:
-    """Returns the earlier `moebius scale` that still applies to a resumed job; None without one.
-
-    Args:
-        config: the job's, which may have changed.
-        overrides: of the command line; job.num_nodes among them takes precedence.
-
-    Raises:
-        JobError: the configuration no longer fits the requested number of nodes.
-    """
-    if any(each.startswith("job.num_nodes=") for each in overrides):
-        return None
-    if (request := scale_requested(run_dir)) is None:
-        return None
-    return ScaleRequest(request.num_nodes, _layouts_of(config, request.num_nodes))
 
 
 def scale_requested(run_dir: Path) -> ScaleRequest | None:
@@ -115,16 +86,12 @@ def _where(run_dir: Path) -> str:
 
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
     """Returns the possible numbers of nodes up to `num_nodes`; None without a configuration."""
+    from ..train.config.resize import layouts_for
     from ..train.config.run_config import Config
 
     if not (run_dir / "config.json").exists():
         return None
-    return _layouts_of(Config.load(run_dir / "config.json"), num_nodes)
-
-
-def _layouts_of(config: "Config", num_nodes: int) -> dict[int, dict[str, object]]:
-    from ..train.config.resize import layouts_for
-
+    config = Config.load(run_dir / "config.json")
     layouts = layouts_for(config, range(1, num_nodes + 1))
     if num_nodes not in layouts:
         more = layouts_for(config, range(num_nodes + 1, 2 * num_nodes + 1))

@@ -35,7 +35,6 @@ from .places.standing import cluster_at
 from .ray_tasks import RayPool
 from .report.live import follow, show_preparation
 from .report.summary import show_end
-from .scale import ScaleRequest
 from .shipped_code import Shipment
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
@@ -50,7 +49,6 @@ def submit(
     address: str | None = None,
     detach: bool = False,
     command: Sequence[str] = (),
-    scale: ScaleRequest | None = None,
     shipment: Shipment | None = None,
     console: Console | None = None,
     live: bool | None = None,
@@ -65,7 +63,6 @@ def submit(
             None simulates `config.job.num_nodes` nodes here.
         detach: return as soon as the supervisor is up; needs a cluster that outlives this process.
         command: of one rank, instead of the training loop.
-        scale: an earlier `moebius scale`, which replaces the configured number of nodes.
         shipment: code for the nodes, inside `shipping` (shipped_code.py).
         live: redraw in place or write lines; default: as the console can.
 
@@ -81,19 +78,18 @@ def submit(
     run_dir = run_dir.absolute()
     open_folder(config, run_dir, console)
     data = _Data(config, console, live)
-    num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
-    with _connected(config, address, console, num_nodes=num_nodes, meanwhile=data.prepare_early):
+    with _connected(config, address, console, meanwhile=data.prepare_early):
         import ray
 
         from .supervise.actor import place_ahead, start_supervisor
 
         launch = make_launch(config, run_dir, address=address, command=command)
-        if address is None and scale is None:  # nobody else needs these nodes
+        if address is None:  # nobody else needs these nodes
             launch = place_ahead(launch)
         with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
             data.prepare(pool)
-        begin_job(launch, scale, shipment)
-        if address is not None and scale is None:
+        begin_job(launch, shipment)
+        if address is not None:
             launch = place_ahead(launch)
         with interrupts_stop_the_job(run_dir):
             start_supervisor(launch)
@@ -108,12 +104,7 @@ def submit(
 
 @contextlib.contextmanager
 def _connected(
-    config: Config,
-    address: str | None,
-    console: Console,
-    *,
-    num_nodes: int,
-    meanwhile: Callable[[], None],
+    config: Config, address: str | None, console: Console, *, meanwhile: Callable[[], None]
 ) -> Iterator[None]:
     """Connects to a cluster; calls `meanwhile` while a simulated one starts."""
     if address is not None:
@@ -121,7 +112,7 @@ def _connected(
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return
-    gpus = None
+    gpus, num_nodes = None, config.job.num_nodes
     if per_node := simulated_gpus(config):
         gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
     started = time.monotonic()

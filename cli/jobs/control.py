@@ -19,7 +19,6 @@ from ..configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
-    from ...cluster.scale import ScaleRequest
     from ...train.config.run_config import Config
 
 ENDS = (
@@ -126,12 +125,7 @@ def _submit(options: argparse.Namespace) -> int:
     return _submit_to(options, config, run_dir)
 
 
-def _submit_to(
-    options: argparse.Namespace,
-    config: "Config",
-    run_dir: Path,
-    scale: "ScaleRequest | None" = None,
-) -> int:
+def _submit_to(options: argparse.Namespace, config: "Config", run_dir: Path) -> int:
     """Submits to the cluster in the options, with the code of their wheel."""
     from ...cluster.shipped_code import shipping
     from ...cluster.submit import submit
@@ -142,7 +136,6 @@ def _submit_to(
             run_dir,
             address=options.address,
             detach=options.detach,
-            scale=scale,
             shipment=shipment,
         ).exit_code
 
@@ -151,7 +144,6 @@ def _resume(options: argparse.Namespace) -> int:
     allow_unauthenticated(options)
     from ...cluster.job import JobError, State, refuse_if_running
     from ...cluster.report.run_report import read_report
-    from ...cluster.scale import request_to_keep
 
     run_dir = options.run_dir.absolute()
     report = read_report(run_dir)
@@ -163,11 +155,8 @@ def _resume(options: argparse.Namespace) -> int:
             f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; "
             f"to continue, raise it: train.steps={2 * config.train.steps}"
         )
-    scale = request_to_keep(run_dir, config, options.overrides)
     print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
-    if scale is not None:
-        print(f"on {scale.num_nodes} node(s), as requested with `moebius scale`", flush=True)
-    return _submit_to(options, config, run_dir, scale)
+    return _submit_to(options, config, run_dir)
 
 
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":

@@ -99,23 +99,18 @@ def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
 
     Dumper.add_representer(str, text)
     settings.check()
-    documents = kuberay_objects(config, settings)
-    return yaml.dump_all(
-        documents, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=100
-    )
-
-
-def kuberay_objects(config: Config, settings: KubeRaySettings) -> list[dict[str, Any]]:
-    """Returns the ConfigMap and the RayJob as plain values."""
     name = object_name(config.job.name)
-    text = json.dumps(config.model_dump(mode="json"), indent=1)
+    saved = json.dumps(config.model_dump(mode="json"), indent=1)
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{name}-config", "labels": _labels(name)},
-        "data": {CONFIG_FILE: text + "\n"},
+        "data": {CONFIG_FILE: saved + "\n"},
     }
-    return [config_map, _ray_job(name, config, settings)]
+    documents = [config_map, _ray_job(name, config, settings)]
+    return yaml.dump_all(
+        documents, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=100
+    )
 
 
 def object_name(job_name: str) -> str:

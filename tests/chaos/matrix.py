@@ -48,7 +48,6 @@ MATRIX = (
         "no success: named as the cause, a new generation",
         """
         tests/cluster/supervise/test_job_supervisor.py::test_how_a_job_ends
-        tests/cluster/test_local_jobs.py::test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened
         tests/cluster/watch/test_real_ranks.py::test_a_rank_that_leaves_early_is_the_cause
         """,
     ),

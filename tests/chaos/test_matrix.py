@@ -4,6 +4,7 @@ pytest writes them.
 
 import ast
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,12 @@ from tests.chaos.report import (
     SKIPPED,
     UNTESTED,
     judge,
-    read_results,
+    read_outcomes,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest">
-<testcase classname="tests.a.test_b" name="test_one[x-1]" time="1.5"><properties>
-<property name="recovery_s" value="4.5"/></properties></testcase>
+<testcase classname="tests.a.test_b" name="test_one[x-1]" time="1.5"/>
 <testcase classname="tests.a.test_b" name="test_one[x-2]" time="1.0"/>
 <testcase classname="tests.a.test_b" name="test_two" time="0.5"><failure message="no"/></testcase>
 <testcase classname="tests.a.test_b" name="test_three" time="0.0"><skipped message="why"/></testcase>
@@ -64,13 +64,9 @@ def test_every_test_that_is_named_exists():
 )
 def test_a_line_is_as_good_as_its_worst_test(tmp_path, tests, outcome):
     (tmp_path / "junit.xml").write_text(JUNIT)
-    results = read_results(tmp_path / "junit.xml")
-    assert results["tests/a/test_b.py::test_one"].seconds == 2.5
-    fault = MATRIX[0]
     named = " ".join(f"tests/a/test_b.py::test_{name}" for name in tests)
-    line = judge(type(fault)(fault.id, "", "", named), results)
-    assert line.outcome == outcome
-    assert line.recovery_s == (4.5 if tests else None)
+    fault = replace(MATRIX[0], node_ids=named)
+    assert judge(fault, read_outcomes(tmp_path / "junit.xml")) == outcome
 
 
 def test_faults_of_a_run_are_summed_up_by_kind():

@@ -144,26 +144,6 @@ def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("logs run model.d_model=8", "unrecognized arguments: model.d_model=8"),
-        ("train smoke --stepz=3", "unrecognized arguments: --stepz=3"),
-    ],
-)
-def test_a_mistake_in_the_words_is_told(words: str, message: str, moebius: Command) -> None:
-    answer = moebius(*words.split())
-    assert answer.code == 2
-    assert message in answer.text
-
-
-def test_several_runs_stand_in_one_table(tmp_path: Path, moebius: Command) -> None:
-    runs = [write_finished_run(tmp_path / name) for name in ("one", "two")]
-    answer = moebius("status", *runs)
-    assert answer.code == 0
-    assert answer.text.lower().count("succeeded") == 2
-
-
-@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (KeyboardInterrupt(), SystemExit(130)),

@@ -27,6 +27,7 @@ train smoke --batch-size 8                      | did you mean train.global_batc
 train smoke --gpus 2                            | did you mean job.ranks_per_node? Keys are written
 train smoke --epochs 3                          | did you mean data.max_epochs? Keys are written
 train smoke --sweep optim.learning_rate=1,2     | a sweep is `moebius compare RECIPE --sweep
+train smoke --stepz=3                           | unrecognized arguments: --stepz=3
 train smoke --resume                            | moebius resume RUN continues a run
 train smoke steps=10                            | there is no key 'steps'; did you mean train.steps?
 train smoke lr=1e-3                             | there is no key 'lr'; did you mean optim.learning_rate?
@@ -62,6 +63,7 @@ train smoke prepare.input=empty                 | is a folder without readable f
 train smoke prepare.tokenizer=gpt2              | tokenizer='gpt2' is unknown: give 'bpe', 'bytes',
 resume nothere                                  | nothere: 
 status nothere                                  | nothere
+logs run model.d_model=8                        | unrecognized arguments: model.d_model=8
 logs nothere                                    | nothere: there are no logs
 stop nothere                                    | nothere: 
 watch nothere                                   | nothere: 

@@ -28,40 +28,6 @@ def states(run_dir: Path) -> list[str]:
     return [entry.state.value for entry in Journal(run_dir).entries()]
 
 
-@pytest.mark.slow
-def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(
-    tmp_path,
-):
-    """Its exit code is 0, and its peer fails loudly with a lost connection: that one is not to
-    blame.
-    """
-    status = run_here(fake_launch(tmp_path, "fail=0:9:1:exit0", ranks_per_node=2))
-    assert status.state is State.SUCCEEDED
-    assert (status.generation, status.restarts) == (2, 1)
-    assert status.root_cause is not None
-    assert (status.root_cause.rank, status.root_cause.exit_code) == (0, 0)
-    assert "rank 0 exited with code 0 before the run was finished" in status.root_cause.summary
-    assert curve(tmp_path) == undisturbed(2, 20)
-    assert_nothing_left(tmp_path)
-
-
-def test_a_segmentation_fault_is_named(tmp_path):
-    status = run_here(fake_launch(tmp_path, "plain=1", "fail=0:3:*:segv", max_restarts=0))
-    assert status.root_cause is not None
-    assert status.root_cause.signal == "SIGSEGV"
-    assert "was killed by SIGSEGV" in status.reason
-
-
-@pytest.mark.slow
-def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
-    status = run_here(
-        fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0)
-    )
-    assert status.state is State.FAILED
-    assert "no step within start_timeout_s=8; ranks alive: [" in status.reason
-    assert_nothing_left(tmp_path)
-
-
 INTERRUPTED = """
 import json, sys
 from pathlib import Path

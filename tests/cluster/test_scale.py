@@ -14,10 +14,9 @@ from moebius.cluster.job import (
     begin_submission,
     read_status,
 )
-from moebius.cluster.launch import begin_job
 from moebius.cluster.nodes.assignment import AgentReport
 from moebius.cluster.nodes.provider import Capacity
-from moebius.cluster.scale import ScaleRequest, request_scale, scale_requested
+from moebius.cluster.scale import request_scale, scale_requested
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
@@ -104,51 +103,8 @@ def test_it_outlives_the_supervisor(tmp_path):
     assert "on 2 node(s) instead of 4" in starting[-1].reason
 
 
-@pytest.fixture
-def resumed(monkeypatch):
-    """What `moebius resume` submits."""
-    submitted = []
-
-    def submit(config, run_dir, *, scale=None, **options):
-        submitted.append((config.job.num_nodes, scale))
-        return read_status(run_dir)
-
-    monkeypatch.setattr("moebius.cluster.submit.submit", submit)
-    return submitted
-
-
-def scaled_and_stopped(run_dir: Path, *, configured: int = 4, scaled: int = 2) -> Path:
-    run_dir = begun(run_dir, num_nodes=configured)
-    request_scale(run_dir, scaled)
-    Journal(run_dir).append(State.STOPPED, generation=1, reason="")
-    return run_dir
-
-
-def test_it_goes_along_when_the_job_is_resumed(tmp_path, resumed, moebius):
-    done = moebius("resume", scaled_and_stopped(tmp_path))
-    [(configured, scale)] = resumed
-    assert (configured, scale.num_nodes, scale.layouts[2]) == (4, 2, {})
-    assert "on 2 node(s), as requested with `moebius scale`" in done.text
-
-
-def test_a_number_of_nodes_that_is_given_goes_before(tmp_path, resumed, moebius):
-    moebius("resume", scaled_and_stopped(tmp_path), "job.num_nodes=1")
-    assert resumed == [(1, None)]
-
-
-def test_what_does_not_fit_any_more_is_refused(tmp_path, resumed, moebius):
-    run_dir = scaled_and_stopped(tmp_path, configured=1, scaled=4)
-    done = moebius("resume", run_dir, "train.global_batch=2")
-    assert done.code == 2
-    assert "does not fit 4 node(s)" in done.text
-    assert resumed == []
-
-
-def test_the_journal_of_a_resumed_job_says_so(tmp_path):
-    launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
-    begin_job(launch, ScaleRequest(2, None))
-    assert scale_requested(tmp_path) == ScaleRequest(2, None)
-    assert "continues with 2 node(s)" in Journal(tmp_path).entries()[0].reason
+def test_the_next_submission_goes_by_the_configuration(tmp_path):
+    request_scale(begun(tmp_path), 2)
     Journal(tmp_path).append(State.STOPPED, generation=1, reason="")
-    begin_submission(launch)
+    begin_submission(Launch(str(tmp_path)))
     assert scale_requested(tmp_path) is None
