@@ -1,4 +1,4 @@
-"""The small job of a chaos run: four ranks that train while their data is tokenised slowly."""
+"""Defines the small job of a chaos run: four ranks that train while their data is tokenized slowly."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def write_texts(folder: Path, minutes: float) -> None:
-    """Writes the texts, and the rule that makes reading them slow; both are importable below."""
+    """Writes the texts and a slow filter, both importable by the job's processes."""
     folder.mkdir(parents=True, exist_ok=True)
     write_slow_filter(folder)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
@@ -49,7 +49,7 @@ def write_texts(folder: Path, minutes: float) -> None:
 
 
 def slowness(minutes: float, nodes: int) -> float:
-    """Returns how long reading a document must take for tokenising to last as long as the fire."""
+    """Returns the time per document that makes tokenizing last as long as the injections."""
     documents = _number_of_files(minutes) * DOCUMENTS
     workers = nodes * (CPUS_PER_NODE - 1)
     return round(1.1 * minutes * 60 * workers / documents, 2)
@@ -74,12 +74,12 @@ def changes(folder: Path, data: str, *, minutes: float, nodes: int) -> list[str]
 
 
 def configure(overrides: list[str]) -> Config:
-    """Returns the configuration."""
+    """Returns the configuration with these overrides."""
     return resolve("smoke", overrides, RECIPES)
 
 
 def weights_hash(run_dir: Path) -> str:
-    """Returns SHA-256 over all tensors of the last checkpoint, the optimizer's included."""
+    """Returns the SHA-256 of all tensors in the last checkpoint, including the optimizer's."""
     found = hashlib.sha256()
     for file in sorted(list_checkpoints(run_dir / "checkpoints")[-1].path.glob("*.distcp")):
         found.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -87,7 +87,7 @@ def weights_hash(run_dir: Path) -> str:
 
 
 def data_hash(data: Path) -> str:
-    """Returns SHA-256 over a prepared folder, all but its report."""
+    """Returns the SHA-256 of a prepared folder, without its report."""
     found = hashlib.sha256()
     files = sorted(path for path in data.rglob("*") if path.is_file())
     for file in files:
@@ -97,14 +97,14 @@ def data_hash(data: Path) -> str:
 
 
 def curve(run_dir: Path) -> dict[int, tuple[Any, float]]:
-    """Returns digest of the samples and loss of each step; of a repeated step the last ones."""
+    """Returns the sample digest and loss of each step; the last line of a step counts."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     train = [line for line in map(_decode, lines) if line.get("kind") == "train"]
     return {line["step"]: (line["digest"], line["loss"]) for line in train}
 
 
 def _decode(line: str) -> dict[str, Any]:
-    """A line that a kill tore apart is none."""
+    """Decodes a line; one that a kill tore is empty."""
     try:
         return json.loads(line)
     except ValueError:

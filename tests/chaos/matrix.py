@@ -1,7 +1,7 @@
-"""The failure matrix F1–F30: what is injected, what must follow, and the tests that show it.
+"""Lists the failure matrix F1–F30: what is injected, what is expected, and the tests that show it.
 
-`make chaos` runs these tests and prints the table (report.py). A line without tests, or with
-`missing`, says what nobody has shown.
+`make chaos` runs these tests and prints the table (report.py). A row without tests, or with `missing`, says
+what is not tested.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of the matrix."""
+    """One row of the matrix."""
 
     id: str
     injected: str
@@ -19,7 +19,7 @@ class Fault:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """Returns the node ids of the tests that show it."""
+        """Returns the node ids of its tests."""
         return tuple(self.node_ids.split())
 
 

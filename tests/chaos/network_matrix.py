@@ -1,5 +1,6 @@
-"""What networks do to jobs, beside F1–F30: machines with addresses of their own on a switch that
-delays, loses and cuts (tests/network/). `make chaos` runs and shows these lines with the others.
+"""Lists network failures beyond F1–F30, on machines whose switch delays, loses and cuts (tests/network/).
+
+`make chaos` runs and shows these rows with the others.
 """
 
 from tests.chaos.matrix import Fault

@@ -1,8 +1,7 @@
-"""What a chaos run injects, and when: drawn from a seed, so that it can be replayed.
+"""Draws the injections of a chaos run from a seed, so that it can be repeated.
 
-The kinds come in rounds, each round in an order of its own, so that a run of ten faults has seen
-them all. Of each injection the plan fixes time, kind and a number between 0 and 1; the number picks
-the victim among those that are there then.
+Kinds are drawn in rounds, each in its own order, so that a run of as many faults as kinds has seen them all.
+An injection has a time, a kind and a number between 0 and 1, which picks one of the victims that exist then.
 """
 
 import random
@@ -30,19 +29,19 @@ LEAST_S, MOST_S = 20.0, 60.0  # between two injections
 
 @dataclass(frozen=True)
 class Planned:
-    """One injection: when, what, and which of the victims."""
+    """One injection: when, what, and which victim."""
 
     at_s: float  # from the first step on
     kind: str
     draw: float
 
     def pick(self, number: int) -> int:
-        """Returns which of so many victims it hits."""
+        """Returns which of `number` victims is hit."""
         return min(int(self.draw * number), number - 1)
 
 
 def make_plan(seed: int, seconds: float) -> list[Planned]:
-    """Returns the injections of a run of so many seconds."""
+    """Returns the injections of a run that lasts `seconds`."""
     rng = random.Random(seed)
     plan: list[Planned] = []
     waiting: list[str] = []

@@ -1,8 +1,8 @@
-"""Keeps what random chaos runs have found, one entry per seed:
+"""Keeps the results of chaos runs, one entry per seed:
 
     python -m tests.chaos.record build/chaos/seed-7/report.json …
 
-writes benchmarks/results/chaos.json, with the machine and the commit that each run was made on.
+writes benchmarks/results/chaos.json, with the machine and commit of each run.
 """
 
 import json
@@ -17,7 +17,7 @@ FILE = RESULTS / "chaos.json"
 
 
 def main() -> None:
-    """Takes over the reports that are named, instead of older ones of the same seeds."""
+    """Adds the named reports, replacing older ones of the same seeds."""
     runs = json.loads(FILE.read_text())["runs"] if FILE.exists() else []
     by_seed = {run["seed"]: run for run in runs}
     for name in sys.argv[1:]:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the report with one entry per kind of fault instead of one per fault."""
+    """Returns the report with one entry per kind of fault."""
     kinds: dict[str, dict[str, Any]] = {}
     for one in report["injected"]:
         kind = kinds.setdefault(one["kind"], {"injected": 0, "hit": 0, "goes_on_after_s": []})

@@ -1,20 +1,19 @@
-"""The random chaos run: a small job on a simulated cluster, shot at for minutes, must end with the
-weights of a job that nobody disturbed.
+"""Runs a small job on a simulated cluster under random faults; it must end with the weights of an undisturbed run.
 
     python -m tests.chaos.run --minutes 20 --seed 7 --nodes 4          (make chaos-run)
 
-Four pretended nodes train with one rank each while their data is tokenised. Every 20 to 60 s a
-fault of plan.py is injected; a node that is powered off is replaced some seconds later. Afterwards
-`moebius train` makes the same run undisturbed, and compared are: SHA-256 over all tensors of the
-last checkpoint, optimizer included; digest of the samples and loss of each step; SHA-256 over the
-prepared data. The layout never changes, so all of it must be equal bit for bit.
+Four simulated nodes train with one rank each while their data is tokenized. Every 20 to 60 s a fault of
+plan.py is injected; a node that is powered off is replaced some seconds later. Afterwards `moebius train`
+makes the same run undisturbed. Compared are the SHA-256 of all tensors in the last checkpoint, including the
+optimizer's; the sample digest and loss of each step; and the SHA-256 of the prepared data. The layout never
+changes, so all must be equal bit for bit.
 
-What is not injected: damage to token batches. Without a replica it ends a run, as configured
+Token batches are not damaged: without a replica, that ends a run as configured
 (tests/data_pipeline/read/test_corruption.py).
 
-The plan is printed first; the same seed makes the same plan. What a fault meets depends on the
-machine's speed. All is kept in build/chaos/seed-N; report.json there has the figures (record.py
-keeps them). Exit code 0: equal, and no process was left.
+The plan is printed first; a seed always gives the same plan, but what a fault meets depends on the machine's
+speed. Everything is kept in build/chaos/seed-N; report.json there has the figures (record.py keeps them).
+Exit code 0: equal, and no process was left.
 """
 
 import argparse
@@ -64,7 +63,7 @@ GRACE = 3.0  # times the planned minutes, and the start: then the job is given u
 
 @dataclass(frozen=True)
 class Injected:
-    """One fault that was injected, and what the journal says of it."""
+    """One injected fault, and the recovery that the journal shows."""
 
     at_s: float
     kind: str
@@ -76,7 +75,7 @@ class Injected:
 
 
 def main() -> int:
-    """Runs it; returns the exit code."""
+    """Runs the job under fire and compares; returns the exit code."""
     given = _arguments()
     folder = ROOT / "build" / "chaos" / f"seed-{given.seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +116,7 @@ def _arguments() -> argparse.Namespace:
 def _disturbed(
     folder: Path, plan: list[Planned], given: argparse.Namespace, console: Console
 ) -> tuple[list[Injected], dict[str, Any]]:
-    """Runs the job under fire to its end."""
+    """Runs the job under fire until it ends."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
     overrides += ["train.start_when.segments=1"]
     config = configure(overrides)
@@ -125,7 +124,7 @@ def _disturbed(
     run_dir = folder / "disturbed"
     try:
         submit(config, run_dir, address="simulated:chaos", detach=True, console=console)
-        # The cluster ends in any case; Ray has had a handler of its own until now.
+        # The cluster must end in any case; until now Ray had its own handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         injected = _inject(cluster, run_dir, plan, console)
         _await_end(run_dir, given.minutes * 60 * GRACE + START_S)
@@ -151,7 +150,7 @@ def _disturbed(
 def _inject(
     cluster: StandingCluster, run_dir: Path, plan: list[Planned], console: Console
 ) -> list[Injected]:
-    """Carries out the plan, from the first step on, for as long as the job lives."""
+    """Injects the plan's faults from the first step on, while the job runs."""
     deadline = time.monotonic() + START_S
     while read_status(run_dir).step is None and not _is_over(run_dir):
         if time.monotonic() > deadline:
@@ -186,10 +185,9 @@ def _await_end(run_dir: Path, timeout_s: float) -> None:
 
 
 def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
-    """Adds how long it took from the fault to the first step after it, and which way was taken.
+    """Adds how the job recovered, and the time from the fault to the first step after it.
 
-    A supervisor that takes over what runs says for how long nobody watched (`unwatched_s`); there
-    steps go on all the time.
+    A supervisor that takes over a running generation journals `unwatched_s`; steps continue meanwhile.
     """
     at_s, found = round(one.at_s - entries[0].time, 1), replace(one)
     if one.victim and one.kind not in WITHOUT_RECOVERY:
@@ -206,7 +204,7 @@ def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
 
 
 def processes_left(mark: str, *, within_s: float = 10.0) -> list[str]:
-    """Returns the command lines of what this run has started and still lives."""
+    """Returns the command lines of this run's processes that are still alive."""
     deadline = time.monotonic() + within_s
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -225,7 +223,7 @@ def _marked(mark: str) -> list[str]:
 
 
 def _compare(folder: Path, given: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Makes the same run undisturbed, on this machine, and compares."""
+    """Makes the same run undisturbed on this machine, and compares."""
     console.print("the same run undisturbed …")
     os.environ["SLOW_S"] = "0"
     overrides = changes(folder, "prepared", minutes=given.minutes, nodes=given.nodes)

@@ -1,6 +1,7 @@
-"""F15, F16, F22 in whole jobs: two ranks on two pretended nodes train, share the experts, and save every
-five steps; what becomes of their checkpoints is done by hand. Each job ends with the samples, losses
-and weights of an undisturbed run.
+"""F15, F16, F22 in whole jobs: two ranks on two simulated nodes share the experts and save every five steps.
+
+The tests damage their checkpoints. Each job must end with the samples, losses and weights of an undisturbed
+run.
 """
 
 import json
@@ -80,7 +81,7 @@ def make_config(folder: Path, *changes: str) -> Config:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    """The same run without a cluster, an agent or a fault."""
+    """Makes the same run without a cluster, an agent or a fault."""
     config, run_dir = make_config(folder), folder / "undisturbed"
     open_run(config, run_dir)
     prepare(config.prepare, config.data.directory)
@@ -95,7 +96,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingClust
 
 
 class Disk:
-    """Orders for faults/sitecustomize.py."""
+    """Sends orders to faults/sitecustomize.py."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,7 +111,7 @@ class Disk:
         (self.folder / "order.tmp").rename(self.folder / "order")
 
     def held(self) -> int:
-        """The pid of a process that has come to where it is held."""
+        """Returns the pid of the process that is held at the ordered place."""
         file = self.folder / "held"
         return int(
             wait_for(lambda: file.exists() and file.read_text(), timeout_s=120, what="the phase")
@@ -129,7 +130,7 @@ def submit(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) 
 
 
 def ended_like(run_dir: Path, undisturbed: Path) -> JobStatus:
-    """The job's end, once it is found to have made the undisturbed run."""
+    """Waits for the job's end, and checks that it equals the undisturbed run."""
     status = wait_for_end(run_dir, timeout_s=180)
     assert status.state is State.SUCCEEDED, status.reason
     assert curve(run_dir) == curve(undisturbed)
@@ -150,7 +151,7 @@ def resumed_from(run_dir: Path) -> list[int | None]:
 def test_f15_a_rank_is_killed_in_each_phase_of_a_save(
     standing: StandingCluster, folder: Path, undisturbed: Path
 ) -> None:
-    """While it writes its tensors, while the manifest is written, before the checkpoint's name."""
+    """While it writes tensors, while the manifest is written, and before the rename."""
     run_dir, disk = folder / "killed", Disk(folder / "disk of killed")
     submit(standing, make_config(folder), run_dir, disk)
     committed = []

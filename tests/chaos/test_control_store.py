@@ -1,7 +1,6 @@
-"""Ray's control store, which everything in a cluster hangs on, is killed under a job: the journal says
-so in time, Ray ends all its processes a minute later, and a new cluster takes the job up again.
+"""Kills Ray's control store under a job: the journal says so, Ray ends, and a new cluster continues the job.
 
-Most of the time of this test is Ray's minute.
+Ray ends its processes a minute later, which is most of the time of this test.
 """
 
 from pathlib import Path

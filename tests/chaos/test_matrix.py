@@ -1,6 +1,4 @@
-"""The matrix names tests that exist, the plan of a chaos run is its seed's, and results are read as
-pytest writes them.
-"""
+"""Checks that the matrix names existing tests, that a seed fixes the plan, and that outcomes are read from pytest."""
 
 import ast
 import itertools

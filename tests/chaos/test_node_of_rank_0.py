@@ -1,7 +1,6 @@
-"""F9: the node of rank 0, where the ranks' store lives, is powered off while a spare is there.
+"""F9: the node of rank 0, which holds the ranks' store, is powered off while a spare exists.
 
-The head of the simulated cluster holds the cluster together and cannot be killed alone; its CPU is
-taken by somebody else, so that both nodes of the job can be.
+The head of a simulated cluster cannot be killed alone. Its CPU is reserved, so the job runs on other nodes.
 """
 
 import json
@@ -50,6 +49,6 @@ def test_a_spare_takes_its_place(tmp_path):
 
 
 def number_of_rank_0(run_dir: Path) -> int:
-    """The number of its node in the cluster: the address is 127.0.0.(number + 2)."""
+    """Returns the number of rank 0's node in the cluster: its address is 127.0.0.(number + 2)."""
     told = json.loads((run_dir / "logs" / "g001" / "node0" / "assignment.json").read_text())
     return int(told["address"].rpartition(".")[2]) - 2

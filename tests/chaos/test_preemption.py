@@ -1,6 +1,4 @@
-"""F21: the machines are taken away from `moebius train`, which goes on later as if nothing had
-happened.
-"""
+"""F21: `moebius train` is preempted and continues later as if nothing had happened."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""F14: a generation that is cut off and frozen, and thaws when a newer one was announced.
+"""F14: a frozen generation thaws after a newer one was announced.
 
-On one machine a new generation would end the frozen processes by their marks; here nobody does, as
-where they are on another machine.
+On one machine, a new generation would end the frozen processes by their marks. Here nothing does, as if they
+were on another machine.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Finding what a fault hits among the processes of a job on a simulated cluster, and hitting it."""
+"""Finds the victim of a fault among the processes of a job on a simulated cluster, and hits it."""
 
 import os
 import random
@@ -25,7 +25,7 @@ FULL_S = 60.0  # at most: until the next checkpoint
 
 @dataclass
 class Target:
-    """The job that is shot at."""
+    """Refers to the job under fire."""
 
     cluster: StandingCluster
     run_dir: Path
@@ -34,7 +34,7 @@ class Target:
         self._damaged_step = -1
 
     def hit(self, planned: Planned) -> str:
-        """Injects a fault; returns whom it has hit, or "" where nobody was there to be hit."""
+        """Injects a fault; returns its victim, or "" if there was none."""
         deadline = time.monotonic() + WAIT_S
         while not (told := self._try(planned)) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -117,7 +117,7 @@ class Target:
         return f"node {victim} with {gone} processes; {self._replacement(planned)}"
 
     def _kill_raylet(self, planned: Planned) -> str:
-        """Kills no process of the job: they have to notice that their node is lost."""
+        """Kills only the raylet: the job's processes must notice that their node is lost."""
         living = self._living_nodes()
         if not living:
             return ""
@@ -129,13 +129,13 @@ class Target:
         return f"node {victim}, process {raylets[0]}; {self._replacement(planned)}"
 
     def _living_nodes(self) -> list[tuple[int, str]]:
-        """Number and address of all but the head, which holds the cluster together."""
+        """Returns number and address of all nodes except the head."""
         nodes = self.cluster.ask("status")["nodes"]
         alive = [node for node in nodes if node["node"] and node["state"] == "alive"]
         return [(node["node"], node["address"]) for node in alive]
 
     def _replacement(self, planned: Planned) -> str:
-        """Adds a node after some seconds, as a cloud does."""
+        """Adds a node after some seconds, like a cloud."""
         time.sleep(2.0 + 6.0 * planned.draw)
         deadline = time.monotonic() + JOIN_S
         while True:
@@ -146,10 +146,7 @@ class Target:
                     raise
 
     def _fill_disk(self, planned: Planned) -> str:
-        """Lets a rank write small files only, until the journal tells of a checkpoint that failed.
-
-        Not rank 0, which writes the metrics.
-        """
+        """Limits a rank other than 0 to small files until the journal reports a failed checkpoint."""
         ranks = self._ranks()[1:]
         if not ranks:
             return ""
@@ -173,7 +170,7 @@ class Target:
         return [entry.reason for entry in entries if "File too large" in entry.reason]
 
     def _flip(self, planned: Planned) -> str:
-        """Only where the one before is whole: a run whose checkpoints are all damaged is lost."""
+        """Flips a byte only if the previous checkpoint is whole: a run without any is lost."""
         found = list_checkpoints(self.run_dir / "checkpoints")
         whole = [one for one in found if one.step != self._damaged_step]
         if len(whole) < 2 or whole[-1].step != found[-1].step:

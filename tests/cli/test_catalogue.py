@@ -1,4 +1,4 @@
-"""The table of the family, through the command."""
+"""Tests `moebius models`."""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""`moebius ckpt ls` and `verify` on a run of two checkpoints: what is shown, what is
-wrong, and the exit codes.
-"""
+"""Tests `moebius ckpt ls` and `verify` on a run of two checkpoints."""
 
 import re
 import shutil
@@ -72,7 +70,7 @@ def run_dir(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of the output, and the errors with line breaks folded."""
+    """Returns the exit code, the lines of the output, and the errors without line breaks."""
     with pytest.raises(SystemExit) as ended:
         main(["ckpt", *arguments])
     out, err = capfd.readouterr()
@@ -188,7 +186,7 @@ def test_what_is_deleted_before_it_was_verified_is_not_called_intact(
 
 
 def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a checkpoint whose index is damaged too, and of the next one."""
+    """Of a checkpoint with a damaged index, and of the next one."""
     flip(checkpoint(run_dir, 5) / "__0_0.distcp")
     flip(checkpoint(run_dir, 5) / "index.json")
     (checkpoint(run_dir, 10) / ".metadata").unlink()

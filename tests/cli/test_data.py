@@ -1,4 +1,4 @@
-"""`moebius data`: a table, rows as text, a verdict, and one clear error for each mistake."""
+"""Tests `moebius data`: table, rows as text, verification, and one clear error per mistake."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on those shards that was opened and never started."""
+    """A run on these shards that never started."""
     config = make_config(shards, data__seq_len=32, train__steps=90, train__global_batch=4)
     folder = tmp_path_factory.mktemp("run") / "run"
     open_run(config, folder)

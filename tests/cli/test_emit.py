@@ -1,4 +1,4 @@
-"""`moebius submit --emit`, and configurations that are a run's config.json."""
+"""Tests `moebius submit --emit`, and config.json as a configuration."""
 
 import json
 from pathlib import Path

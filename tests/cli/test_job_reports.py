@@ -1,4 +1,4 @@
-"""`moebius status`, `watch`, `logs`, `resume`: words, options and exit codes."""
+"""Tests `moebius status`, `watch`, `logs` and `resume`: output, options and exit codes."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from moebius.train.recipes.smoke import RECIPES
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/good, which ended well, and runs/bad, which failed; the working directory is above."""
+    """Makes runs/good (SUCCEEDED) and runs/bad (FAILED) below the working directory."""
     monkeypatch.chdir(tmp_path)
     for name, state in (("good", State.SUCCEEDED), ("bad", State.FAILED)):
         folder = tmp_path / "runs" / name
@@ -94,7 +94,7 @@ def test_watch_of_a_run_that_has_ended(runs, moebius):
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What `moebius resume` submits, instead of submitting it."""
+    """Records what `moebius resume` would submit."""
     calls: list[tuple] = []
 
     def submit(config, run_dir, *, address, detach, shipment):

@@ -1,4 +1,4 @@
-"""The command as a whole: what it imports before it answers, and its examples."""
+"""Tests the command as a whole: its imports, its examples, its errors."""
 
 import argparse
 import errno
@@ -51,7 +51,7 @@ print(json.dumps(seen))
 
 
 def write_finished_run(folder: Path) -> Path:
-    """A run folder as a job leaves it behind, with one line in the log of its only rank."""
+    """Writes a finished job's run folder, with one line in the log of its only rank."""
     log = folder / "logs" / "g001" / "node0" / "rank0.log"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n", encoding="utf-8")
@@ -83,7 +83,7 @@ def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> 
 def parsers_of(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
-    """Every command with its parser, actions of commands included."""
+    """Yields every command with its parser, including actions of commands."""
     for action in parser._actions:
         if _is_subparsers(action):
             for name, below in dict(action.choices or {}).items():
@@ -111,7 +111,7 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
 
 
 def test_the_command_line_stays_small() -> None:
-    """Nobody finds a command among forty."""
+    """Too many commands hide the one that is needed."""
     parsers = [build_parser(), *dict(parsers_of(build_parser())).values()]
     is_group = [any(map(_is_subparsers, parser._actions)) for parser in parsers]
     options = [
@@ -129,7 +129,7 @@ def _is_subparsers(action: argparse.Action) -> bool:
 
 
 def test_commands_of_other_packages(moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is installed gets the rest of the line; one that is not names its package."""
+    """An installed one gets the rest of the line; a missing one names its package."""
     heard: list[list[str]] = []
     entry = SimpleNamespace(load=lambda: lambda words: heard.append(words) or 7)
     installed = {"mine": [entry]}
@@ -164,7 +164,7 @@ def test_what_is_no_mistake_of_the_user(
 
 @pytest.mark.parametrize("num_lines", [1, 100_000], ids=["one line", "more than a buffer"])
 def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> None:
-    """`moebius logs | head`: no message and no exit code of ours for a pipe that is closed."""
+    """`moebius logs | head`: a closed pipe gives no message and exit code 0."""
     run = write_finished_run(tmp_path / "run")
     (run / "logs/g001/node0/rank0.log").write_text("step\n" * num_lines, encoding="utf-8")
     act = "from moebius.cli.main import main; main()"

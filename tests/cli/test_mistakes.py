@@ -1,6 +1,6 @@
-"""What beginners type, and what each of them is told: one line that names the mistake and the way out.
+"""Tests beginners' mistakes: each is answered by one line that names the mistake and the way out.
 
-Nothing is trained or prepared here: a mistake that is not noticed at once would make its test slow.
+Nothing is trained or prepared here: a mistake that is noticed late makes its test slow.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""`moebius prepare`: a file, options and single keys say what is made, in that order."""
+"""Tests the configuration of `moebius prepare`: the file, then options, then single keys."""
 
 import json
 import os
@@ -35,7 +35,7 @@ input = ["web.jsonl"]
 
 
 def _config(*words: str) -> PrepareConfig:
-    """What a command line asks for."""
+    """Returns the configuration of a command line."""
     return prepare_config(parse(["prepare", "--output", "shards", *words]))
 
 

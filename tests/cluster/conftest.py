@@ -1,4 +1,4 @@
-"""The simulated cluster that the tests of one file share."""
+"""Provides the simulated cluster that the tests of one file share."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,7 @@ from moebius.cluster.places.simulated import SimulatedCluster, simulated_cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SimulatedCluster]:
-    """Two pretended nodes with 4 CPUs each; this process is connected, and to no other cluster until
-    the file is done.
-    """
+    """Starts two simulated nodes with 4 CPUs each, to which this process is connected."""
     pytest.importorskip("ray")
     with simulated_cluster(2, cpus_per_node=4) as running:
         yield running

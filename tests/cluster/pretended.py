@@ -1,4 +1,4 @@
-"""A node without processes, and what its generations do: scripts for jobs that only pretend."""
+"""Provides a node without processes, and scripts of what its generations do."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ OK = AgentReport(ok=True)
 
 
 class PretendedNode:
-    """A node whose generations end as the script says, act by act; it is its own provider."""
+    """A node whose generations follow a script; it is its own provider."""
 
     def __init__(self, run_dir: Path, script: Iterable[Act] = (), spare: Any = None):
         self.run_dir, self.script, self.spare = run_dir, iter(script), spare
@@ -83,7 +83,7 @@ class PretendedNode:
 
 
 def live(run_dir: Path, *script: Act, **values: Any) -> tuple[JobStatus, PretendedNode]:
-    """Runs a job to its end; returns how it stands, and its node."""
+    """Runs a job to its end; returns its status and its node."""
     launch = Launch(str(run_dir), **(dict[str, Any](backoff_s=0.001) | values))
     node = PretendedNode(run_dir, script)
     begin_submission(launch)
@@ -128,7 +128,7 @@ stops = with_result('{"state": "stopped", "step": 3}')
 
 
 def writes(*lines: dict[str, Any], then: Act) -> Act:
-    """Writes lines of metrics, and goes on with another act."""
+    """Returns an act that writes metrics lines and continues with another act."""
 
     def act(run_dir: Path) -> AgentReport | None:
         with open(run_dir / "metrics.jsonl", "a") as file:

@@ -1,4 +1,4 @@
-"""The run folder as the truth about a job: journal, status, signs of life."""
+"""Tests the run folder as the truth about a job: journal, status, heartbeats."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_a_second_job_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
 
 
 def test_a_job_that_was_killed_a_moment_ago_is_waited_out(tmp_path, monkeypatch):
-    """Its last sign of life is fresh, and no other follows."""
+    """Its last heartbeat is fresh, and no other follows."""
     monkeypatch.setattr(job, "_USUAL_SILENCE_S", 0.3)
     monkeypatch.setattr(life, "LOST_AFTER_S", 1.5)
     launch, told = Launch(str(tmp_path)), []

@@ -1,4 +1,4 @@
-"""Signs of life: a clock that jumps deceives nobody, and silence is told."""
+"""Tests heartbeats: a jumping clock misleads nobody, and silence is reported."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Jobs of real processes on this machine, supervised without a cluster."""
+"""Tests jobs of real processes on this machine, without a cluster."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Data preparation as Ray tasks: whatever happens to the workers, it is told, and the bytes are the
-same.
-"""
+"""Tests data preparation as Ray tasks: failures of workers are reported, and the bytes stay the same."""
 
 import os
 import signal
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def _outcomes(pool: RayPool, function: Any, items: list[Any]) -> list[tuple[int, Any]]:
-    """What becomes of each item, in the order in which they are done."""
+    """Returns the outcome of each item, in order of completion."""
     numbers = {pool.submit(function, item): index for index, item in enumerate(items)}
     outcomes = [pool.wait() for _ in items]
     return [(numbers[number], outcome) for number, outcome in outcomes]
@@ -31,7 +29,7 @@ def _outcomes(pool: RayPool, function: Any, items: list[Any]) -> list[tuple[int,
 
 def test_results_come_as_they_are_done(tmp_path):
     def first_is_last(item: int) -> int:
-        """Item 0 ends half a second after the others have."""
+        """Item 0 ends half a second after the others."""
         while item == 0 and len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.05)
         time.sleep(0.5 if item == 0 else 0.0)
@@ -150,7 +148,7 @@ with connected(sys.argv[3]), RayPool(capacity=4) as pool:
 
 
 class KillingOnce(RayPool):
-    """Lets the tasks of two units kill their processes, once each."""
+    """Makes the tasks of two units kill their processes, once each."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -172,7 +170,7 @@ class KillingOnce(RayPool):
 
 @pytest.mark.slow
 def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
-    """Some tasks die once; then a preparation dies with its driver, and another goes on."""
+    """Tasks die once; then a preparation dies with its driver, and another one continues."""
     config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,
@@ -239,7 +237,7 @@ with simulated_cluster(2, cpus_per_node=2), KillingANode() as pool:
 
 @pytest.mark.slow
 def test_a_killed_node_changes_no_byte(tmp_path):
-    """One of two nodes dies at its first shard; what was on it is done by the other one."""
+    """One of two nodes dies at its first shard; the other one takes over its work."""
     config = PrepareConfig(
         input=(str(_texts(tmp_path) / "*.txt"),),
         vocab_size=300,

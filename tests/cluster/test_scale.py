@@ -1,4 +1,4 @@
-"""`moebius scale`: what is asked for, and what cannot be."""
+"""Tests `moebius scale`."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_without_a_configuration_any_number_will_do(tmp_path):
 
 
 class FourNodes(PretendedNode):
-    """A cluster of four, as which one node pretends; it outlives no supervisor."""
+    """One node acts as a cluster of four, which survives no supervisor."""
 
     def capacity(self) -> Capacity:
         return Capacity(4, 4)

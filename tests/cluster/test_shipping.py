@@ -1,4 +1,4 @@
-"""The code that a job runs: recorded, and brought along."""
+"""Tests the code that a job runs: recorded, and shipped."""
 
 import hashlib
 import json
@@ -119,7 +119,7 @@ OTHER = f"{__version__}+brought"
 
 @pytest.fixture(scope="module")
 def brought(tmp_path_factory) -> Path:
-    """A wheel of this checkout's files, with another version in it."""
+    """Builds a wheel of this checkout's files with another version."""
     shipped = tmp_path_factory.mktemp("wheel") / "moebius-9.9-py3-none-any.whl"
     with zipfile.ZipFile(shipped, "w") as wheel:
         for name in git(ROOT, "ls-files", "*.py", "*.cpp", "*.json", "*.toml").splitlines():
@@ -134,7 +134,7 @@ def brought(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("warm", ["true", "false"])
 def test_ranks_run_the_code_that_was_brought_along(tmp_path, brought, warm):
-    """As forks of a template, and as programs, on two nodes; the command itself runs its own."""
+    """As forks of a template and as programs, on two nodes; the command runs its own code."""
     pytest.importorskip("ray")
     (tmp_path / "text.txt").write_text("\n".join(sentences(1, count=400)))
     changes = [

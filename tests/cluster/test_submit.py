@@ -1,4 +1,4 @@
-"""Submitting and stopping, as the command line does it."""
+"""Tests submitting and stopping through the Python functions of the command line."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def start_submit(
 
 def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     config = config_of(tmp_path, num_nodes=2, max_restarts=1)
-    # rank 0 waits before that step, so that rank 1 comes to it however late it starts
+    # rank 0 waits before this step, so that rank 1 reaches it however late it starts
     breaks = ("fail=1:7:1:raise", "hold=7:1")
     run_dir, program = start_submit(tmp_path, config, "plain=1", *breaks, address=cluster.address)
     output, _ = program.communicate(timeout=120)

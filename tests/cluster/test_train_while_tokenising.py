@@ -1,5 +1,6 @@
-"""F20: training while tokenising, through the commands, with workers and the preparing process
-killed meanwhile: data, samples, losses and weights are those of preparing first.
+"""F20: trains while tokenizing, and kills workers and the preparing process meanwhile.
+
+Data, samples, losses and weights must equal those of preparing first.
 """
 
 import json
@@ -49,7 +50,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """Texts, and a rule that takes its time, importable here and in every process below."""
+    """Makes texts and a slow filter, importable here and in every child process."""
     folder = tmp_path_factory.mktemp("f20")
     write_slow_filter(folder)
     write_jsonl_files(folder, files=NUM_FILES, documents=DOCUMENTS, words=12)
@@ -65,7 +66,7 @@ def overrides(folder: Path, data: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def afterwards(folder: Path) -> Path:
-    """The run with everything prepared first, on ranks without a cluster."""
+    """Makes the run on fully prepared data, without a cluster."""
     config: Config = resolve("smoke", overrides(folder, "prepared"), RECIPES)
     prepare(config.prepare, config.data.directory)
     assert len(read_manifest(folder / "prepared").sealed) >= 8
@@ -75,7 +76,7 @@ def afterwards(folder: Path) -> Path:
 
 
 def start(folder: Path, *arguments: str, slow_s: float) -> subprocess.Popen[str]:
-    """The command, as users call it, without a terminal."""
+    """Starts the command without a terminal."""
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [*MOEBIUS, *arguments],
@@ -90,7 +91,7 @@ def start(folder: Path, *arguments: str, slow_s: float) -> subprocess.Popen[str]
 
 
 def found(program: subprocess.Popen[str], words: str) -> list[psutil.Process]:
-    """Processes below a command in whose own command line these words are."""
+    """Returns processes below a command whose command line contains these words."""
 
     def has_words(process: psutil.Process) -> bool:
         try:
@@ -133,7 +134,7 @@ def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
     weights = files(afterwards / step, lambda name: name.endswith(".distcp"))
     assert weights
     assert files(run_dir / step, lambda name: name.endswith(".distcp")) == weights
-    # The ranks may be done before the process that prepares: what is left is made now.
+    # the ranks may finish before the preparing process: prepare the rest now
     config = resolve("smoke", overrides(data.parent, data.name), RECIPES)
     prepare(config.prepare, config.data.directory)
     shards = files(afterwards.parent / "prepared", lambda name: not name.startswith("report"))

@@ -1,9 +1,9 @@
-"""Faults of the disk, in every Python process of a job under test: PYTHONPATH leads here.
+"""Injects disk faults into every Python process of a job under test, whose PYTHONPATH leads here.
 
-The file `order` in the folder $MOEBIUS_TEST_FAULTS says "hold WHERE" or "full WHERE"; WHERE is a part of
-a file's path when that is synced, or "commit" when a checkpoint gets its name. Who comes there writes
-its pid into the file `held` and waits as long as the order stands; or finds the disk full. Nothing of
-the product is patched, only what it asks of the system.
+The file `order` in the folder $MOEBIUS_TEST_FAULTS says "hold WHERE" or "full WHERE". WHERE is a part of a
+file's path when it is synced, or "commit" when a checkpoint is renamed. A held process writes its pid into
+the file `held` and waits while the order exists; otherwise it finds the disk full. Only system calls are
+patched, no product code.
 """
 
 import errno

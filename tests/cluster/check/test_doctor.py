@@ -1,4 +1,4 @@
-"""A cluster is checked: what its nodes say is judged, first with nodes that only pretend."""
+"""Tests `moebius doctor`: first with fake nodes, then on this machine and a simulated cluster."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def one_way_s(size: int) -> float:
 
 
 class FakeNode:
-    """A node without faults but those that it is given."""
+    """A node with only the given faults."""
 
     def __init__(self, number: int, root: Path, **faults: Any) -> None:
         self.number, self.root, self.faults = number, root, faults
@@ -102,7 +102,7 @@ class FakeNode:
         Probe.clean(self._own(path), token)
 
     def _own(self, path: str) -> str:
-        """The path as this node sees it: below a root that may be another than the others'."""
+        """Returns the path as this node sees it, possibly below another root."""
         return f"{self.faults.get('elsewhere', self.root)}{path}"
 
     def free_port(self) -> int:
@@ -348,7 +348,7 @@ def test_a_machine_without_gpus_has_none_to_check(words, said, moebius):
 
 
 def test_this_machine(tmp_path, moebius):
-    """The whole command: one node, whose ranks run under a job's own agent."""
+    """The whole command on one node, whose ranks run under a job's own agent."""
     links = tmp_path / "links.json"
     done = moebius("doctor", "--run-dir", tmp_path / "runs", "--links", links, "--json")
     findings = [json.loads(line) for line in done.out.splitlines()]
@@ -362,7 +362,7 @@ def test_this_machine(tmp_path, moebius):
 
 @pytest.mark.slow
 def test_a_simulated_cluster_and_the_planner(tmp_path, monkeypatch, capsys):
-    """Two pretended nodes, the whole command, and a plan that uses what it measured."""
+    """The whole command on two simulated nodes, and a plan that uses its measurement."""
     pytest.importorskip("ray")
     from moebius.cluster.places.standing import end_cluster, start_cluster
 

@@ -1,6 +1,4 @@
-"""The agent process: what it is told, what it leaves to its ranks, and that it dies with its
-parent.
-"""
+"""Tests the agent process: its assignment, its ranks' environment, and its end with its parent."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
-"""Agents and ranks that are forked from a template: they are what programs would be, and nothing of
-them is left, whoever is killed.
+"""Tests agents and ranks that are forked from a template: they act like programs, and leave nothing behind.
 
-One template, for the user's command, serves the quick tests; ranks of the training loop are slow.
+The quick tests share a template for the user's command; ranks of the training loop are slow.
 """
 
 import os
@@ -51,7 +50,7 @@ def attempt_of(launch: Launch, node: Node, *, generation: int = 1) -> Assignment
 
 @pytest.fixture
 def node(tmp_path) -> Iterator[Node]:
-    """A node that is warm for a command of the user's."""
+    """A node with a template for the user's command."""
     warm = Node(launch=fake_launch(tmp_path, "plain=1"))
     yield warm
     warm.end()
@@ -59,7 +58,7 @@ def node(tmp_path) -> Iterator[Node]:
 
 
 def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
-    """Its marks, its parent and its log; the template outlives it and is spared by the next."""
+    """It has its marks, parent and log; the template outlives it."""
     launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
     node.start(attempt_of(launch, node))
     wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
@@ -148,7 +147,7 @@ class Program:
 
 @pytest.mark.slow  # 6 s
 def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
-    """The template is told that a library has started threads; its reason is in the agent's log."""
+    """A library has started threads; the agent's log gives this reason."""
     threaded = {"OPENBLAS_NUM_THREADS": "2"}
     launch = fake_launch(tmp_path, "plain=1", "steps=1", environment=threaded)
     node = Node(launch=launch)
@@ -187,7 +186,7 @@ def test_an_ordered_agent_becomes_a_program_once():
 
 
 def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
-    """Such as one that is stopped: torch alone would wait half a minute."""
+    """For example a stopped rank; torch alone would wait half a minute."""
     from moebius.cluster.nodes import forked_ranks
 
     monkeypatch.setattr(forked_ranks, "GRACE_S", 0)
@@ -210,7 +209,7 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     agent._pcontext = Ranks()  # type: ignore[assignment]
     agent._shutdown()
     assert graces == [0]
-    # the handler's to ask: it may have waited for the rank before Popen could, which then says 0
+    # ask the handler: if it has waited for the rank, Popen would return 0
     assert handler.proc.wait(60) == -signal.SIGKILL
 
 
@@ -232,7 +231,7 @@ def test_marks_are_written_where_others_see_them():
 
 @pytest.mark.slow  # 25 s
 def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
-    """Bit for bit, and across a kill; a fork holds nothing of what the agent has beside it."""
+    """Bit for bit, and across a kill."""
     data = shards_of_words(tmp_path, 60)
     curves = {}
     for name, changes in (
@@ -264,7 +263,7 @@ def run_config(shards: Path, changes: dict[str, Any]) -> Config:
 
 @pytest.mark.slow  # 15 s
 def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
-    """Rank, agent and template in turn, while ranks train; the rank holds no way to the secret."""
+    """Rank, agent and template in turn, while ranks train; a rank cannot read the secret."""
     data = shards_of_words(tmp_path, 60)
     run_dir = tmp_path / "run"
     config = run_config(data, {})
@@ -304,7 +303,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_template_whose_node_is_killed_before_it_could_bind_itself_ends(tmp_path):
-    """It is a program that has hardly begun when its parent is gone."""
+    """The template has hardly begun when its parent is gone."""
     starter = subprocess.run([sys.executable, "-c", STARTER, str(tmp_path)], check=False)
     assert starter.returncode == -signal.SIGKILL
     assert_nothing_left(tmp_path, within_s=60)

@@ -1,4 +1,4 @@
-"""A node says whether it sees the run folder and has the devices, before ranks are started there."""
+"""Tests how a node checks the run folder and its devices before ranks start."""
 
 from dataclasses import replace
 from pathlib import Path

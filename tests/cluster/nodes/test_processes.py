@@ -1,4 +1,4 @@
-"""Finding and ending the processes of a run; what is left of it where Linux's calls are missing."""
+"""Tests how a run's processes are found and ended, also without Linux's calls."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The store of a generation: who knows the secret meets there, and a stranger is refused unheard."""
+"""Tests the store of a generation: peers with the secret meet there, and strangers are refused unheard."""
 
 import contextlib
 import pickle
@@ -35,7 +35,7 @@ SECRET = secrets.token_hex(32)
 
 
 def own_address() -> str:
-    """An address by which other machines reach this one."""
+    """Returns an address of this machine for other machines."""
     addresses = [
         entry.address
         for entries in psutil.net_if_addrs().values()
@@ -54,7 +54,7 @@ def store():
 
 @pytest.fixture
 def gate(store):
-    """A gate before the store; yields its port."""
+    """Opens a gate in front of the store; yields its port."""
     bound = bind("127.0.0.1")
     port = bound.getsockname()[1]
     opened = StoreGate(bound, store_port=store.port, secret=SECRET)
@@ -138,7 +138,7 @@ def test_another_secret_is_refused(gate):
 
 
 def test_a_false_gate_is_found_out():
-    """Somebody else listens where node 0 should; it can only send back what it gets."""
+    """A stranger listens in place of node 0; it can only echo."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer():
@@ -157,7 +157,7 @@ def test_a_false_gate_is_found_out():
 
 @pytest.mark.parametrize("harm", ["flip", "repeat", "length"])
 def test_frames_that_were_changed_on_the_way_end_the_connection(store, gate, harm):
-    """Between relay and gate sits somebody who changes what passes after the proof."""
+    """A middleman between relay and gate changes bytes after the proof."""
     between = socket.create_server(("127.0.0.1", 0))
 
     def carry(source: socket.socket, target: socket.socket, spare: int) -> None:
@@ -240,7 +240,7 @@ def test_the_interface_of_an_address():
 
 
 class Payload:
-    """Unpickled, it leaves a mark."""
+    """Touches a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -250,9 +250,7 @@ class Payload:
 
 
 class Stranger(threading.Thread):
-    """Knocks at every port of the job at every address of this machine but the loopback's, again
-    and again, as TCPStore's client, as a false rank 1 and with a pickle.
-    """
+    """Attacks every port of the job at this machine's address: as a store client, a false rank, and with a pickle."""
 
     def __init__(self, run_dir: Path, mark: Path) -> None:
         super().__init__(daemon=True)
@@ -282,7 +280,7 @@ class Stranger(threading.Thread):
         self.tried.add(port)
         try:
             with socket.create_connection((own_address(), port), timeout=1) as peer:
-                # A false rank: the first bytes that Gloo reads are the number of a pair.
+                # a false rank: Gloo reads the number of a pair first
                 peer.sendall((1).to_bytes(8, "little") + self.payload)
             store = TCPStore(
                 own_address(), port, timeout=timedelta(seconds=1), wait_for_workers=False
@@ -296,7 +294,7 @@ class Stranger(threading.Thread):
 
 @pytest.mark.slow
 def test_a_stranger_finds_no_port_of_a_job_on_one_machine(tmp_path):
-    """Neither the store nor Gloo listens where other machines could knock."""
+    """Neither the store nor Gloo listens where other machines can connect."""
     run_dir, mark = tmp_path / "run", tmp_path / "executed"
     run_dir.mkdir()
     stranger = Stranger(run_dir, mark)
@@ -312,7 +310,7 @@ def test_a_stranger_finds_no_port_of_a_job_on_one_machine(tmp_path):
 
 
 class TwoMachines:
-    """Two nodes that know each other by this machine's own address, as machines do."""
+    """Provides two nodes that know each other by this machine's own address, like two machines."""
 
     def __init__(self) -> None:
         self.nodes = [Node(own_address()), Node(own_address())]
@@ -336,7 +334,7 @@ class TwoMachines:
 
 @pytest.mark.slow
 def test_a_stranger_in_the_cluster_does_not_get_to_the_store(tmp_path):
-    """The gate answers, and hangs up; the job ends well. (Gloo's ports answer, and only wait.)"""
+    """The gate disconnects it, and the job succeeds. (Gloo's ports accept, and only wait.)"""
     run_dir, mark = tmp_path / "run", tmp_path / "executed"
     run_dir.mkdir()
     stranger = Stranger(run_dir, mark)

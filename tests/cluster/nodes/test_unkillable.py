@@ -24,7 +24,7 @@ needs_a_hang = pytest.mark.skipif("stuck.why_not()", reason="no process can be m
 
 @pytest.fixture
 def hanging_rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Rank 3 of generation 2, on the second node of two ranks each."""
+    """Starts rank 3 of generation 2, on the second node of two ranks each."""
     attempt = tmp_path / "logs" / "g002" / "node1" / "assignment.json"
     attempt.parent.mkdir(parents=True)
     plain = {"launch": {"ranks_per_node": 2}, "node_rank": 1, "address": "10.0.0.7"}
@@ -75,7 +75,7 @@ def test_what_ends_by_a_signal_is_not_named(tmp_path: Path) -> None:
 @needs_a_hang
 @pytest.mark.slow
 def test_a_job_of_one_machine_ends_and_says_why(tmp_path: Path) -> None:
-    """Rank 1 hangs in a file system; the agent is killed, and rank 0 follows it, but rank 1 not."""
+    """Rank 1 hangs in a file system; the agent is killed, and rank 0 follows it, but rank 1 does not."""
     options = ("plain=1", "steps=100000", "fail=1:*:1:stuck")
     launch = fake_launch(tmp_path, *options, ranks_per_node=2, max_restarts=3)
     pool = ThreadPoolExecutor(1)

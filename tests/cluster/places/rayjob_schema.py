@@ -1,8 +1,8 @@
-"""What KubeRay takes for a RayJob, as a JSON schema of the fields that we write.
+"""Describes what KubeRay accepts as a RayJob, as a JSON schema of the fields that we write.
 
-Written by us from facts that were read on 22 November 2026 in KubeRay's own sources for ray.io/v1
-(`rayjob_types.go`, `raycluster_types.go` and the operator's `validation.go`, as of release 1.6) and
-of Kubernetes' core/v1. A field that is not listed is refused, as `kubectl apply` does.
+It follows KubeRay's sources for ray.io/v1 (`rayjob_types.go`, `raycluster_types.go` and the operator's
+`validation.go`, release 1.6, read on 22 November 2026) and Kubernetes' core/v1. Like `kubectl apply`, it
+refuses unknown fields.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def listed(items: Schema) -> Schema:
 
 
 def fields(required: str = "", /, **properties: Schema) -> Schema:
-    """An object with these fields and no others."""
+    """Returns the schema of an object with these fields only."""
     return {
         "type": "object",
         "properties": properties,
@@ -83,7 +83,7 @@ RAY_CLUSTER_SPEC = fields(
 )
 METADATA = fields(
     "name",
-    # 47 signs: what KubeRay names after it, with six signs more and five behind, stays below 63
+    # 47: KubeRay adds up to eleven characters to derived names, which must stay below 63
     name={"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 47},
     labels={
         "type": "object",
@@ -105,7 +105,7 @@ RAY_JOB = fields(
         entrypoint=TEXT,
         backoffLimit=COUNT,
         suspend=FLAG,
-        # the operator: neither a job that waits nor one with a time to live without this
+        # the operator requires this for a suspended job and for a time to live
         shutdownAfterJobFinishes={"const": True},
         ttlSecondsAfterFinished=COUNT,
         rayClusterSpec=RAY_CLUSTER_SPEC,
@@ -121,6 +121,6 @@ CONFIG_MAP = fields(
 
 
 def schema_faults(document: Any, schema: Schema) -> list[str]:
-    """What the schema refuses: where, and why."""
+    """Returns what the schema refuses: where, and why."""
     errors = sorted(Draft202012Validator(schema).iter_errors(document), key=lambda e: e.json_path)
     return [f"{error.json_path}: {error.message}" for error in errors]

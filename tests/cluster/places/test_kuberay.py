@@ -1,4 +1,4 @@
-"""A job as KubeRay's manifest, against what KubeRay says of itself (rayjob_schema.py)."""
+"""Tests the KubeRay manifest against KubeRay's own schema and rules (rayjob_schema.py)."""
 
 import json
 import re
@@ -76,7 +76,7 @@ HOSTILE = ["a; rm -rf ~", "$(id)", "`id`", "a\nb", "' \"", "--- {a: b}", "!!pyth
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_values_of_the_configuration_are_data_and_nothing_else(text):
-    """Wherever they come from, they are in the ConfigMap's text only, and come back as they were."""
+    """They appear only in the ConfigMap's text, and are unchanged there."""
     override = f"prepare.input={json.dumps([text])}"
     config_map, ray_job = documents(override)
     assert json.loads(config_map["data"]["config.json"])["prepare"]["input"] == [text]

@@ -1,6 +1,4 @@
-"""The simulated cluster: it comes up as asked, is protected, and is gone whatever happens to its
-user.
-"""
+"""Tests the simulated cluster: it starts as asked, is protected, and leaves nothing behind."""
 
 import json
 import os

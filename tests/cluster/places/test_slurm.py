@@ -1,4 +1,4 @@
-"""A job as Slurm's script: read by bash and shellcheck, and run with stand-ins for Slurm and Ray."""
+"""Tests the Slurm script: with bash and shellcheck, and with stand-ins for Slurm and Ray."""
 
 import json
 import os
@@ -207,7 +207,7 @@ def test_the_script_runs_the_job_on_ray_and_ends_ray(tmp_path):
 
 
 def processes_of(tmp_path: Path) -> list[int]:
-    """Living processes of a script and of all that it started: by their environment."""
+    """Returns live processes of a script and its children, by their environment."""
     import psutil
 
     found = []
@@ -242,7 +242,7 @@ with connected(sys.argv[1]) as ray:
 
 @pytest.mark.slow
 def test_the_script_starts_real_ray_with_a_token(tmp_path):
-    """Only Slurm and the job are stand-ins: two nodes of Ray on this machine, by Ray's own words."""
+    """Only Slurm and the job are stand-ins; Ray runs two nodes on this machine."""
     pytest.importorskip("ray")
     script = slurm_script(config("train.device=cpu"), SlurmSettings("/runs/a"))
     (tmp_path / "look.py").write_text(LOOK)

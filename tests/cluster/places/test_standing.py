@@ -1,4 +1,4 @@
-"""Simulated clusters that stay: found by name, asked through a socket, gone without a trace."""
+"""Tests simulated clusters that stay: found by name, asked through a socket, gone without a trace."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeNodes:
-    """Answers as PretendedNodes does, without Ray."""
+    """Answers like PretendedNodes, without Ray."""
 
     def __init__(self) -> None:
         self.killed: list[int] = []
@@ -72,7 +72,7 @@ def note(name: str, directory: Path, pid: int, started: float) -> StandingCluste
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
-    """A cluster called "fake" whose host is a thread of this process."""
+    """Starts a cluster called "fake" whose host is a thread of this process."""
     monkeypatch.setattr(host, "_reap", lambda: None)  # the children of the tests are not its own
     monkeypatch.setattr(host, "REAP_EVERY_S", 0.05)
     directory, nodes = new_directory(), FakeNodes()
@@ -215,7 +215,7 @@ def test_addresses():
 
 
 def is_there(pid: int) -> bool:
-    """A zombie that nobody waits for has no program any more."""
+    """Returns whether a process runs; a zombie has no program."""
     return Path(f"/proc/{pid}/exe").exists()
 
 
@@ -229,7 +229,7 @@ with cluster_at("simulated") as ray:
 
 @pytest.mark.slow
 def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, moebius):
-    """Everything by hand, as the page says: up, a job, a node less, another one, down."""
+    """By hand, as in the documentation: up, a job, a lost node, a new one, down."""
     pytest.importorskip("ray")
     cluster = start_cluster(2, cpus_per_node=2)
     everything = [cluster.host_pid, *processes.descendants(cluster.host_pid)]

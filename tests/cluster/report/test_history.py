@@ -1,4 +1,4 @@
-"""Curves from metrics.jsonl."""
+"""Tests the curves that are read from metrics.jsonl."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Watching a job: the live view, the plain lines, the logs; all from files."""
+"""Tests following a job: the live view and the plain lines."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def train_line(step: int, *, loss: float | str = 5.0) -> dict:
 
 
 def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
-    """A run of 10 steps that was killed at step 7 and resumed from 5."""
+    """Writes a run of 10 steps that was killed at step 7 and resumed from 5."""
     lines = [
         {"kind": "start", "time": 1000.0, "step": 0, "generation": 1, "resumed_from_step": None},
         {"kind": "eval", "time": 1000.5, "step": 0, "loss": 8.0},

@@ -1,4 +1,4 @@
-"""The logs of a run's ranks: one stream over all generations, cut as asked."""
+"""Tests the logs of a run's ranks as one stream over all generations."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_logs_are_followed_across_generations_until_the_job_ends(tmp_path):
 
 
 def test_following_the_last_lines_goes_on_with_all_that_is_new(tmp_path):
-    """`--tail` leaves out what is old; a generation that begins later is shown whole."""
+    """`--tail` skips old lines; a later generation is shown whole."""
     journal = Journal(tmp_path)
     journal.append(State.RUNNING, generation=1, reason="")
     write_log(tmp_path, 1, 0, "rank0", "one\ntwo\nthree\n")
@@ -75,7 +75,7 @@ def test_following_the_last_lines_goes_on_with_all_that_is_new(tmp_path):
 
 
 def test_the_tail_of_a_rank_reaches_back_over_its_restarts(tmp_path):
-    """Against the plain way: all lines of the rank, the last N of them."""
+    """Compared with the last N of all lines of the rank."""
     for generation, count in ((1, 7), (2, 0), (3, 4), (4, 1)):
         for rank in (0, 1):
             text = "".join(f"{generation}.{number}\n" for number in range(count + rank))
@@ -146,7 +146,7 @@ def test_a_log_is_followed_over_rotations_and_gaps_are_told(tmp_path):
 
 
 def test_secrets_in_logs_are_not_shown(tmp_path, monkeypatch):
-    """Those of this process's environment, and those that look like one: C++ prints, too."""
+    """Secrets of this process's environment, and text that looks like one, since C++ prints too."""
     monkeypatch.setenv("MY_TOKEN", "opensesame")
     write_log(tmp_path, 1, 0, "rank0", "opensesame\ns3://me:hunter2@bucket\nplain\n")
     texts = [line.text for line in follow_logs(tmp_path)]

@@ -1,4 +1,4 @@
-"""A run in one line for people and one object for scripts."""
+"""Tests the report of a run: one line for people, one object for scripts."""
 
 import json
 import os
@@ -33,7 +33,7 @@ NODE_LOST = {"root_cause": as_details(RootCause("node 1 was lost: its agent acto
 
 
 def write_night(run_dir: Path, *, begun: float) -> None:
-    """A run that was interrupted three times and succeeded."""
+    """Writes a run that was interrupted three times and succeeded."""
     entries = [
         (begun, State.SUBMITTED, 0, "2 node(s) × 4 rank(s)", {"name": "night"}),
         (begun + 20, State.RUNNING, 1, "first step", {}),

@@ -1,4 +1,4 @@
-"""The end of a run: words and a picture."""
+"""Tests the closing lines of a run, and its picture."""
 
 import io
 import json

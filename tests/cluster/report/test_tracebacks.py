@@ -1,4 +1,4 @@
-"""Finding the traceback that counts in a log."""
+"""Tests which traceback of a log is found."""
 
 import subprocess
 import sys

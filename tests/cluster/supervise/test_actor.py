@@ -1,6 +1,4 @@
-"""Jobs on a (simulated) Ray cluster: they end as they should, whoever is killed, and leave nothing
-behind.
-"""
+"""Tests jobs on a simulated Ray cluster: whoever is killed, they end as they should and leave nothing behind."""
 
 import os
 import signal
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def end_of(run_dir: Path) -> JobStatus:
-    """The job's status at its end, once Ray has nothing of it any more."""
+    """Returns the job's final status once Ray holds nothing of it any more."""
     from ray.util import list_named_actors
 
     from moebius.cluster.nodes.ray_nodes import actor_name
@@ -50,7 +48,7 @@ def end_of(run_dir: Path) -> JobStatus:
 
 
 def groups_left(name: str) -> list[str]:
-    """The states of what is reserved under this name."""
+    """Returns the states of placement groups with this name."""
     import ray
 
     groups = ray.util.placement_group_table().values()
@@ -59,7 +57,7 @@ def groups_left(name: str) -> list[str]:
 
 
 def wait_for_generation(run_dir: Path, generation: int) -> None:
-    """Until this generation makes steps."""
+    """Waits until this generation makes steps."""
     wait_for(
         lambda: any(
             e.state is State.RUNNING and e.generation == generation
@@ -70,7 +68,7 @@ def wait_for_generation(run_dir: Path, generation: int) -> None:
 
 
 def processes_called(cluster, prefix: str) -> list[int]:
-    """Ray's processes are named after their actors."""
+    """Returns Ray's processes with this name, which is their actor's."""
     return [
         pid
         for pid in processes.descendants(cluster.host_pid)
@@ -104,9 +102,7 @@ def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happ
 
 @pytest.mark.slow
 def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
-    """One after the other: an agent process, a node agent's actor, the supervisor. Only the first
-    two are failures.
-    """
+    """In turn: an agent process, a node agent's actor, the supervisor. Only the first two are failures."""
     run_dir = begin(
         fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2, max_restarts=2)
     )
@@ -141,7 +137,7 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
 
 @pytest.mark.slow
 def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
-    """What is left of the old one is ended, and the nodes that live stay the job's."""
+    """The rest of the old generation is ended, and live nodes are kept."""
     run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
     wait_for_step(run_dir, 3)
     actors = set(agent_pids(run_dir).values())
@@ -302,7 +298,7 @@ def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tm
 
 
 def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
-    """All CPUs of both nodes, and no agent is up there yet."""
+    """It reserves all CPUs of both nodes, before an agent is up."""
     from ray._private.state import available_resources_per_node
 
     from moebius.cluster.nodes.ray_nodes import RayNodeProvider

@@ -1,6 +1,4 @@
-"""Preparing beside the ranks, seen from the supervision: when ranks begin, what becomes of a
-preparation that dies, and what people are told.
-"""
+"""Tests data preparation beside the ranks: when ranks begin, and what follows if preparation dies."""
 
 import io
 import json
@@ -29,7 +27,7 @@ USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: segment 1 will n
 
 
 class Child:
-    """A preparing process that runs until it is told how it ends."""
+    """A preparing process that ends when a test sets its exit code."""
 
     pid = 2**30  # nobody's
 
@@ -47,7 +45,7 @@ class Child:
 
 
 class Pretended(BackgroundData):
-    """A preparation whose processes are pretended; each is kept."""
+    """Prepares with fake processes, which it keeps."""
 
     def __init__(self, launch: Launch):
         super().__init__(launch, list)
@@ -59,7 +57,7 @@ class Pretended(BackgroundData):
 
 
 class Node(PretendedNode):
-    """A node whose ranks end with a report as soon as they are allowed to."""
+    """A node whose ranks end with a report once they may."""
 
     def __init__(self, run_dir: Path, *reports: AgentReport):
         super().__init__(run_dir, map(self.act_of, reports))
@@ -99,7 +97,7 @@ def seal(made: MadeFolder, number: int = 0) -> None:
 
 
 class Job:
-    """A supervision in a thread."""
+    """Runs a supervisor in a thread."""
 
     def __init__(self, launch: Launch, *reports: AgentReport):
         self.run_dir = Path(launch.run_dir)

@@ -1,4 +1,4 @@
-"""Two budgets: what a failed generation is charged to, and when it is enough."""
+"""Tests the two restart budgets."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A job's life: what follows on what, with nodes that only pretend. Real processes: test_local_jobs.py."""
+"""Tests a job's life with fake nodes; test_local_jobs.py uses real processes."""
 
 import errno
 import os
@@ -308,7 +308,7 @@ def test_sigterm_is_a_preemption_notice(tmp_path):
 
 @pytest.fixture
 def more_nodes(monkeypatch) -> None:
-    """The run should go on with more nodes, once."""
+    """Makes the run want more nodes, once."""
     reasons = iter(["2 node(s) are available"])
     monkeypatch.setattr(job_supervisor.Placing, "why_resize", lambda *_: next(reasons, ""))
 
@@ -339,7 +339,7 @@ def test_a_person_s_stop_goes_before_a_pause(tmp_path):
 
 
 def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
-    # first nothing, then what the kill did
+    # first nothing, then the result of the kill
     answers = iter([None, failed("gloo: connection closed by peer")])
     status, node = live(
         tmp_path,
@@ -375,7 +375,7 @@ def test_a_damaged_generation_file_is_written_anew_while_ranks_run(tmp_path):
 
 
 def test_a_generation_after_a_damaged_number_has_one_that_nobody_can_have_had(tmp_path):
-    """Generation 4 may have been announced and never begun."""
+    """Generation 4 may have been announced without starting."""
     (tmp_path / "logs" / "g003").mkdir(parents=True)
     tears("generation", waits)(tmp_path)
     status, node = live(tmp_path, makes_steps(5, then=finishes))
@@ -396,7 +396,7 @@ def test_a_damaged_wish_for_nodes_ends_the_job_and_says_what_to_do(tmp_path, mon
 
 @pytest.fixture
 def disk(monkeypatch) -> dict[str, int]:
-    """A disk of the run folder that refuses so many writes of the supervisor as `left` says."""
+    """Makes the run folder's disk refuse `left` writes of the supervisor."""
     state = {"left": 0, "refused": 0}
 
     def refusing(original):
@@ -418,7 +418,7 @@ def disk(monkeypatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("writes", [1, 2, 7])
 def test_a_full_disk_costs_the_supervisor_nothing_but_time(tmp_path, disk, writes):
-    """It fills up while the ranks work; whatever is refused, all is told and in order."""
+    """It fills up while the ranks work; all entries are written in order."""
 
     def fills(then: Act) -> Act:
         def act(run_dir: Path) -> AgentReport | None:
@@ -498,7 +498,7 @@ def test_a_supervisor_that_was_superseded_writes_nothing_more(tmp_path):
 
 
 def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
-    """It has thawed: its nodes and the folder are the other's."""
+    """It thaws after a successor has taken over its nodes and folder."""
 
     def is_replaced(run_dir: Path) -> None:
         SupervisorNumber.take(run_dir)
@@ -528,7 +528,7 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
 
 
 def begin_generation(tmp_path: Path, *states: State) -> Launch:
-    """Leaves what a supervisor leaves that is killed while generation 1 runs."""
+    """Writes what a supervisor leaves that is killed while generation 1 runs."""
     launch = Launch(str(tmp_path), max_restarts=0)
     begin_submission(launch)
     journal = Journal(tmp_path)
@@ -539,7 +539,7 @@ def begin_generation(tmp_path: Path, *states: State) -> Launch:
 
 
 def running_node(tmp_path: Path, *script: Act) -> PretendedNode:
-    """A node that runs generation 1; the script begins when the successor looks."""
+    """Returns a node that runs generation 1; its script begins with the successor."""
     node = PretendedNode(tmp_path, script)
     node.runs, node.act = [1, 0], lambda run_dir: next(node.script)(run_dir)
     return node
@@ -590,7 +590,7 @@ def test_a_supervisor_that_was_killed_after_the_end_only_tidies_up(tmp_path):
 
 
 class CutOffNode(PretendedNode):
-    """One of two nodes that cannot reach each other when they are asked the first two times."""
+    """One of two nodes that cannot reach each other the first two times."""
 
     def __init__(self, run_dir: Path, number: int, *script: Act):
         super().__init__(run_dir, script)

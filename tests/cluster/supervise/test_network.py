@@ -1,4 +1,4 @@
-"""Which nodes cannot reach each other: pretended nodes, and the same with machines of their own."""
+"""Tests which nodes are found not to reach each other."""
 
 import socket
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moebius.cluster.supervise.network import NetworkWatch, find_cuts, spell_cut
 
 
 class PretendedNode:
-    """Reaches every node but some."""
+    """Reaches every node except some."""
 
     def __init__(self, number: int, *cut_off: int, is_lost: bool = False) -> None:
         self.number, self.cut_off, self.is_lost = number, cut_off, is_lost

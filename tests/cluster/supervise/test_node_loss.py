@@ -1,7 +1,6 @@
-"""Nodes that die under a job, for real: raylets of a simulated cluster are killed with all that is
-below them.
+"""Tests real node losses: raylets of a simulated cluster are killed with everything below them.
 
-One cluster for all tests of this file; each leaves it with at least two living nodes.
+All tests share one cluster; each leaves at least two live nodes.
 """
 
 import json
@@ -63,26 +62,26 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory) -> Iterator[StandingCluster]:
-    """Two pretended nodes; more are added by the tests."""
+    """Starts two simulated nodes; tests add more."""
     with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=2, name="losses") as made:
         yield made
 
 
 def plain_launch(run_dir: Path, **values) -> Launch:
-    """Ranks that need no torch and compute the same on any number of nodes."""
+    """Returns a job whose ranks need no torch and compute the same on any number of nodes."""
     options = ("plain=1", f"steps={STEPS}", "step_s=0.02", "every=5")
     values = {"num_nodes": 2, "place_timeout_s": 60.0, "max_restarts": 0} | values
     return fake_launch(run_dir, *options, **values)
 
 
 def node_of(run_dir: Path, rank: int) -> int:
-    """The number of the pretended node that a rank of the first generation lives on."""
+    """Returns the number of the simulated node of a rank in the first generation."""
     path = run_dir / "logs" / "g001" / f"node{rank}" / "assignment.json"
     return int(json.loads(path.read_text())["address"].rpartition(".")[2]) - 2
 
 
 def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
-    """Kills a node of the job, but not the cluster's head."""
+    """Kills a node of the job other than the cluster's head."""
     number = used_nodes(run_dir, read_status(run_dir).generation)[-1]
     assert number != 0
     cluster.ask("kill-node", node=number)
@@ -90,7 +89,7 @@ def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
 
 
 def wait_for_generation(run_dir: Path, num_nodes: int, *, after: int) -> int:
-    """Until a generation later than `after` makes steps on so many nodes; returns its number."""
+    """Waits until a generation after `after` makes steps on `num_nodes` nodes; returns its number."""
 
     def found() -> int | None:
         started = {
@@ -105,7 +104,7 @@ def wait_for_generation(run_dir: Path, num_nodes: int, *, after: int) -> int:
 
 
 def end_well(run_dir: Path) -> None:
-    """Stops the job; what it has computed is what it would have without any of this."""
+    """Stops the job, and checks that its curve is the undisturbed one."""
     status = stop(run_dir, timeout_s=150)
     assert status.state is State.STOPPED, status.reason
     assert f"stopped at step {status.step}, with a checkpoint" in status.reason
@@ -173,7 +172,7 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
 @pytest.mark.chaos
 @pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
-    """Rank 1 hangs in a file system, in state D; then rank 0 is killed."""
+    """Rank 1 hangs in a file system in state D; then rank 0 is killed."""
     standing.ask("add-node")
     launch = plain_launch(tmp_path, max_restarts=1, place_timeout_s=200.0)
     launch = replace(launch, command=(*launch.command, "fail=1:*:1:stuck"))
@@ -217,7 +216,7 @@ def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, 
 
 
 def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
-    """The training loop itself, from two ranks that share the experts to one and back."""
+    """The training loop itself, on two ranks that share the experts, then one, then two."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} and {n * n % 9973} are numbers" for n in range(40_000)))
     config = resolve("smoke", [*SETTINGS, f"prepare.input=['{text}']"], RECIPES)
@@ -246,7 +245,7 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
 
 
 def undisturbed_digests(config: Config, steps: int) -> Iterator[int]:
-    """What one rank reads that nothing happens to."""
+    """Yields what one undisturbed rank reads."""
     loader = Loader(config.data, global_batch=4, micro_batch=2, rank=0, num_ranks=1, start_sample=0)
     with loader:
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""On how many nodes a job goes on: the policy, with a cluster that only pretends."""
+"""Tests the placing policy with a fake cluster."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from moebius.cluster.supervise.placing import Placing
 
 
 class Cluster(ThisMachine):
-    """Has so many nodes, one look after the other; the last number stays."""
+    """Reports these numbers of nodes in turn; the last one stays."""
 
     def __init__(self, *could: int, free: Sequence[int] = ()):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A supervisor's journal on a disk that is full for a while: /dev/full, in place of its file."""
+"""Tests a supervisor's journal on a disk that is full for a while: /dev/full replaces its file."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 
 
 class Disk:
-    """A journal's file that can be exchanged for a full disk, and a clock."""
+    """A journal's file that can be replaced by a full disk, and a clock."""
 
     def __init__(self, run_dir: Path) -> None:
         self.file, self.aside = run_dir / "journal.jsonl", run_dir / "aside"
@@ -61,7 +61,7 @@ def test_what_is_decided_on_a_full_disk_is_written_when_there_is_space(
 def test_a_line_that_was_written_in_part_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn_at: int | None
 ) -> None:
-    """`-1`: all but the end of the line; None: all of it, and the disk did not confirm it."""
+    """`-1`: all but the end of the line; None: the whole line, not confirmed by the disk."""
     journal = RetryingJournal(tmp_path)
     journal.append(State.RUNNING, generation=1, reason="before")
     write = Journal.write

@@ -1,4 +1,4 @@
-"""Which of many failures is the cause."""
+"""Tests which of many failures is the root cause."""
 
 import signal
 
@@ -85,7 +85,7 @@ def test_a_taken_port_is_recognised():
     ],
 )
 def test_only_a_process_that_was_killed_makes_other_reports_superfluous(exit_code, certain):
-    """SIGTERM is the agents' own, SIGABRT that of libraries that lost a peer."""
+    """SIGTERM comes from the agents, SIGABRT from libraries that lost a peer."""
     rank = AgentReport(ok=False, failures=(RankFailure(3, exit_code, 1.0),))
     agent = AgentReport(ok=False, message="ended", exit_code=exit_code)
     lost = AgentReport(ok=False, failures=(RankFailure(0, 1, 1.0, "Connection reset by peer"),))

@@ -1,11 +1,11 @@
-"""A real rank of a real run with a fault in rank 1, of the first generation if not said otherwise.
+"""Runs a real rank with a fault in rank 1, by default in the first generation only.
 
     python faulty_rank.py RUN_DIR [FAULT:STEP]
 
 Every step takes at least 50 ms, so that a test can interfere. FAULT: hang (before the step's first
-collective, deaf to SIGTERM), raise (an error before the step, in every generation), leave (exit code
-0 before the step), data (the loader blocks for 8 s when the step's batch is asked for),
-slow (from then on its forward and backward passes take 0.2 s longer).
+collective, ignoring SIGTERM), raise (an error before the step, in every generation), leave (exit code 0
+before the step), data (the loader blocks for 8 s at the step's batch), slow (forward and backward passes take
+0.2 s longer from then on).
 """
 
 import os

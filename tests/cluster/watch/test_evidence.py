@@ -1,4 +1,4 @@
-"""What is learnt of ranks that hang: read from files and processes as real ones leave them."""
+"""Tests the evidence about hanging ranks, with files and processes like those of real ranks."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_where_the_main_thread_is(stacks, frame):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Beats of processes that sleep; SIGUSR1 does not reach them."""
+    """Heartbeats of sleeping processes, which SIGUSR1 does not reach."""
     monkeypatch.setattr(evidence.os, "kill", lambda pid, number: None)
     monkeypatch.setattr(evidence, "WAIT_S", 0.3)
     monkeypatch.setattr(evidence.shutil, "which", lambda name, path=None: None)

@@ -1,4 +1,4 @@
-"""Where the ranks are, as their node sees it: ages, dead and stopped ranks, and those without CPU."""
+"""Tests where a node sees its ranks: ages, dead and stopped ranks, and ranks without a CPU."""
 
 import json
 import mmap
@@ -28,7 +28,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """Two ranks, of which the second has a page: this process writes it."""
+    """Makes the folder of two ranks; this process writes the page of the second."""
     ranks = WatchedRanks(tmp_path / "run-node0-g001", range(2))
     ranks.open()
     monkeypatch.setenv(FOLDER, str(ranks.folder))
@@ -123,7 +123,7 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
 
 @linux
 def test_what_killed_nodes_have_left_is_swept_and_nothing_else(tmp_path):
-    """Of this user, private, of a dead process of this machine: all of it, or it stays."""
+    """A folder is swept only if it is private, of this user, and of a dead process of this machine."""
     code = (
         "from pathlib import Path; import sys\n"
         "from moebius.cluster.watch.heartbeats import WatchedRanks\n"

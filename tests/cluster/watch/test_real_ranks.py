@@ -1,8 +1,7 @@
-"""F2, F3, F12, F13, F26, F30: ranks of a real run that raise, leave, are stopped, hang, wait or
-starve.
+"""F2, F3, F12, F13, F26, F30: ranks of a real run raise, leave, are stopped, hang, wait or starve.
 
-Two ranks on this machine, as `moebius train` starts them. Each recovered run must have the losses
-of an undisturbed one.
+Two ranks run on this machine, as under `moebius train`. Each recovered run must have the losses of an
+undisturbed one.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ def config(tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="module")
 def expected(config, tmp_path_factory) -> dict[int, float]:
-    """The losses of an undisturbed run."""
+    """Returns the losses of an undisturbed run."""
     run_dir = tmp_path_factory.mktemp("expected")
     with running(config, run_dir):
         wait_for_end(run_dir)
@@ -69,7 +68,7 @@ def expected(config, tmp_path_factory) -> dict[int, float]:
 
 @contextlib.contextmanager
 def running(config: Config, run_dir: Path, fault: str = "", **limits: float) -> Iterator[None]:
-    """A job of two ranks, supervised by a thread; it is at its end when this is left."""
+    """Runs a job of two ranks, supervised by a thread, until it ends."""
     limits = {"step_s": LIMIT_S, "phase_s": 60.0} | limits
     job = JobConfig(limits=PhaseLimits.model_validate(limits))
     open_run(config.model_copy(update={"job": job}), run_dir)
@@ -97,7 +96,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def told(run_dir: Path, *kinds: str) -> list[JournalEntry]:
-    """The lines of the journal that carry details of these kinds."""
+    """Returns the journal entries with details of these kinds."""
     return [
         entry
         for entry in Journal(run_dir).entries()
@@ -118,7 +117,7 @@ def first_step_of_the_next_generation(run_dir: Path) -> float:
 
 
 def test_the_same_error_at_the_same_step_ends_the_run(config, tmp_path) -> None:
-    """F2: three times, then nobody tries again; step, rank and line are told."""
+    """F2: after three times the job ends, with step, rank and line."""
     with running(config, tmp_path, "raise:7"):
         status = wait_for_end(tmp_path)
     assert (status.state, status.generation, status.step) == (State.FAILED, 3, 6)
@@ -145,7 +144,7 @@ def test_a_rank_that_leaves_early_is_the_cause(config, expected, tmp_path) -> No
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(config, expected, tmp_path, capsys) -> None:
-    """F12: the stopped rank answers nothing; the other one tells in which collective it waits."""
+    """F12: the stopped rank cannot answer; the other one reports the collective it waits in."""
     with running(config, tmp_path):
         wait_for_step(tmp_path, 12)
         os.kill(pids(tmp_path)[1], signal.SIGSTOP)
@@ -174,7 +173,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(config, expected, tmp_path,
 def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     config, expected, tmp_path
 ) -> None:
-    """F26: it lives and answers: it has not come to the collective that the other waits in."""
+    """F26: it answers, and has not reached the collective that the other waits in."""
     with running(config, tmp_path, "hang:14"):
         status = wait_for_end(tmp_path)
     assert (status.state, status.generation) == (State.SUCCEEDED, 2)
@@ -185,7 +184,7 @@ def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
     assert "the others wait in all_reduce no. " in cause.summary
     stacks = (tmp_path / "logs" / "g001" / "stall" / "rank1.txt").read_text()
     assert "in hangs_here" in stacks
-    # The innermost line of ours, which a test's file is only in a folder that is called moebius.
+    # The innermost frame of ours; a test's file counts only in a folder called moebius.
     assert cause.where is not None
     file, number, function = re.split(":| in ", cause.where)
     assert f'/{file}", line {number} in {function}' in stacks
@@ -195,7 +194,7 @@ def test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line(
 def test_a_loader_that_blocks_is_told_and_not_killed(
     config, expected, tmp_path, monkeypatch
 ) -> None:
-    """F13: 8 s with a limit of 5 s for a step, and none for data."""
+    """F13: 8 s, with a limit of 5 s for a step and none for data."""
     monkeypatch.setattr(watcher, "DATA_WAIT_S", 3.0)
     with running(config, tmp_path, "data:0"):
         status = wait_for_end(tmp_path)
@@ -207,9 +206,7 @@ def test_a_loader_that_blocks_is_told_and_not_killed(
 
 
 def test_a_rank_without_cpu_is_slow_and_no_hang(config, expected, tmp_path) -> None:
-    """F30: rank 1 shares a CPU with busy processes of a much higher priority, for longer than the
-    limit of a step.
-    """
+    """F30: rank 1 shares a CPU with busy, higher-priority processes for longer than a step's limit."""
     hog = "import os; os.sched_setaffinity(0, {0})\nwhile True: pass"
     with running(config, tmp_path, step_s=2.0), contextlib.ExitStack() as hogs:
         wait_for_step(tmp_path, 12)

@@ -1,4 +1,4 @@
-"""When ranks hang, and whom the others wait for: from made-up states and answers."""
+"""Tests when ranks hang and whom the others wait for, with made-up states and answers."""
 
 from typing import Any
 
@@ -46,11 +46,11 @@ def test_every_limit_can_be_set():
     [
         ([state(0), state(1)], True),
         ([state(0), state(1, age_s=59.0)], False),
-        # another one waits in a step for the one that writes the checkpoint
+        # one writes a checkpoint, and the other waits for it in a step
         ([state(0, "ckpt", 1000.0), state(1, age_s=999.0)], False),
         ([state(0, "ckpt", 3601.0), state(1, age_s=3600.0)], True),
         ([state(0, "data_wait", 1e6), state(1, age_s=1e6)], False),
-        # one is ready to run and gets no CPU: neither it nor who waits for it hangs
+        # one is ready but gets no CPU: neither it nor the rank that waits for it hangs
         ([state(0), state(1, starved_s=50.0)], False),
         ([state(0), state(1, starved_s=30.0)], True),
         ([], False),
@@ -73,7 +73,7 @@ def position(
 
 
 def behind(*answers: list[dict[str, Any]] | None, processes: str = "", **states):
-    """Whom the others wait for, where rank i gives the i-th answer."""
+    """Returns whom the others wait for, if rank i gives the i-th answer."""
     letters = processes or "S" * len(answers)
     evidence = {
         rank: Evidence(rank, GONE if letter == "G" else letter, positions=answer)

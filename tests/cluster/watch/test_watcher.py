@@ -1,4 +1,4 @@
-"""What the supervision hears of its ranks, with nodes that only pretend."""
+"""Tests what a watcher reports about its ranks, with fake nodes."""
 
 import threading
 from typing import Any
@@ -36,7 +36,7 @@ class PretendedNode:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A watcher over nodes, and what it notes."""
+    """Returns a function that makes a watcher, and the watcher's notes."""
     monkeypatch.setattr(watcher, "LOOK_S", 0.0)
     notes: list[tuple[str, dict[str, Any]]] = []
 
@@ -173,7 +173,7 @@ def test_limits_are_those_of_the_runs_configuration(tmp_path):
 
 
 class SlowNode(PretendedNode):
-    """Answers when it is told to, with states or with the news that it is lost."""
+    """Answers when it may, with states or with its loss."""
 
     def __init__(self, *states: RankState) -> None:
         super().__init__(*states)
@@ -190,7 +190,7 @@ class SlowNode(PretendedNode):
 
 
 def test_a_node_that_does_not_answer_holds_up_nobody(watch, monkeypatch):
-    """The others are heard, and nobody is judged before it has spoken; it is asked once."""
+    """The other nodes' answers arrive, nobody is judged before it has answered, and it is asked once."""
     monkeypatch.setattr(watcher, "ANSWER_S", 0.05)
     make, notes = watch
     slow = SlowNode(RankState(0, "step", 3, 60.0))
