@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ...cluster.check.findings import exit_code
-
     findings: list[Finding]
     if options.gpu:
         if options.address is not None or options.links is not None:
@@ -72,7 +71,7 @@ def _doctor(options: argparse.Namespace) -> int:
         _print_json(findings)
     else:
         _show(findings)
-    return exit_code(findings)
+    return int(any(each.verdict == "fail" for each in findings))
 
 
 def _examine_here(options: argparse.Namespace) -> "Examination":
@@ -109,7 +108,7 @@ def _print_json(findings: "Sequence[Finding]") -> None:
     from ...train.record.redaction import redact_values
 
     for finding in findings:
-        print(json.dumps(redact_values(finding.record()), ensure_ascii=False))
+        print(json.dumps(redact_values(asdict(finding)), ensure_ascii=False))
 
 
 def _show(findings: "Sequence[Finding]") -> None:

@@ -12,17 +12,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...model.cost import (
-    Flops,
-    Parameters,
-    count_parameters,
-    counted_flops,
-    forward_flops,
-    is_upper_bound,
-)
+from ...model.cost import Flops, Parameters, count_parameters, forward_flops, is_upper_bound
 from ...model.routers.router import Promises
 from ...train.config.resolve import resolve
 from ...train.config.run_config import Config
+
+_LEGEND = """
+active: dense weights and one token's experts, each distinct layer counted once
+FLOPs/token: training, forward and backward, at the recipe's sequence length; ≤ if tokens can be dropped or halt
+g: sequences that are routed together
+promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by construction"""
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,6 @@ class Entry:
     upper_bound: bool  # some tokens may take fewer FLOPs
     promises: Promises
     group_sequences: int
-    counted: float | None  # training FLOPs per token as torch counts them; None: not requested
-
-    @property
-    def agrees(self) -> bool:
-        """Returns whether the formula and torch's counter agree exactly for a group of sequences."""
-        tokens = self.seq_len * self.group_sequences
-        return self.counted is not None and round(self.counted * tokens) == round(
-            self.flops.training * tokens
-        )
 
     def plain(self) -> dict[str, Any]:
         """Returns everything as JSON values, including totals."""
@@ -57,24 +47,16 @@ class Entry:
         return {**asdict(self), "flops": flops}
 
 
-def catalogue(
-    names: Sequence[str], recipes: Mapping[str, Callable[[], Config]], *, count: bool = False
-) -> Iterable[Entry]:
+def catalogue(names: Sequence[str], recipes: Mapping[str, Callable[[], Config]]) -> Iterable[Entry]:
     """Yields an entry for each of the named recipes and TOML files; by default for all recipes.
 
     Raises for a wrong name before the first entry is made.
-
-    Args:
-        count: also let torch count the FLOPs, in about 0.03 s per depth step.
 
     Raises:
         ConfigError: there is no such recipe or file.
     """
     configs = [(name, resolve(name, (), recipes)) for name in names or recipes]
-    return (
-        _entry(name, config, _first_line(recipes.get(name)), count=count)
-        for name, config in configs
-    )
+    return (_entry(name, config, _first_line(recipes.get(name))) for name, config in configs)
 
 
 def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
@@ -85,17 +67,8 @@ def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
             dropped.
     """
     shown = list(entries)
-    counted = any(entry.counted is not None for entry in shown)
-    headings = (
-        "recipe",
-        "parameters",
-        "active",
-        "FLOPs/token",
-        *(["counted"] if counted else []),
-        "g",
-        "promises",
-    )
-    rows = [tuple(_cells(entry, counted=counted)) for entry in shown]
+    headings = ("recipe", "parameters", "active", "FLOPs/token", "g", "promises")
+    rows = [tuple(_cells(entry)) for entry in shown]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     left = width
     for heading, *cells in zip(headings, *rows, strict=True):
@@ -109,19 +82,17 @@ def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
     for entry, row in zip(shown, rows, strict=True):
         cells = (*row, _cut(entry.description, left)) if described else row
         table.add_row(*map(Text, cells))
-    return Group(table, Text(_legend(counted), style="dim"))
+    return Group(table, Text(_LEGEND, style="dim"))
 
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip(" ,:") + "…"
 
 
-def _cells(entry: Entry, *, counted: bool) -> Iterable[str]:
+def _cells(entry: Entry) -> Iterable[str]:
     yield entry.name
     yield from (short(entry.parameters.total, "B"), short(entry.parameters.active, "B"))
     yield ("≤ " if entry.upper_bound else "") + short(entry.flops.training)
-    if counted:
-        yield "agrees" if entry.agrees else short(entry.counted or 0)
     yield from (str(entry.group_sequences), _letters(entry.promises))
 
 
@@ -148,22 +119,7 @@ def _letters(promises: Promises) -> str:
     return " ".join(letter if is_kept else "·" for letter, is_kept in kept.items())
 
 
-def _legend(counted: bool) -> str:
-    lines = [
-        "",
-        "active: dense weights and one token's experts, each distinct layer counted once",
-        "FLOPs/token: training, forward and backward, at the recipe's sequence length; ≤ if "
-        "tokens can be dropped or halt",
-        "g: sequences that are routed together",
-        "promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by "
-        "construction",
-    ]
-    if counted:
-        lines.insert(3, "counted: by torch's FlopCounterMode over forward and backward")
-    return "\n".join(lines)
-
-
-def _entry(name: str, config: Config, description: str, *, count: bool) -> Entry:
+def _entry(name: str, config: Config, description: str) -> Entry:
     model, seq_len = config.model, config.data.seq_len
     return Entry(
         name,
@@ -174,7 +130,6 @@ def _entry(name: str, config: Config, description: str, *, count: bool) -> Entry
         is_upper_bound(model),
         model.promises,
         model.group_sequences,
-        counted_flops(model, seq_len) if count else None,
     )
 
 

@@ -18,11 +18,6 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe"
     )
-    parser.add_argument(
-        "--count",
-        action="store_true",
-        help="compare the FLOPs with torch's own count (a minute for all)",
-    )
     parser.add_argument("--json", action="store_true", help="everything, exact, as a JSON list")
 
 
@@ -33,7 +28,7 @@ def _models(options: argparse.Namespace) -> int:
     from .catalogue import catalogue, render_catalogue
 
     with Console(stderr=True).status("counting"):
-        entries = list(catalogue(options.names, RECIPES, count=options.count))
+        entries = list(catalogue(options.names, RECIPES))
     if options.json:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from .facts import UNLIMITED, NodeFacts
 
@@ -28,10 +28,6 @@ class Finding:
     verdict: Verdict
     found: str  # with the figures
     advice: str = ""  # where it is not ok
-
-    def record(self) -> dict[str, Any]:
-        """Returns the finding as plain values of JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,6 @@ class FolderTrial:
     seconds_to_see: float  # the longest time until a node saw it
     gaps: Mapping[str, str]  # what nodes saw in the middle of a rename
     winners: int  # nodes that created the same file exclusively
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """Returns 1 if anything fails, else 0."""
-    return int(any(each.verdict == "fail" for each in findings))
 
 
 def listed(words: Sequence[str]) -> str:

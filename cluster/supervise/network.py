@@ -114,17 +114,9 @@ class ControlStoreWatch:
     explained.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        address: str,
-        *,
-        ask_every_s: float = ASK_EVERY_S,
-        told_after_s: float = TOLD_AFTER_S,
-    ):
+    def __init__(self, run_dir: Path, address: str):
         self._journal = Journal(run_dir)
         self._address = address
-        self._ask_every_s, self._told_after_s = ask_every_s, told_after_s
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="control-store", daemon=True).start()
 
@@ -134,12 +126,12 @@ class ControlStoreWatch:
 
     def _watch(self) -> None:
         heard_at, told = time.monotonic(), False
-        while not self._ended.wait(self._ask_every_s):
+        while not self._ended.wait(ASK_EVERY_S):
             if listens(self._address):
                 if told:
                     self._tell(f"the cluster's control store at {self._address} is back")
                 heard_at, told = time.monotonic(), False
-            elif not told and time.monotonic() - heard_at >= self._told_after_s:
+            elif not told and time.monotonic() - heard_at >= TOLD_AFTER_S:
                 told = True
                 self._tell(
                     f"the cluster's control store at {self._address} does not answer. Ray ends "
