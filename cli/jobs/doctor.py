@@ -98,10 +98,8 @@ def _examine_cluster(options: argparse.Namespace) -> "Examination":
 
 def _examine(options: argparse.Namespace, nodes: Any, **more: Any) -> "Examination":
     from ...cluster.check.doctor import examine
-    from ...planning.measured import fit_hockney
 
-    run_dir = str(options.run_dir.absolute())
-    return examine(nodes, run_dir, fit=fit_hockney, limit_s=LIMIT_S, **more)
+    return examine(nodes, str(options.run_dir.absolute()), limit_s=LIMIT_S, **more)
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..job import Launch
 from ..nodes.assignment import AgentReport, Assignment
@@ -46,19 +46,6 @@ _EXCHANGE_LIMIT_S = 180.0
 _POLL_S = 0.2
 _SEEN_LIMIT_S = 5.0  # how late a network file system may show a new file
 _FAULTS = (NodeSilent, NodeFault, OSError)
-
-
-class Fitted(Protocol):
-    """Declares the parameters fitted to measured times: t = α + β · bytes."""
-
-    @property
-    def alpha_s(self) -> float: ...
-    @property
-    def beta_s_per_byte(self) -> float: ...
-
-
-# Takes pairs of (bytes, seconds). Implemented by planning/measured.py, which this room may not import.
-Fit = Callable[[Sequence[tuple[float, float]]], Fitted]
 
 
 @dataclass
@@ -101,7 +88,6 @@ def examine(
     nodes: Mapping[str, Any],
     run_dir: str,
     *,
-    fit: Fit,
     limit_s: float,
     silent: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
@@ -111,7 +97,6 @@ def examine(
     Args:
         nodes: a `Probe` or `RemoteProbe` per node, by the address at which the others reach it.
         run_dir: the folder of runs.
-        fit: fits α and β to measured times.
         limit_s: for a node to answer.
         silent: nodes that never began to answer, and why.
         tell: called with the name of each check.
@@ -128,7 +113,7 @@ def examine(
         tell("the shared folder")
         done.findings += judge_folder(_try_folder(group, run_dir), run_dir)
         tell("self-test: ranks on all nodes")
-        _self_test(done, group, fit)
+        _self_test(done, group)
     num_nodes = len(nodes) + len(silent or {})
     done.findings.insert(0, judge_silent(group.silent, num_nodes, limit_s))
     return done
@@ -228,7 +213,7 @@ def _quietly(act: Callable[[], object]) -> None:
 # The self-test ------------------------------------------------------------------------------------
 
 
-def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
+def _self_test(done: Examination, group: _Nodes) -> None:
     """Runs ranks on all nodes and reports what they measure."""
     names = group.names
     try:
@@ -237,19 +222,21 @@ def _self_test(done: Examination, group: _Nodes, fit: Fit) -> None:
         advice = "see the findings above; `moebius submit` would fail the same way"
         done.findings.append(Finding("self-test", "fail", str(error), advice))
         return
-    world = len(names) * RANKS_PER_NODE
+    ranks = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
     if not measured["sound"]:
         advice = "memory, a cable or a network card is faulty: check half of the nodes"
-        found = f"{world} ranks on {len(names)} node(s) received wrong numbers"
+        found = f"{ranks} received wrong numbers"
         done.findings.append(Finding("self-test", "fail", found, advice))
         return
-    done.links = _links_record(measured, names, fit)
-    rate = 1 / (done.links["beta_s_per_byte"] or float("inf")) / 1e9
-    found = (
-        f"{world} ranks on {len(names)} node(s): α {done.links['alpha_s'] * 1e6:,.0f} µs, 1/β "
-        f"{rate:,.2f} GB/s, all numbers correct"
-    )
-    done.findings.append(Finding("all-to-all", "ok", found))
+    rows = measured["rows"]
+    done.links = {"rows": rows, "ranks_per_node": RANKS_PER_NODE, "nodes": names}
+    done.findings.append(Finding("all-to-all", "ok", f"{ranks}: {_largest(rows)}"))
+
+
+def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Says how long the largest exchange of the widest group took, which is measured last."""
+    microseconds = f"{rows[-1]['seconds'] * 1e6:,.0f} µs"
+    return f"{rows[-1]['bytes'] / 2**20:.0f} MiB in {microseconds}, all numbers correct"
 
 
 def run_exchange(
@@ -302,20 +289,6 @@ def _why(report: AgentReport) -> str:
     return f"rank {failure.rank}: {failure.error or f'exit code {failure.exit_code}'}"
 
 
-def _links_record(measured: Mapping[str, Any], names: Sequence[str], fit: Fit) -> dict[str, Any]:
-    """Returns the file that `moebius plan --measured` reads, with the nodes that took part."""
-    rows = measured["rows"]
-    widest = max(row["world"] for row in rows)
-    fitted = fit([(row["bytes"], row["seconds"]) for row in rows if row["world"] == widest])
-    return {
-        "rows": rows,
-        "ranks_per_node": RANKS_PER_NODE,
-        "alpha_s": fitted.alpha_s,
-        "beta_s_per_byte": fitted.beta_s_per_byte,
-        "nodes": list(names),
-    }
-
-
 # GPUs ---------------------------------------------------------------------------------------------
 
 
@@ -356,7 +329,4 @@ def _look_at_nccl(world: int) -> Finding:
         return Finding("NCCL", "fail", found, "check `nvidia-smi topo -m`")
     if not measured["rows"]:
         return Finding("NCCL", "ok", "only one GPU")
-    largest = measured["rows"][-1]
-    microseconds = f"{largest['seconds'] * 1e6:,.0f} µs"
-    found = f"all-to-all of {world} GPUs: {largest['bytes'] >> 20} MiB in {microseconds}"
-    return Finding("NCCL", "ok", f"{found}, all numbers correct")
+    return Finding("NCCL", "ok", f"all-to-all of {world} GPUs: {_largest(measured['rows'])}")

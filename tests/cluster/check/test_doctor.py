@@ -32,7 +32,7 @@ from moebius.cluster.check.findings import (
 )
 from moebius.cluster.check.probe import PREFIX, NodeFault, NodeSilent, Probe, Seen
 from moebius.cluster.nodes.assignment import AgentReport, RankFailure
-from moebius.planning.measured import fit_hockney, read_table
+from moebius.planning.measured import read_table
 
 GIB = 1 << 30
 SIZES = [4096, 1 << 20]
@@ -137,7 +137,7 @@ def _soon(monkeypatch):
 def checked(tmp_path: Path, *faults: dict[str, Any], **more: Any) -> Examination:
     nodes = [FakeNode(number, tmp_path, **each) for number, each in enumerate(faults, 1)]
     named = {node.name: node for node in nodes}
-    done = examine(named, "/runs", fit=fit_hockney, limit_s=30, **more)
+    done = examine(named, "/runs", limit_s=30, **more)
     left = [path.name for path in tmp_path.rglob("*") if path.name.startswith(PREFIX)]
     assert left == []
     return done
