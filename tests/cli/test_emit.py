@@ -65,8 +65,8 @@ def test_a_runs_configuration_is_a_configuration(tmp_path):
     assert resolve_config(path, []) == config
     assert resolve_config(path, ["train.steps=9"]).train.steps == 9
     for text, told in (
-        ("{", "is damaged, and no configuration"),
-        ("[" * 99999, "is damaged, and no configuration"),
+        ("{", "is damaged .*: restore it"),
+        ("[" * 99999, "is damaged .*: restore it"),
         ('{"a": 1}', "a: unk"),
     ):
         Path(path).write_text(text)
