@@ -8,6 +8,7 @@ reproduce its outputs.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +35,74 @@ Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 @dataclass(frozen=True)
 class CallSource:
-    """Produces the same calls for any number of ranks, however often it is asked."""
+    """Routes tokens through a model, the same calls for any number of ranks.
+
+    A trained model routes its validation text, a fresh one random tokens.
+
+    Raises:
+        ValueError: the model has no experts, or the router needs more tokens.
+    """
 
     title: str
     config: Config
-    tokens: str  # their number and source, as text
-    experts_of_layer: ExpertsOfLayer
-    calls: Callable[[int], Iterator[list[RoutedCall]]]  # takes the number of ranks
+    trained: Transformer | None
+    tokens_per_rank: int
+    steps: int
     expert_maps: Mapping[str, ExpertMap] = field(default_factory=dict)  # a trained run's, by layer
+
+    def __post_init__(self) -> None:
+        at_least_one(steps=self.steps, tokens_per_rank=self.tokens_per_rank)
+        experts_of(self.config.model)
+        batch_shape(self.config, self.tokens_per_rank)
+
+    @property
+    def tokens(self) -> str:
+        """Returns the number and source of the tokens as text."""
+        batch, length = batch_shape(self.config, self.tokens_per_rank)
+        origin = "of the validation text" if self.trained else "at random"
+        count = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        precision = self.config.train.precision
+        return f"{batch} × {length} tokens {origin} per rank and step, {count}, {precision}"
+
+    @cached_property
+    def model(self) -> Transformer:
+        """Returns the trained model, or the configured one with initial weights."""
+        if self.trained:
+            return self.trained
+        model = Transformer(self.config.model, backend=self.config.kernels.backend)
+        initialise(model, self.config.train.seed)
+        return model
+
+    def calls(self, num_ranks: int) -> Iterator[list[RoutedCall]]:
+        """Returns the model's routes call by call, with one entry per rank.
+
+        Raises:
+            ValueError: the validation text cannot be read.
+        """
+        make = text_tokens if self.trained else random_tokens
+        shape = batch_shape(self.config, self.tokens_per_rank)
+        return self._routed(make(self.config, *shape, num_ranks=num_ranks), num_ranks)
+
+    def _routed(self, tokens: Tokens, num_ranks: int) -> Iterator[list[RoutedCall]]:
+        self.model.train()
+        for step in range(1, self.steps + 1):
+            recorded = [self._record(tokens(step, rank), step, rank) for rank in range(num_ranks)]
+            yield from map(list, zip(*recorded, strict=True))
+
+    @torch.no_grad()
+    def _record(self, tokens_BS: Tensor, step: int, rank: int) -> list[RoutedCall]:
+        """Returns the calls of one rank's micro-batch, routed by the whole model.
+
+        Routers that sample draw from the micro-batch's own stream.
+        """
+        train = self.config.train
+        with (
+            torch.random.fork_rng(devices=[]),
+            tap(self.model, step=step, with_values=True) as calls,
+        ):
+            seed_micro_batch(train.seed, step, rank)
+            forward_in(self.model, getattr(torch, train.precision), tokens_BS)
+        return calls
 
 
 def simulate_all(
@@ -54,9 +115,9 @@ def simulate_all(
         RankFailed: an exchange failed.
     """
     clusters = [_place(make_cluster(source.config, asked, each), source) for each in dispatchers]
+    experts = experts_of_model(source.model, source.config.train.precision)
     return tuple(
-        simulate(source.calls(cluster.layout.world_size), source.experts_of_layer, cluster)
-        for cluster in clusters
+        simulate(source.calls(cluster.layout.world_size), experts, cluster) for cluster in clusters
     )
 
 
@@ -72,48 +133,6 @@ def expert_maps_of(run_dir: Path, step: int) -> dict[str, ExpertMap]:
     """Returns a run's expert maps at a checkpoint, by layer; empty if no expert ever moved."""
     meta = read_meta(find_checkpoint(run_dir, step)).meta
     return {name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta["experts"].items()}
-
-
-def source_from_model(
-    title: str,
-    config: Config,
-    trained: Transformer | None,
-    *,
-    tokens_per_rank: int,
-    steps: int,
-    expert_maps: Mapping[str, ExpertMap],
-) -> CallSource:
-    """Returns the calls of a model: a trained one routes its validation text, a fresh one random
-    tokens.
-
-    Raises:
-        ValueError: the router needs more tokens, or the text cannot be read.
-    """
-    at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
-    experts_of(config.model)
-    batch, length = batch_shape(config, tokens_per_rank)
-    model, precision = trained or fresh_model(config), config.train.precision
-
-    def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
-        make = text_tokens if trained else random_tokens
-        tokens = make(config, batch, length, num_ranks=num_ranks)
-        batches = TokenBatches(tokens, steps, config.train.seed)
-        return calls_of_model(model, precision, batches, num_ranks)
-
-    what = "of the validation text" if trained else "at random"
-    count = "1 step" if steps == 1 else f"{steps} steps"
-    words = f"{batch} × {length} tokens {what} per rank and step, {count}, {precision}"
-    experts = experts_of_model(model, precision)
-    return CallSource(title, config, words, experts, calls, expert_maps)
-
-
-@dataclass(frozen=True)
-class TokenBatches:
-    """Holds the tokens of every step and rank, and the seed of routers."""
-
-    tokens: Tokens
-    steps: int
-    seed: int
 
 
 def random_tokens(config: Config, batch: int, length: int, *, num_ranks: int) -> Tokens:
@@ -166,41 +185,6 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
     if experts is not None:
         experts.router.check_length(length * experts.sub_tokens)
     return group * (tokens_per_rank // (group * length)), length
-
-
-def fresh_model(config: Config) -> Transformer:
-    """Returns the configured model with initial weights."""
-    model = Transformer(config.model, backend=config.kernels.backend)
-    initialise(model, config.train.seed)
-    return model
-
-
-def calls_of_model(
-    model: Transformer, precision: str, batches: TokenBatches, num_ranks: int
-) -> Iterator[list[RoutedCall]]:
-    """Yields the model's routes for the ranks' tokens, call by call, with one entry per rank."""
-    dtype = getattr(torch, precision)
-    model.train()
-    for step in range(1, batches.steps + 1):
-        recorded = [_record_rank(model, dtype, batches, step, rank) for rank in range(num_ranks)]
-        yield from map(list, zip(*recorded, strict=True))
-
-
-@torch.no_grad()
-def _record_rank(
-    model: Transformer, dtype: torch.dtype, batches: TokenBatches, step: int, rank: int
-) -> list[RoutedCall]:
-    """Returns the calls of one rank's micro-batch, routed by the whole model.
-
-    Routers that sample draw from the micro-batch's own stream.
-    """
-    with (
-        torch.random.fork_rng(devices=[]),
-        tap(model, step=step, with_values=True) as recorded,
-    ):
-        seed_micro_batch(batches.seed, step, rank)
-        forward_in(model, dtype, batches.tokens(step, rank))
-    return recorded
 
 
 def experts_of_model(model: Transformer, precision: str) -> ExpertsOfLayer:

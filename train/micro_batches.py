@@ -39,7 +39,6 @@ class MicroBatch:
     targets_BS: Tensor  # int64, on the device: each input's target
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
     documents: Documents | None = None  # of the input tokens; None: every row is one
-    document_ids_BS: Tensor | None = None  # int32, on the host: the source of `documents`
     equal_rows: bool = False  # all ranks have equally many tokens and no padding
 
 
@@ -113,14 +112,12 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
     for index, rows_BS1 in enumerate(rows_ABS1):
         mask = None if batch.loss_mask is None else batch.loss_mask[index]
         ids = None if batch.document_ids is None else batch.document_ids[index]
-        ids_BS = None if ids is None else use.split(torch.from_numpy(ids))[0]
         mask_BS, documents = use.read(mask, ids, device)
         found.append(
             MicroBatch(
                 *use.split(rows_BS1),
                 mask_BS,
                 documents,
-                ids_BS,
                 # Sparse layers drop padding, of which ranks have different amounts.
                 equal_rows=batch.equal_shapes and documents is None,
             )

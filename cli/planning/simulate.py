@@ -11,7 +11,6 @@ from ..messages import print_message
 
 if TYPE_CHECKING:
     from ...simulation.calls import CallSource
-    from ...train.config.run_config import Config
 
 
 def add_commands(commands: Commands) -> None:
@@ -106,39 +105,20 @@ def _source(options: argparse.Namespace) -> "CallSource":
     """Returns the source of calls: a trained run or a fresh model."""
     from ...distributed.process.process import start_process
     from ...evaluation.restore import restore
-    from ...simulation.calls import expert_maps_of, source_from_model
-
-    title, config, trained, expert_maps = options.name, _config(options), None, {}
-    if Path(options.name).is_dir():
-        run_dir = Path(options.name)
-        with start_process("cpu") as process:
-            restored = restore(run_dir, process)
-        title, trained = f"{run_dir.name}, step {restored.step}", restored.model
-        expert_maps = expert_maps_of(run_dir, restored.step)
-    return source_from_model(
-        title,
-        config,
-        trained,
-        tokens_per_rank=options.tokens_per_rank,
-        steps=options.steps,
-        expert_maps=expert_maps,
-    )
-
-
-def _config(options: argparse.Namespace) -> "Config":
-    """Returns the configuration of the named run, recipe or file."""
+    from ...simulation.calls import CallSource, expert_maps_of
     from ...train.config.resolve import resolve
-    from ...train.config.run_config import Config
     from ...train.recipes.smoke import RECIPES
 
-    if not Path(options.name).is_dir():
-        return resolve(options.name, options.overrides, RECIPES)
+    run_dir, size = Path(options.name), (options.tokens_per_rank, options.steps)
+    if not run_dir.is_dir():
+        config = resolve(options.name, options.overrides, RECIPES)
+        return CallSource(options.name, config, None, *size)
     if options.overrides:
         raise ValueError(
-            f"{options.name} is a run, whose configuration cannot be changed: remove "
+            f"{run_dir} is a run, whose configuration cannot be changed: remove "
             f"{' '.join(options.overrides)}"
         )
-    file = Path(options.name, "config.json")
-    if not file.exists():
-        raise ValueError(f"{options.name}: is not a run folder (no config.json)")
-    return Config.load(file)
+    with start_process("cpu") as process:
+        restored = restore(run_dir, process)
+    title, maps = f"{run_dir.name}, step {restored.step}", expert_maps_of(run_dir, restored.step)
+    return CallSource(title, restored.config, restored.model, *size, maps)

@@ -210,7 +210,7 @@ def test_a_violation_is_shown_and_ends_with_1(
     words = (*SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup")
     answer = moebius("simulate", *words)
     assert answer.code == 1
-    assert "✗ dedup: step 1, micro-batch 0, depth step" in answer.out
+    assert "✗ dedup: step 1, depth step" in answer.out
     assert "✓" not in answer.out
 
 

@@ -76,7 +76,7 @@ def call_of(rows: list[Tensor], routes: list[Routes], layer: SparseLayer) -> lis
     for rows_UD, own in zip(rows, routes, strict=True):
         with torch.no_grad():
             outputs_TO = layer(rows_UD, own)
-        call_id = CallId(1, 0, 1, "layer")
+        call_id = CallId(1, 1, "layer")
         found.append(RoutedCall(call_id, own, len(rows_UD), WIDTH, WIDTH, rows_UD, outputs_TO))
     return found
 

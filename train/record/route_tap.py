@@ -19,25 +19,22 @@ from ...model.routing import Routes
 from ...model.transformer import Transformer
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class CallId:
     """Identifies a pass through a sparse layer, the same on every rank of a step."""
 
     step: int  # of the optimizer, from 1
-    micro_batch: int  # of that step, from 0
     depth: int  # the depth step, from 1
     layer: str  # the module's name
 
     @property
     def kind(self) -> str:
         """Returns the layer's role: feed_forward, value, output or query."""
-        return kind_of(self.layer)
+        last = self.layer.rpartition(".")[2]
+        return "feed_forward" if last == "sparse" else last
 
     def __str__(self) -> str:
-        return (
-            f"step {self.step}, micro-batch {self.micro_batch}, depth step {self.depth}, "
-            f"{self.kind}"
-        )
+        return f"step {self.step}, depth step {self.depth}, {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class RoutedCall:
     """Holds one rank's routes in one call and, if kept, the values."""
 
     id: CallId
-    routes: Routes  # detached; unrecorded gate weights are 1
+    routes: Routes  # detached
     num_rows: int  # U
     width_in: int  # D
     width_out: int  # O
@@ -53,18 +50,9 @@ class RoutedCall:
     outputs_TO: Tensor | None = None
 
 
-def kind_of(layer: str) -> str:
-    """Returns a sparse layer's role, by its module's name.
-
-    group.0.attention.value is a `value`, group.0.feed_forward.sparse the `feed_forward`.
-    """
-    last = layer.rpartition(".")[2]
-    return "feed_forward" if last == "sparse" else last
-
-
 @contextmanager
 def tap(
-    model: Transformer, *, step: int = 1, micro_batch: int = 0, with_values: bool = False
+    model: Transformer, *, step: int = 1, with_values: bool = False
 ) -> Iterator[list[RoutedCall]]:
     """Records every pass through a sparse layer while the context is open.
 
@@ -73,7 +61,6 @@ def tap(
     Args:
         model: to record.
         step: the optimizer step of the calls.
-        micro_batch: the micro-batch of that step.
         with_values: also keep the rows and the outputs.
     """
     recorded: list[RoutedCall] = []
@@ -88,7 +75,7 @@ def tap(
             num_passes[layer] = passed + 1
             recorded.append(
                 RoutedCall(
-                    CallId(step, micro_batch, depths[passed % len(depths)], layer),
+                    CallId(step, depths[passed % len(depths)], layer),
                     _detached(routes),
                     num_rows=rows_UD.shape[0],
                     width_in=rows_UD.shape[1],
