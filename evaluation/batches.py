@@ -202,7 +202,6 @@ class _Open:
 
 
 def _batches_of_clusters(clusters: Sequence[_Cluster], pass_tokens: int) -> Iterator[RowBatch]:
-    """Yields batches of clusters in their order."""
     batch = _Open(pass_tokens)
     for cluster in clusters:
         if not batch.takes(cluster):

@@ -175,7 +175,6 @@ class MoebiusLM(TemplateLM):
         return answers
 
     def _write(self, context: str, options: dict[str, Any]) -> str:
-        """Generates the continuation of one context."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
         if unknown := sorted(set(wanted) - _KNOWN):
             raise ValueError(

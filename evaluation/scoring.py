@@ -109,7 +109,6 @@ class Scorer:
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
 
     def _batches(self, families: Sequence[Family]) -> Iterator[RowBatch]:
-        """Yields this rank's batches."""
         if self._is_alone:
             return rows_alone(families, self._rank, self._num_ranks)
         on_cpu = self._model.embedding.device.type == "cpu"

@@ -212,7 +212,6 @@ def _there(name: str, data: Path | str) -> str:
 
 
 def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> Encoder:
-    """Returns the encoder of rows for a restored model."""
     tokenizer = tokenizer_of_run(restored)
     learned = restored.config.model.attention.max_positions
     if context is not None and learned is not None and context > learned:
@@ -317,7 +316,6 @@ def estimate(
 def _aggregate(
     value_N: np.ndarray, weight_N: np.ndarray, groups: Sequence[str], metric: Metric
 ) -> tuple[float, float]:
-    """Returns a metric's value and standard error."""
     if metric.aggregation == "mean":
         return _mean(value_N)
     if metric.aggregation == "mean_of_groups":

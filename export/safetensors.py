@@ -471,6 +471,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Returns the checksum of a CPU tensor's bytes."""
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()

@@ -108,7 +108,7 @@ def _step_time(
 
 
 def _skew(scenario: Scenario, bank: Bank, candidate: LayoutCandidate, quantile: str) -> float:
-    return scenario.skew.factor(bank, candidate.ep).at(quantile)
+    return scenario.skew.factor(bank, candidate.ep)[quantile]
 
 
 def host_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
@@ -161,7 +161,6 @@ def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
 
 
 def _flops_per_s(scenario: Scenario, rows: float) -> float:
-    """Returns the FLOP/s of products with that many rows."""
     hardware = scenario.hardware
     share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
     return share * hardware.peak(scenario.workload.precision)

@@ -113,8 +113,6 @@ class MeasuredTable:
 
 
 class _Row(BaseModel):
-    """Validates one measurement of a collective."""
-
     op: Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
     world: int = Field(ge=2)
     bytes: PositiveFloat
@@ -122,8 +120,6 @@ class _Row(BaseModel):
 
 
 class _File(BaseModel):
-    """Validates a file of measurements, as benchmarks/gloo_table.py writes it."""
-
     rows: list[_Row] = Field(min_length=1)
     ranks_per_node: int | None = None
 

@@ -19,8 +19,7 @@ from .planner import (
     size_ranges,
 )
 from .prediction import Scenario
-
-QUANTILES = ("p50", "p90", "p99")
+from .routing_skew import QUANTILES
 
 _COLUMNS = {  # folded in a narrow terminal, never cut
     "GPUs": "right",
@@ -227,10 +226,7 @@ def _skew(report: PlanReport) -> Iterator[str]:
 def hottest_factors(plan: LayoutPlan) -> dict[str, dict[str, float]]:
     """Returns the hottest rank's load over the mean, by bank and quantile."""
     skew, ep = plan.scenario.skew, plan.candidate.ep
-    return {
-        bank.kind: {name: skew.factor(bank, ep).at(name) for name in QUANTILES}
-        for bank, _ in plan.scenario.workload.uses
-    }
+    return {bank.kind: skew.factor(bank, ep) for bank, _ in plan.scenario.workload.uses}
 
 
 def step_quantiles(plan: LayoutPlan) -> dict[str, float]:

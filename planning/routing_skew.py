@@ -21,20 +21,8 @@ CONCENTRATION = 5.0
 _METRICS = {"feed_forward": "expert_load", "attention": "attention_expert_load"}
 
 
-@dataclass(frozen=True)
-class Quantiles:
-    """Holds quantiles of the hottest rank's load over the mean; 1 is balanced."""
-
-    p50: float
-    p90: float
-    p99: float
-
-    def at(self, name: str) -> float:
-        """Returns a quantile by its name: p50, p90 or p99."""
-        return getattr(self, name)
-
-
-BALANCED = Quantiles(1.0, 1.0, 1.0)
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+BALANCED = dict.fromkeys(QUANTILES, 1.0)
 
 
 @dataclass(frozen=True)
@@ -47,12 +35,12 @@ class RoutingSkew:
     # Kind of router → (observations, experts).
     recorded: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
     source: str = "balanced"
-    _known: dict[tuple, Quantiles] = field(
+    _known: dict[tuple, dict[str, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def factor(self, bank: Bank, num_ranks: int) -> Quantiles:
-        """Returns how uneven ranks are that share this bank in contiguous blocks."""
+    def factor(self, bank: Bank, num_ranks: int) -> dict[str, float]:
+        """Returns quantiles of the hottest rank's load over the mean, for contiguous blocks."""
         if num_ranks == 1 or bank.balanced or (self.concentration is None and not self.recorded):
             return BALANCED
         key = (bank.router, bank.heads, bank.num_experts, num_ranks)
@@ -106,9 +94,9 @@ class RoutingSkew:
         return loads
 
 
-def _quantiles(load_NP: np.ndarray) -> Quantiles:
+def _quantiles(load_NP: np.ndarray) -> dict[str, float]:
     hottest = load_NP.max(1) / load_NP.mean(1)
-    return Quantiles(*(float(value) for value in np.quantile(hottest, (0.5, 0.9, 0.99))))
+    return {name: float(np.quantile(hottest, share)) for name, share in QUANTILES.items()}
 
 
 def dirichlet_skew(concentration: float) -> RoutingSkew:

@@ -35,7 +35,7 @@ def row_exchanges(
     again = 3 if candidate.recompute == "full" else 2
     crosses = ranks_sharing_a_node(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
     for bank, uses in scenario.workload.uses:
-        skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
+        skew = scenario.skew.factor(bank, candidate.ep)[quantile]
         for number, direction in enumerate((dispatch_direction, combine_direction)):
             num_bytes, seconds = exchange_cost(
                 scenario,

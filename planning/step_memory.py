@@ -103,14 +103,14 @@ def _received(
         ranks_per_node=scenario.hardware.ranks_per_node,
         dispatcher=candidate.dispatcher,
     )
-    return min(scenario.skew.factor(bank, candidate.ep).p99, traffic.cap) * traffic.held_bytes
+    return min(scenario.skew.factor(bank, candidate.ep)["p99"], traffic.cap) * traffic.held_bytes
 
 
 def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
     """Returns the bytes per token of hidden rows and indices that a rank serves, and of received
     rows.
     """
-    hottest = scenario.skew.factor(bank, candidate.ep).p99
+    hottest = scenario.skew.factor(bank, candidate.ep)["p99"]
     kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
     return kept + (
         _received(scenario, candidate, bank, dispatch_direction) if candidate.ep > 1 else 0.0
@@ -130,7 +130,6 @@ def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> f
 
 
 def _buffer_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Returns the bytes per token of rows and outputs being exchanged."""
     if candidate.ep == 1:
         return 0.0
     return _received(scenario, candidate, bank, dispatch_direction) + 2 * _received(

@@ -204,7 +204,6 @@ def experts_of_model(model: Transformer, precision: str) -> ExpertsOfLayer:
 
 
 def _with_weights(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """Returns the same experts with other weights."""
     other = copy.copy(experts)
     other._parameters = dict.fromkeys(experts._parameters) | {
         name: nn.Parameter(value.detach(), requires_grad=False) for name, value in values.items()

@@ -1,1 +1,1 @@
-"""Hugging Face: a folder that transformers loads, and what stands in it."""
+"""Writes Hugging Face folders that transformers loads."""

@@ -142,7 +142,6 @@ def check_promises(model: ModelConfig) -> None:
 def _model_files(
     stored: StoredCheckpoint, config: Config, dtype: Precision, tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    """Returns the model's code and its configuration for transformers."""
     end = None if tokenizer is None else tokenizer.end_of_document_id
     described = config_values(stored, config, tokenizer, dtype) | {
         "architectures": ["MoebiusForCausalLM"],

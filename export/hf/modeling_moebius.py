@@ -232,7 +232,6 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
     def _decode(
         self, x_BSD: Tensor, position_BS: Tensor, visible: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Adds learned positions and applies all depth steps."""
         model = self.config.model
         if self.position_embedding is not None:
             learned = self.position_embedding.num_embeddings

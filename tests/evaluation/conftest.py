@@ -1,4 +1,4 @@
-"""Prepared text and a run that several tests of evaluations share."""
+"""Prepared text and a run shared by the evaluation tests."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from bytes_run import prepare_bytes, train_bytes
 
 @pytest.fixture(scope="session")
 def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bytes, to stand beside requests and to be trained on."""
+    """Prepared bytes, for group contexts and training."""
     return prepare_bytes(tmp_path_factory.mktemp("evaluation"))
 
 

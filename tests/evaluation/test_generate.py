@@ -25,7 +25,7 @@ def model() -> Transformer:
     )
     initialise(model, 3)
     with torch.no_grad():
-        model.head.weight.mul_(20)  # clear winners: a rounding difference must not decide
+        model.head.weight.mul_(20)  # clear winners, so that rounding decides nothing
     return model.eval()
 
 
@@ -74,7 +74,7 @@ def test_a_temperature_that_is_none_is_refused(model: Transformer, temperature: 
 
 
 def test_the_coldest_sample_is_the_most_likely_token(model: Transformer) -> None:
-    """Where logits / temperature overflows, and just above."""
+    """At temperatures whose division overflows, and just above."""
     greedy = list(generate(model, PROMPT, num_tokens=5, temperature=0))
     for temperature in (5e-324, 1e-40, 1e-30, 1e-9):
         assert list(generate(model, PROMPT, num_tokens=5, temperature=temperature)) == greedy

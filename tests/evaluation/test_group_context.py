@@ -62,7 +62,7 @@ def make(kind: str) -> Transformer:
     with torch.no_grad():
         for layer in layers(model):
             layer.feed_forward.router.weight.mul_(8)
-            layer.feed_forward.sparse.experts.w_down.mul_(8)  # the group context must be felt
+            layer.feed_forward.sparse.experts.w_down.mul_(8)  # make the group context matter
         model.head.weight.mul_(20)
     return model.eval()
 
@@ -98,7 +98,7 @@ def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) ->
         assert text.draw(31, 9, key=(2, 0)).equal(drawn[:, :9])
         assert drawn.equal(text.draw(31, 41, key=(2, 0)))
         assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
-        assert text.draw(3, 100).shape == (3, 100)  # longer than a row of training
+        assert text.draw(3, 100).shape == (3, 100)  # longer than a training row
         with pytest.raises(
             ValueError, match=r"training tokens are too few for a group context of 1000000 tokens"
         ):

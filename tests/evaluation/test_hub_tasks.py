@@ -21,7 +21,7 @@ CHOICES = ["a stone", "a gate", "the sea", "rain"]
 SENTENCES = [f"It was the {n} th day , and `` she '' did n't go ." for n in range(20)]
 OPTIONS = ["sea", "sun", "day", "dog", "cat", "hat", "man", "bed", "cup"]
 
-# What each task's records must have, of those that lie in the split that is scored.
+# Expected records of each task, in the scored split.
 EXPECTED: dict[str, list[dict[str, Any]]] = {
     "lambada": [
         {"text": "He saw the hat and took the hat"},
@@ -78,7 +78,7 @@ EVAL = "import sys; from moebius.cli.main import main; main(sys.argv[1:])"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which the libraries of the hub ask here."""
+    """The environment that sends the hub's libraries to the local server."""
     pytest.importorskip("datasets", reason="the extra `hub`")
     home = tmp_path_factory.mktemp("hub")
     with serve_hub(hub_repositories()) as (endpoint, _):
@@ -98,7 +98,7 @@ def test_every_task_that_is_on_the_hub(hub: dict[str, str]) -> None:
     assert set(names) == set(EXPECTED)
     ended = python(hub, READ, json.dumps(names))
     assert ended.returncode == 0, ended.stderr
-    assert "Generating" not in ended.stderr  # no progress bar where nobody watches
+    assert "Generating" not in ended.stderr  # no progress bar without a terminal
     found = json.loads(ended.stdout)
     for name, expected in EXPECTED.items():
         picked = [

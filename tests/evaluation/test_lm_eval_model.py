@@ -158,7 +158,7 @@ def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
 def hugging_face_model(restored: Restored, run_dir: Path) -> Any:
     """The harness's own class around our network, of which it sees only the logits."""
     with pytest.MonkeyPatch.context() as patch:
-        # transformers takes our folder kernels/, which pytest's path has, for a package it can use
+        # transformers would import our folder kernels/, which is on pytest's path
         root = Path(__file__).resolve().parents[2]
         patch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != root])
         patch.delitem(sys.modules, "kernels", raising=False)
@@ -206,7 +206,7 @@ def test_the_same_log_likelihoods_and_scores(
     restored: Restored, run_dir: Path, task_folder: Path, tmp_path: Path
 ) -> None:
     own = own_model(run_dir)
-    own._restored.model.double()  # so that only what is asked can differ
+    own._restored.model.double()  # so that rounding makes no difference
     theirs_model = hugging_face_model(restored, run_dir)
     restored.model.double()
     ours, theirs = harness_results(own, task_folder), harness_results(theirs_model, task_folder)
@@ -305,7 +305,7 @@ def test_what_cannot_be_generated(run_dir: Path) -> None:
         own._loglikelihood_tokens([(("a", "b"), [1], list(range(70)))])
 
 
-@pytest.mark.timeout(900)  # 16 s of processor time, most of it to read all task files there are
+@pytest.mark.timeout(900)  # 16 s of processor time, mostly for reading all task files
 @pytest.mark.parametrize("command", ["ours", "theirs"])
 def test_from_the_command_line(
     command: str, run_dir: Path, task_folder: Path, tmp_path: Path

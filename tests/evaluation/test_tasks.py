@@ -56,7 +56,7 @@ def test_science_questions(answer: int) -> None:
     }
     assert ask("arc_easy", record) == ask("arc_challenge", record) == expected
     three = {**record, "choices": CHOICES[:3], "label": min(answer, 2)}
-    assert set(ask("arc_easy", three)) == {"acc", "acc_norm"}  # the paper leaves it out
+    assert set(ask("arc_easy", three)) == {"acc", "acc_norm"}  # the paper skips it
 
 
 @pytest.mark.parametrize("answer", range(2))
@@ -140,7 +140,7 @@ def test_the_conventions_of_the_last_word_differ() -> None:
     """
 
     class Pairs(BytesTokenizer):
-        """Two bytes are one token where the first is a blank."""
+        """Two bytes form one token if the first is a blank."""
 
         def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
             return [np.array(self.split(text), dtype=np.uint16) for text in texts]

@@ -45,7 +45,7 @@ from moebius.model.execution.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config.run_config import ConfigError
 
-pytestmark = pytest.mark.timeout(900)  # of the first slow test, for which transformers is started
+pytestmark = pytest.mark.timeout(900)  # the first slow test starts transformers
 READER = Path(__file__).parents[1] / "hf_reader.py"
 TEXTS = [
     "the band number 7 closes upon itself",
@@ -121,7 +121,7 @@ def model_for(name: str) -> Transformer:
 
 @pytest.fixture(scope="module")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder with a trained tokenizer, of a source that has a licence."""
+    """A prepared folder with a trained tokenizer and a source with a license."""
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.jsonl"
     text.write_text(
@@ -136,7 +136,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for Hugging Face of every model."""
+    """A Hugging Face folder of every model."""
     runs, folders = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("hf")
     given = {"tokens": TOKENS, "lengths": torch.tensor(LENGTHS)}
     for name in ALL:
@@ -318,7 +318,9 @@ def test_the_card_says_what_the_run_knows(exported: Path) -> None:
         "context: 20, is_subset: True, too_long: fail",
     ):
         assert words in said, words
-    loads = said.count(".from_pretrained(")  # one that does not trust asks, and waits for an answer
+    loads = said.count(
+        ".from_pretrained("
+    )  # without trust_remote_code the call would wait for input
     assert loads == said.count(", trust_remote_code=True)") == 2
     assert "piqa" not in said  # its scores are of another step
     assert str(exported.parent) not in said

@@ -38,7 +38,7 @@ RECORDED = (
 
 
 def published(golden: Golden) -> dict[str, Tensor]:
-    """The recorded weights under their own names."""
+    """Returns the recorded weights under their own names."""
     keys = [key for key in golden.arrays if key.startswith("w/")]
     return {key.removeprefix("w/"): golden[key] for key in keys}
 
@@ -51,7 +51,7 @@ def step_0(out: Path) -> Path:
 def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> None:
     golden = load_golden(name)
     torch.save({"model": published(golden), "iteration": 100_000}, tmp_path / "model.pth")
-    # fewer tokens than any tokenizer of ours has
+    # fewer tokens than any of our tokenizers has
     prepare = PrepareConfig().model_copy(update={"vocab_size": golden.config.vocab_size})
     config = Config(model=golden.config, prepare=prepare)
     imported = import_published(tmp_path / "model.pth", tmp_path / "out", config)
@@ -98,7 +98,7 @@ def tiny() -> tuple[dict[str, Tensor], Config]:
 
 @pytest.fixture
 def release(tmp_path: Path) -> tuple[Path, Config]:
-    """A small file of the release's kind, and the configuration that it fits."""
+    """A small file in the release's format, and a fitting configuration."""
     weights, config = tiny()
     save_file(weights, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors", config
@@ -162,7 +162,7 @@ def test_a_run_that_stores_bfloat16_gets_bfloat16(
 
 
 class Malicious:
-    """Pickles as a call."""
+    """An object that pickles as a function call."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -37,7 +37,7 @@ PAPER, DENSE = "moeut", "dense"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoint of every recipe; the first's tokenizer was trained."""
+    """A checkpoint of every recipe; MoEUT's has a trained tokenizer."""
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.jsonl"
     text.write_text(
@@ -76,12 +76,12 @@ BUFFERS = {
     "group.0.seen": torch.tensor([2**53 + 1, -1]),  # not representable in float64
     "group.0.is_open": torch.tensor([True, False]),
     "group.1.exact": torch.tensor([1 / 3], dtype=torch.float64),
-    "group.1.mean": torch.tensor([1 / 3]),  # by its name it could be a matrix
+    "group.1.mean": torch.tensor([1 / 3]),  # its name could be a matrix's
 }
 
 
 class Buffered(Transformer):
-    """With buffers of all kinds."""
+    """A model with buffers of all kinds."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -299,7 +299,7 @@ def exported(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, change) -> None:
-    """The weights and their index as someone else might have changed them."""
+    """Changes the weights and their index."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

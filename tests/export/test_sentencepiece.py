@@ -82,7 +82,7 @@ def test_the_ids_are_the_same(name: str) -> None:
     texts = [*SAMPLE, *random_texts(1)]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert library.encode(text).ids == ids.tolist(), repr(text)
-        if "byte_fallback" in MODELS[name]:  # else unknown letters are shown otherwise
+        if "byte_fallback" in MODELS[name]:  # otherwise unknown letters are decoded differently
             assert library.decode(ids.tolist()) == tokenizer.decode(ids)
     assert library.token_to_id(converted.end_of_document) == tokenizer.end_of_document_id
     assert converted.end_of_document.strip() == tokenizer.end_of_document

@@ -145,7 +145,7 @@ def test_deepseek_v3_on_256_gpus() -> None:
 
 # Published runs: bf16, B200 -----------------------------------------------------------------------
 
-PUBLISHED_ON_B200 = {  # model, tokens per rank, layout, tokens/s of a rank that were reached
+PUBLISHED_ON_B200 = {  # model, tokens per rank, layout, measured tokens/s per rank
     "Qwen3-30B on 8": (QWEN3_30B, 16_384, LayoutCandidate(1, 8, 8, "fsdp", "dedup"), 14_796),
     "Qwen3-30B on 128": (QWEN3_30B, 16_384, LayoutCandidate(16, 8, 8, "fsdp", "dedup"), 13_856),
     "DeepSeek-V3 on 256": (
@@ -203,7 +203,7 @@ def test_memory_of_whole_weights() -> None:
     assert memory.logits == 10 * 100 * 10
     rows = (
         2 * 16 * 2
-    )  # both routes' rows; then hidden rows and indices of 6 uses, and what is in flight
+    )  # both routes' rows; then hidden rows and indices of 6 uses, and rows being exchanged
     assert memory.routed == 10 * (6 * (rows + 2 * (10 * 2 + 36)) + 3 * rows)
 
 
@@ -360,7 +360,7 @@ def test_micro_batches_share_the_optimizer_and_unsharded_sums(
 ) -> None:
     """Four micro-batches take four times the rest of a step, and no more memory."""
     candidate = LayoutCandidate(1, 8, 4, sharding, "dedup", "full")
-    for tokens in (256, 65_536):  # the host is what all wait for, or the device
+    for tokens in (256, 65_536):  # bound by the host, then by the device
         once = Scenario(moeut, H200, tokens, RoutingSkew())
         one, four = predict(once, candidate), predict(replace(once, micro_batches=4), candidate)
         assert (four.time.optimizer, four.time.gradients) == (
@@ -387,7 +387,7 @@ def test_moving_tokens_or_weights(moeut: Workload) -> None:
     assert found.weights_bytes == pytest.approx(moeut.expert_parameters * (2 + 4) * 7 / 8)
     assert (
         found.tokens_bytes > found.weights_bytes
-    )  # 18 depth steps of 244M move more than its weights weigh
+    )  # 18 depth steps move more bytes than the 244M weights
     at_break_even = compare(
         replace(scenario, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
     )
@@ -427,7 +427,7 @@ def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> N
     assert predict(skewed, candidate).memory.routed > predict(even, candidate).memory.routed
 
 
-# What must never get worse ------------------------------------------------------------------------
+# Monotonicity -----------------------------------------------------------------------------------
 
 choices = st.tuples(
     st.sampled_from([1, 2, 16]),
@@ -490,7 +490,7 @@ def test_more_tokens_take_no_less_time_and_memory(
         of(moeut, H200, candidate, tokens=tokens + more),
     )
     assert greater.memory.total > less.memory.total
-    # A product of more rows is more efficient: never so much that fewer take longer.
+    # Larger products are more efficient, but fewer rows never take longer.
     assert greater.time.total >= less.time.total * (1 - 1e-9)
     assert sum(call.num_bytes for call in greater.collectives) >= sum(
         call.num_bytes for call in less.collectives

@@ -1,4 +1,4 @@
-"""What the planner says a dispatcher launches, against what one launches on four real ranks."""
+"""The planner's launches per dispatcher, against counts on four real ranks."""
 
 import torch
 from dispatch_cases import case, dispatcher_of, own_layer, run_layer, world
@@ -12,7 +12,7 @@ from moebius.planning.workload import _Launches
 
 
 def launched_by_each() -> dict[str, int]:
-    """Operations of a sparse layer's forward pass, by dispatcher."""
+    """Counts the operations of a sparse layer's forward pass, by dispatcher."""
     found = {}
     with world() as (process, group, nodes):
         chosen = torch.rand(16, EXPERTS).argsort(-1)[:, :2]
@@ -33,7 +33,7 @@ def launched_by_each() -> dict[str, int]:
 
 
 def test_the_planner_knows_what_dispatchers_launch() -> None:
-    """Within a factor of two: it is to be changed where a dispatcher has become something else."""
+    """Must agree within a factor of two; update the planner when a dispatcher changes."""
     counted = run_ranks(launched_by_each, 4)[0]
     for name in by_collectives():
         more = counted[name] - counted[LOCAL]

@@ -135,7 +135,7 @@ def test_detail_lists_every_collective(capsys: Capture) -> None:
 
 
 def test_a_slow_network_makes_expert_parallelism_pay(capsys: Capture, tmp_path: Path) -> None:
-    """Weights are dear from the second node on."""
+    """Moving weights is expensive from the second node on."""
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "h200"\nslow_bandwidth = 1e9\nlaunch_s = 1e-9\n')
     words = [

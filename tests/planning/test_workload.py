@@ -1,4 +1,4 @@
-"""A model reduced to what it costs, against the model itself."""
+"""The reduced model, against the model itself."""
 
 from dataclasses import replace
 from typing import Any
@@ -115,11 +115,11 @@ def test_wider_experts_keep_wider_hidden_rows() -> None:
     narrow, wide = (
         describe(SMALL.changed({"feed_forward.d_expert": width}), seq_len=16) for width in (16, 48)
     )
-    assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # all of the growth is the bank's
+    assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # only the bank grows
 
 
 def test_learned_positions_are_no_limit_to_what_is_measured() -> None:
-    """What is kept per token is found on sequences longer than those the model knows."""
+    """Kept bytes are measured on sequences longer than the model's learned positions."""
     learned = {
         most: SMALL.changed(
             {

@@ -182,10 +182,10 @@ def test_a_run_is_simulated_with_its_experts_where_they_are(
     assert sorted({moved.rank_S[slot] for slot in alone.tolist()}) == [0, 1]
     blocks = [sum(call["load_E"][:4]), sum(call["load_E"][4:])]
     assert call["load_P"] != blocks
-    result(moebius, *words, "--ep", "4")  # of other groups: in contiguous blocks
+    result(moebius, *words, "--ep", "4")  # groups of another size use contiguous blocks
 
 
-# What is shown ------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------
 
 
 def test_tables(run_dir: Path, moebius: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_violation_is_shown_and_ends_with_1(
 
 
 def disagree(*_: Any) -> None:
-    """About one exchange of two ranks."""
+    """Makes two ranks disagree about one exchange."""
     received = [1, 1 + (dist.get_rank() == 0)]
     dist.all_to_all_single(torch.empty(sum(received), 3), torch.ones(2, 3), received, [1, 1])
 
@@ -273,7 +273,7 @@ def test_a_mistake_of_ours_comes_with_its_traceback(
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ([], RequestedRanks(), (4, 2)),  # as the mesh says: ep 2, twice
+        ([], RequestedRanks(), (4, 2)),  # the mesh: ep 2, twice
         (["mesh.dp_replicate=3"], RequestedRanks(), (6, 2)),
         (["mesh.ep=1"], RequestedRanks(), (16, 8)),
         ([], RequestedRanks(ep=8), (8, 8)),

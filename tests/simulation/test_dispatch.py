@@ -108,7 +108,7 @@ LAYOUTS = [
 
 
 def destinations(call: list[RoutedCall], layout: Layout) -> Iterator[tuple[int, int, int, int]]:
-    """(source rank, row, target row, rank that serves the expert) of every route."""
+    """Yields (source rank, row, target row, serving rank) of every route."""
     share = num_experts(call) // layout.ep
     for rank, own in enumerate(call):
         first, routes = rank // layout.ep * layout.ep, own.routes
@@ -119,7 +119,7 @@ def destinations(call: list[RoutedCall], layout: Layout) -> Iterator[tuple[int, 
 
 
 def expected_rows(call: list[RoutedCall], layout: Layout, dispatcher: str) -> np.ndarray:
-    """[from, to], there and back."""
+    """Returns rows [from, to], both ways."""
     there, back = np.zeros((8, 8), int), np.zeros((8, 8), int)
     routes = list(destinations(call, layout))
     if dispatcher == "alltoall":
@@ -131,7 +131,7 @@ def expected_rows(call: list[RoutedCall], layout: Layout, dispatcher: str) -> np
             there[rank, server] += 1
         for rank, _, server in {(rank, target, server) for rank, _, target, server in routes}:
             back[server, rank] += 1
-    else:  # allgather: as many as the fullest rank of the group has, to all
+    else:  # allgather: the fullest rank's rows, to all ranks of the group
         for rank in range(8):
             group = range(rank // layout.ep * layout.ep, rank // layout.ep * layout.ep + layout.ep)
             there[rank, group] = back[rank, group] = max(TOKENS[other] for other in group)

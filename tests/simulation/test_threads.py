@@ -48,7 +48,7 @@ def rows_between(source: int, target: int, count: int) -> Tensor:
     return torch.full((count, 3), float(source * 1000 + target)) + torch.arange(count)[:, None] / 8
 
 
-@pytest.mark.parametrize("num_ranks", [2, 64])  # 256: a whole layer in test_simulate.py
+@pytest.mark.parametrize("num_ranks", [2, 64])  # 256: a whole layer in test_dispatch.py
 def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> None:
     counts = lengths(num_ranks)
     traffic = TrafficCounter(num_ranks)
