@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moebius compare",
         description="Trains a list of recipes at equal size over seeds, and compares them.",
-        epilog="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
+        epilog="Run the same command again to continue. Exit code: 0 all runs have finished, 1 a "
         "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
     )
     parser.add_argument(
@@ -84,9 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "show what has finished so far; train nothing"
     parser.add_argument("--table", action="store_true", help=text)
-    text = "train these arms anew; what they have is removed"
+    text = "train these arms again; their earlier runs are removed"
     parser.add_argument("--restart", metavar="ARM,…", help=text)
-    text = "measure the time of a step of every arm, in turn; wants a quiet machine"
+    text = "measure each arm's step time, in turn; needs an idle machine"
     parser.add_argument("--cost", action="store_true", help=text)
     text = "of --cost; default: %(default)s"
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help=text)
@@ -137,7 +137,7 @@ def _seeds(text: str | None) -> tuple[int, ...] | None:
 
 def _positive(number: int | None, option: str) -> int | None:
     if number is not None and number < 1:
-        raise ValueError(f"{option} {number}: at least 1 is needed")
+        raise ValueError(f"{option} {number} must be at least 1")
     return number
 
 

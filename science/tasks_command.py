@@ -59,7 +59,7 @@ def _score(run_dir: Path, options: argparse.Namespace) -> "RunScores":
         raise ValueError(f"{run_dir}: is not a run folder (no config.json)")
     task = task_of(moebius.Config.load(config_file))
     if task is None:
-        raise ValueError(f"{run_dir}: its data are of none of the tasks {', '.join(TASKS)}")
+        raise ValueError(f"{run_dir}: its data belongs to none of the tasks {', '.join(TASKS)}")
     tests = TASKS[task]().tests
     return score_run(run_dir, tests, step=options.step, depth_steps=options.depth_steps)
 

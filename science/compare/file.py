@@ -137,8 +137,8 @@ class ComparisonFile(BaseModel):
         for name in arms:
             if not re.fullmatch(NAME, name):
                 raise ValueError(
-                    f"an arm is called {name!r}: names are folders, and have letters, digits, "
-                    "'_', '.', '-' alone; `label` may have anything"
+                    f"arm name {name!r}: names are folders, so they have only letters, digits, "
+                    "'_', '.' and '-'; `label` is free text"
                 )
         return arms
 
@@ -151,7 +151,7 @@ class ComparisonFile(BaseModel):
             named += [("claims.arm", claim.arm), ("claims.against", claim.against or self.baseline)]
         for key, arm in named:
             if arm not in self.arms:
-                raise ValueError(f"{key}={arm!r} is none of the arms: {', '.join(self.arms)}")
+                raise ValueError(f"{key}={arm!r} is not one of the arms: {', '.join(self.arms)}")
         if self.tasks and not self.task_data:
             raise ValueError(
                 f"tasks={list(self.tasks)} need task_data: the folder of their files, or hub"
@@ -178,7 +178,7 @@ def read_file(path: Path) -> ComparisonFile:
         return ComparisonFile.model_validate(values)
     except ValidationError as error:
         problems = [_explain(entry) for entry in error.errors()]
-    raise CompareError("\n".join([f"{path}: is no comparison that can be made", *problems]))
+    raise CompareError("\n".join([f"{path}: is not a valid comparison", *problems]))
 
 
 def _explain(entry: Any) -> str:
@@ -228,7 +228,7 @@ def sweep_file(recipe: str, sweeps: Sequence[str], overrides: Sequence[str]) -> 
         raise CompareError(f"--sweep {' --sweep '.join(sweeps)}: give each key once")
     for override in overrides:
         if (key := override.partition("=")[0].strip()) in values:
-            raise CompareError(f"{override}: {key} is swept; leave one of the two out")
+            raise CompareError(f"{override}: {key} is also swept; remove one of the two")
     own = moebius.recipe(recipe, *overrides).model_dump(mode="json")
     arms = {}
     baseline = ""

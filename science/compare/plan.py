@@ -112,7 +112,7 @@ def _check_overrides(file: ComparisonFile, overrides: Sequence[str]) -> None:
             "give --steps N instead of train.steps=N"
         )
     if seeds := sorted(keys.intersection(_OF_THE_SEED)):
-        raise CompareError(f"{seeds[0]} is that of each run: give --seeds N,N,… instead")
+        raise CompareError(f"{seeds[0]} is set for each run: give --seeds N,N,… instead")
 
 
 def _build(
@@ -172,7 +172,7 @@ def _schedule(file: ComparisonFile, entry: ArmEntry, steps: int | None) -> list[
     }
     if "train.steps" in said:
         raise CompareError(
-            f"{file.name}: steps = {steps} and a train.steps of its own: leave one of them out"
+            f"{file.name}: steps = {steps} and a train.steps of its own; remove one of them"
         )
     warmup = round(file.warmup * steps)
     follows = {
@@ -208,7 +208,7 @@ def _matched(
         start = value_at(config.model_dump(), scaled)
         if isinstance(start, bool) or not isinstance(start, int):
             raise CompareError(
-                f"{where}: scaled = {scaled!r} is {start!r} in this arm, and has to be a whole "
+                f"{where}: scaled = {scaled!r} is {start!r} in this arm, but must be a whole "
                 "number, such as model.feed_forward.num_experts or model.feed_forward.d_expert"
             )
         try:
@@ -335,7 +335,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-_REMEDY = "put the file back, or train these arms anew with --restart {arms}"
+_REMEDY = "restore the file, or train these arms again with --restart {arms}"
 
 
 def refuse_stale(runs: Sequence[PlannedRun], folder: Path, *, remedy: str = _REMEDY) -> None:

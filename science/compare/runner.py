@@ -88,7 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
             file.seek(0)
             raise CompareError(
                 f"{folder}: process {file.read().strip() or 'another'} works on this comparison; "
-                "wait until it has ended, stop it with Ctrl-C there, or look at what is there so "
+                "wait until it has ended, stop it with Ctrl-C there, or show the results so "
                 "far with --table"
             ) from None
         file.truncate(0)
@@ -107,7 +107,9 @@ def restart(runs: Sequence[PlannedRun], arms: Sequence[str]) -> None:
     known = {run.arm for run in runs}
     for arm in arms:
         if arm not in known:
-            raise CompareError(f"--restart {arm}: is none of the arms: {', '.join(sorted(known))}")
+            raise CompareError(
+                f"--restart {arm}: is not one of the arms: {', '.join(sorted(known))}"
+            )
     for run in runs:
         if run.arm in arms and run.folder.exists():
             shutil.rmtree(run.folder)

@@ -104,7 +104,7 @@ def held_out(
         facts = [fact for fact, ood in zip(atomic, found.is_ood, strict=True) if ood == wanted]
     else:
         raise ValueError(
-            f"split={split!r}: it is one of {', '.join(sides)}, atomic_in_distribution, "
+            f"split={split!r} must be one of {', '.join(sides)}, atomic_in_distribution, "
             "atomic_out_of_distribution, trained"
         )
     order = np.random.default_rng([sizes.get("seed", 0), 2]).permutation(len(facts))[:most]

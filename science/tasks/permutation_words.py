@@ -83,7 +83,7 @@ def elements(group: str) -> tuple[Permutation, ...]:
         ValueError: the group is unknown.
     """
     if group not in _SIZES:
-        raise ValueError(f"group={group!r}: it is one of {', '.join(_SIZES)}")
+        raise ValueError(f"group={group!r} must be one of {', '.join(_SIZES)}")
     points = range(_SIZES[group])
     if group == "z60":
         return tuple(tuple((point + turn) % _CYCLIC for point in points) for turn in points)

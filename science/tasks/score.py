@@ -145,8 +145,8 @@ def _check_promises(config: moebius.Config) -> None:
     promises = config.model.evaluation_promises
     if not (promises.causal and promises.batch_invariant):
         raise ValueError(
-            "this model's tokens may see later ones, or other sequences of their batch, so the score "
-            "of an item would not be its own (`moebius models` lists what each router promises)"
+            "a token of this model can read later tokens, or other sequences of its batch, so an item's "
+            "score would depend on them (`moebius models` lists what each router promises)"
         )
 
 

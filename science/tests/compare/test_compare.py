@@ -112,9 +112,9 @@ def test_sizes_are_shown_before_anything_is_trained(
         (["smoke", "--sweep", "optim.lr=1e-4"], "did you mean optim.learning_rate?"),
         (["smoke", "--sweep", "optim.beta1=0.9,0.90"], "beta1=0.9 is given twice"),
         (["smoke", "--sweep", "optim.beta1=1", "--sweep", "optim.beta1=2"], "give each key once"),
-        (["smoke", "--sweep", "optim.beta1=0.8", "optim.beta1=1"], "optim.beta1 is swept"),
-        (["tiny.toml", "--jobs", "0"], "--jobs 0: at least 1 is needed"),
-        (["tiny.toml", "--restart", "dense"], "--restart dense: is none of the arms"),
+        (["smoke", "--sweep", "optim.beta1=0.8", "optim.beta1=1"], "optim.beta1 is also swept"),
+        (["tiny.toml", "--jobs", "0"], "--jobs 0 must be at least 1"),
+        (["tiny.toml", "--restart", "dense"], "--restart dense: is not one of the arms"),
         (["tiny.toml", "model.d_modle=3"], "did you mean model.d_model?"),
     ],
 )

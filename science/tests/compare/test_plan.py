@@ -92,7 +92,7 @@ def test_runs_differ_in_seeds_alone(tmp_path: Path):
     [
         ("tolerance = 0.05", "tolerance = 0", "and the target is"),
         (f"{SCALED}\ntolerance = 0.05", "tolerance = 0.0001", "name the whole-number field to scale"),
-        ("feed_forward.num_experts", "feed_forward.activation", "has to be a whole number"),
+        ("feed_forward.num_experts", "feed_forward.activation", "must be a whole number"),
         ("feed_forward.num_experts", "feed_forward.nothing", "scaled = 'model.feed_forward.nothing' is None"),
         (SCALED, 'scaled = "train.eval_rows"\ntarget = 900_000', "the size does not grow with it"),
         ('label = "MoEUT"', "data.seq_len = 16", "data.seq_len: moeut has 16, single 32"),

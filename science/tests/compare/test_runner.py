@@ -139,7 +139,7 @@ def test_a_second_process_is_refused(tmp_path: Path):
 def test_arms_can_be_begun_anew(tmp_path: Path):
     _, _, runs = planned(tmp_path)
     run_all(runs, at_once=2, command=stand_in("finishes"))
-    with pytest.raises(CompareError, match="--restart sut: is none of the arms: moeut, single"):
+    with pytest.raises(CompareError, match="--restart sut: is not one of the arms: moeut, single"):
         restart(runs, ["sut"])
     restart(runs, ["single"])
     assert [is_trained(run) for run in runs] == [True, False] * 3

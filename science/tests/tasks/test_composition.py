@@ -91,7 +91,7 @@ def test_the_published_size_has_the_published_numbers():
 def test_what_makes_no_graph_is_refused():
     with pytest.raises(ValueError, match="facts_per_entity=20: it must be from 1 to 12"):
         graph(entities=60, relations=12)
-    with pytest.raises(ValueError, match="split='test': it is one of in_distribution"):
+    with pytest.raises(ValueError, match="split='test' must be one of in_distribution"):
         kept_out("test")
     with pytest.raises(ValueError, match=r"ratio=300.0 asks for 136800 .* from 0 to \d"):
         trained(300.0)

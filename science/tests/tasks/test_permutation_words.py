@@ -71,7 +71,7 @@ def test_every_word_is_known_to_the_tokenizer():
 
 
 def test_what_makes_no_task_is_refused():
-    with pytest.raises(ValueError, match="group='s6': it is one of s3, s4, a4, s5, a5, z60"):
+    with pytest.raises(ValueError, match="group='s6' must be one of s3, s4, a4, s5, a5, z60"):
         words(group="s6")
     with pytest.raises(ValueError, match="length=0: it must be from 1"):
         list(held_out(length=0))
