@@ -17,6 +17,7 @@ Every reduction is a sum: the loss is already divided by the world's number of t
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -51,16 +52,17 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
     dense, experts = _mesh_over(mesh, "dp_shard"), _mesh_over(mesh, "efsdp")
     # The logits are a view, but nothing modifies them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    repeated = model.config.num_repeats > 1
+    uses = Counter(step.member for step in model.config.schedule)
     banks_of = [
         [layer.experts for layer in member.modules() if isinstance(layer, SparseLayer)]
         for member in model.group
     ]
-    for member, banks in zip(model.group, banks_of, strict=True):
+    for index, (member, banks) in enumerate(zip(model.group, banks_of, strict=True)):
+        once = uses[index] == 1
         for bank in banks:
-            _shard(bank, experts, products, whole, free=not repeated)
+            _shard(bank, experts, products, whole, free=once)
             bank.products_dtype = dtype
-        _shard(member, dense, products, whole, free=not repeated)
+        _shard(member, dense, products, whole, free=once)
     _shard(model.head, dense, products, whole, free=False)
     _shard(model, dense, exact, whole, free=False)
     model.casts_weights = False

@@ -29,7 +29,12 @@ from .calls import RouteList
 # A gated activation applies the gate's activation to the first F columns and multiplies the last F
 # by the result (arXiv 2002.05202).
 GATES = {"swiglu": "silu", "geglu": "gelu"}
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
 ACTIVATIONS = (*_PLAIN, *GATES)
 ACTIVATION = Wanted(
     "model.feed_forward.activation",
@@ -162,4 +167,10 @@ def _gelu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     return z * cumulative, slope
 
 
-_SMOOTH = {"silu": _silu, "gelu": _gelu}
+def _relu2(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Returns relu(z)², and a function for its slope 2·relu(z)."""
+    positive = torch.relu(z)
+    return positive.square(), lambda: 2 * positive
+
+
+_SMOOTH = {"silu": _silu, "gelu": _gelu, "relu2": _relu2}

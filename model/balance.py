@@ -22,7 +22,7 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -301,6 +301,16 @@ class RouterReport:
     # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
 
+    def emptied(self) -> "RouterReport":
+        """Returns the report of a depth step that had no row."""
+        return replace(
+            self,
+            load_N=None if self.load_N is None else torch.zeros_like(self.load_N),
+            starts_N1=None if self.starts_N1 is None else torch.zeros_like(self.starts_N1),
+            wanted=None if self.wanted is None else 0,
+            gate_sum=torch.zeros_like(self.gate_sum),
+        )
+
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
     """Builds a router's report for the monitor, together with its statistics."""
@@ -313,7 +323,7 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
     routes, wanted = routing.plan, None
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
-        wanted = num_rows * routing.wanted_TK[0].numel()
+        wanted = num_rows * routing.wanted_TK.shape[1:].numel()
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
@@ -322,6 +332,9 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Adds up one router's statistics over its depth steps."""
+    repeats = [sums for sums in repeats if sums]  # a depth step without sequences has none
+    if not repeats:  # as do all depth steps of a router without losses
+        return {}
     if len(repeats) == 1:
         return repeats[0]
     if len(repeats) == 2:

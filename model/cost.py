@@ -54,17 +54,20 @@ class Flops:
     sub_tokens: float  # head and merge maps of Multi-Head MoE
     # routers of feed-forward and attention, merging and emitting of mixtures, halting
     routing: float
+    injection: float  # the input of every loop
     read_out: float
+    no_gradient: float  # not a part: what the backward pass leaves out, in loops without gradient
 
     @property
     def forward(self) -> float:
-        """Returns the FLOPs of the forward pass."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """Returns the FLOPs of the forward pass, all parts together."""
+        parts = [field.name for field in fields(self) if field.name != "no_gradient"]
+        return sum(getattr(self, part) for part in parts)
 
     @property
     def training(self) -> float:
-        """Returns the FLOPs of the forward and backward pass."""
-        return 3 * self.forward
+        """Returns the FLOPs of the forward and the backward pass."""
+        return 3 * self.forward - self.no_gradient
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
@@ -77,6 +80,7 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
     with torch.device("meta"):
         model = Transformer(config)
     in_layers = _numel(model.group)
+    in_layers += _numel(model.loops)
     if model.halting is not None:
         in_layers += _numel(model.halting)
     idle = sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group)
@@ -85,14 +89,23 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
-    """Computes one token's forward FLOPs by formula, in sequences of `seq_len` positions."""
-    sparse = [config.has_experts(step.member) for step in config.schedule]
-    parts = [_attention(config, seq_len)] * len(sparse)
-    if config.experts is not None:
-        parts += [_experts(config, config.experts, seq_len)] * sum(sparse)
-    parts += [_dense(config)] * (len(sparse) - sum(sparse))
+    """Computes the FLOPs of one token by formula, in sequences of `seq_len` positions."""
+    schedule = config.schedule
+    sparse = None if config.experts is None else _experts(config, config.experts, seq_len)
+    layers = [
+        _attention(config, seq_len)
+        + (sparse if sparse and config.has_experts(step.member) else _dense(config))
+        for step in schedule
+    ]
+    parts = [*layers, _injection(config)]
+    first = config.loops.first_with_gradient(config.num_repeats)
+    parts += [
+        _flops(no_gradient=2 * layer.forward)
+        for layer, step in zip(layers, schedule, strict=True)
+        if step.loop is not None and step.loop < first
+    ]
     if config.halting is not None:
-        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(sparse) - 1)
+        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (len(layers) - 1)
     return sum(parts, _flops(read_out=2 * config.d_model * config.vocab_size))
 
 
@@ -158,6 +171,21 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
         )
     gates = 2 * d_model * attention.num_heads if attention.kind == "switchhead" else 0
     return _flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
+
+
+def _injection(config: ModelConfig) -> Flops:
+    """Computes the FLOPs of reading e once, and of what a loop, or the coda, does to the state."""
+    loops, product = config.loops, 2 * config.d_model**2
+    if loops.inject == "decay":
+        return _flops(injection=2 * product)
+    if loops.inject != "linear":
+        return _flops()
+    first = loops.first_with_gradient(config.num_repeats)
+    state_is_given = first > 0 or loops.start != "embedding"  # and its gradient is not wanted
+    return _flops(
+        injection=(1 + config.num_repeats) * product,
+        no_gradient=(2 * first + state_is_given) * product,
+    )
 
 
 def _dense(config: ModelConfig) -> Flops:

@@ -84,6 +84,16 @@ class Documents:
     visible_B1SS: Tensor | None  # bool: which position (third) sees which (fourth)
     # None without padding, unless balancing respects documents
     rows: DocumentRows | None
+    ids_BS: Tensor  # int64, on the host, as given
+
+    def of_sequences(self, live: Tensor) -> "Documents":
+        """Returns the documents of some of the sequences."""
+        return mark_documents(
+            self.ids_BS[live.cpu()],
+            live.device,
+            attention=self.visible_B1SS is not None,
+            balance=self.rows is not None and self.rows.length_D is not None,
+        )
 
     @property
     def real_BS(self) -> Tensor | None:
@@ -136,7 +146,7 @@ def mark_documents(
             length_D=length_D.to(device),
             length_DB=length_DB.to(device),
         )
-    return Documents(positions_BS, visible_B1SS, rows)
+    return Documents(positions_BS, visible_B1SS, rows, ids_BS)
 
 
 def with_neighbours(index_R: Tensor, times: int) -> Tensor:

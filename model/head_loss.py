@@ -39,19 +39,34 @@ _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB i
 
 
 class ReadOut(Linear):
-    """Computes the next token's logits, or their summed cross-entropy."""
+    """Computes the next token's logits, or their summed cross-entropy.
+
+    With `tied` it has no weight, and every call passes the embedding's.
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, tied: bool = False, **given: Any) -> None:
+        super().__init__(d_in, d_out, **given)
+        if tied:
+            del self.weight
+            self.register_parameter("weight", None)
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, counted_C: Tensor | None = None
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        counted_C: Tensor | None = None,
+        tied_VD: Tensor | None = None,
     ) -> Tensor:
         """Computes logits, (B, S, V) in the weight's dtype; with targets their cross-entropy.
 
         Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64. For `counted_C`
         see `head_loss`.
         """
+        weight_VD = self.weight if tied_VD is None else tied_VD
         if targets is None:
-            return super().forward(x)
-        return head_loss(x.flatten(0, -2), self.weight, self.bias, targets.flatten(), counted_C)
+            bias = None if self.bias is None else self.bias.to(weight_VD.dtype)
+            return F.linear(x.to(weight_VD.dtype), weight_VD, bias)
+        return head_loss(x.flatten(0, -2), weight_VD, self.bias, targets.flatten(), counted_C)
 
 
 def head_loss(

@@ -15,6 +15,8 @@ layers); c = 1 in post-norm:
   sut              expert tensors U(±1/fan-in), without the root; expert biases U(±1/√fan-out); routers and the halting gate
                    torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2
                    (released code of arXiv 2310.07096)
+  takase           truncated normal of std √(2/(5·D)), cut at 3 std, embedding and head too; O and down-projections divided by
+                   √(2·L) (Takase et al., arXiv 2312.16903; Huginn, arXiv 2502.05171)
   all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1,
                    and head=scaled treats the head's weight like any other, with bias 0
 Dense layers under `paper`: truncated normal, rescaled to a standard deviation of exactly
@@ -74,6 +76,11 @@ def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
 def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Starts all elements at 1."""
     return torch.ones(shape)
+
+
+def identity(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Starts a matrix as the identity."""
+    return torch.eye(*shape)
 
 
 def constant(value: float) -> Initializer:
@@ -152,12 +159,20 @@ def unit_expert_axis(init: Initializer) -> Initializer:
 class Initializers:
     """Collects the initializers of one architecture; sizes are the model's."""
 
-    rule: str  # paper, release, scaled or sut
+    rule: str  # paper, release, scaled, sut or takase
     d_model: int
     num_layers: int  # L of c = √(2/L); 2 stands for c = 1
     scale: float | None  # of the rule scaled
     expert_axis_norm: bool
     scaled_head: bool = False  # the read-out starts like any other matrix
+    scaled_embedding: bool = False
+
+    @property
+    def state_std(self) -> float:
+        """Returns the standard deviation of a drawn state: Huginn's embedding, as layers read it."""
+        return math.sqrt(2 / (5 * self.d_model)) * (
+            self.d_model**0.5 if self.scaled_embedding else 1
+        )
 
     def router(self, d_row: int) -> Initializer:
         """Returns the initializer of the feed-forward's router."""
@@ -177,6 +192,8 @@ class Initializers:
         """
         if self.rule == "sut":
             return uniform(1 / d_expert)
+        if self.rule == "takase":
+            return self._takase(is_output=True)
         return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
 
     def expert_biases(self, d_out: int, d_expert: int) -> tuple[Initializer, Initializer]:
@@ -206,25 +223,47 @@ class Initializers:
         """Returns the initializer of MoMHA's K and V."""
         return xavier_uniform(2**-0.5) if self.rule == "sut" else self._sparse(fan_in)
 
-    def dense(self, fan_in: int) -> Initializer:
-        """Returns the initializer of dense attention and dense feed-forwards."""
+    def dense(self, fan_in: int, *, is_output: bool = False) -> Initializer:
+        """Returns the initializer of dense attention and dense feed-forwards.
+
+        `is_output`: the matrix adds its output to the residual stream.
+        """
+        if self.rule == "takase":
+            return self._takase(is_output=is_output)
         if self.rule == "scaled":
             return self._sparse(fan_in)
         return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
 
     def embedding(self) -> Initializer:
         """Returns the initializer of token embeddings and learned positions."""
+        if self.rule == "takase":
+            return self._takase()
         return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
 
     def head(self) -> Initializer:
         """Returns the initializer of the read-out's weight."""
+        if self.rule == "takase":
+            return self._takase()
         return self._sparse(self.d_model) if self.scaled_head else uniform(self.d_model**-0.5)
+
+    def adapter(self) -> Initializer:
+        """Returns the initializer of the matrix that injects a loop's input."""
+        return self._takase()
 
     def head_bias(self) -> Initializer:
         """Returns the initializer of the read-out's bias: zero with a scaled weight."""
-        return zeros if self.scaled_head else uniform(self.d_model**-0.5)
+        at_zero = self.scaled_head or self.rule == "takase"
+        return zeros if at_zero else uniform(self.d_model**-0.5)
+
+    def _takase(self, *, is_output: bool = False) -> Initializer:
+        std = math.sqrt(2 / (5 * self.d_model)) / (
+            math.sqrt(2 * self.num_layers) if is_output else 1
+        )
+        return truncated_normal(std, 3 * std)
 
     def _sparse(self, fan_in: int) -> Initializer:
         if self.scale is not None:
             return truncated_normal(math.sqrt(self.scale / fan_in), 2 * self.scale)
+        if self.rule == "takase":
+            return self._takase()
         return normal(math.sqrt(2 / self.num_layers) / math.sqrt(fan_in))

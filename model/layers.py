@@ -37,10 +37,25 @@ class LayerNorm(nn.Module):
         )
 
 
+class RMSNorm(nn.Module):
+    """Divides rows by their root mean square, eps 1e-6, in float32; weighted (arXiv 1910.07467)."""
+
+    eps = 1e-6
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = parameter(width, init=ones)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises (…, D) in any dtype to (…, D) float32; bfloat16 where the weight is stored so."""
+        dtype = own_dtype(x, self.weight)
+        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+
+
 NORM = Wanted(
     "model.norm_layer",
     "a norm",
-    {"layernorm": LayerNorm},
+    {"layernorm": LayerNorm, "rmsnorm": RMSNorm},
     "a subclass of torch.nn.Module whose argument is a row's width",
     lambda found: is_subclass(found, nn.Module),
 )
@@ -141,6 +156,16 @@ def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
     or float64 for float64 rows.
     """
     return x_BHSC if table[0].shape[-1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
+
+
+def neighbours_as_halves(x_BHSC: Tensor, width: int) -> Tensor:
+    """Reorders the first `width` channels, so that "half-split" rotation turns 2i with 2i + 1.
+
+    Scores do not change where queries and keys are reordered alike.
+    """
+    pairs, rest = x_BHSC[..., :width], x_BHSC[..., width:]
+    halves = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((halves, rest), -1) if rest.shape[-1] else halves
 
 
 def rotate_scaled(

@@ -219,7 +219,7 @@ class SparseFeedForward(nn.Module):
         y_TD = self.expert_outputs(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
         if self.view is not None:
             y_TD = self.view.join(y_TD, x_TD)
-        y_BSD = y_TD.view(batch, -1, y_TD.shape[1])
+        y_BSD = y_TD.unflatten(0, x_BSD.shape[:2])
         if self.output_norm is not None:
             y_BSD = self.output_norm(y_BSD)
         for shared_BSD in shared:

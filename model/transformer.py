@@ -18,7 +18,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 = L/G repeats.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -40,8 +40,10 @@ from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
 from .layers import NORM, DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
+from .loops.depth import PassDepth
+from .loops.program import Loops
 from .moe import SparseFeedForward
-from .residual import Order, Reader, read_residual
+from .residual import Reader, read_residual
 from .routers.router import Router
 from .routing import Routing
 
@@ -88,7 +90,7 @@ class Layer(nn.Module):
         self, config: ModelConfig, initializers: Initializers, member: int, *, backend: str
     ) -> None:
         super().__init__()
-        self.norm: Order = config.norm
+        self.norm = config.norm
         self.backend = backend
         self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
         make_norm = NORM.get(config.norm_layer)
@@ -108,8 +110,12 @@ class Layer(nn.Module):
                 activation=config.feed_forward.activation,
                 bias=config.feed_forward.dense_bias,
                 up_init=initializers.dense(config.d_model),
-                down_init=initializers.dense(config.feed_forward.d_feed_forward),
+                down_init=initializers.dense(config.feed_forward.d_feed_forward, is_output=True),
             )
+        self.attention_output_norm = self.feed_forward_output_norm = None
+        if config.norm in ("sandwich", "branch"):
+            self.attention_output_norm = make_norm(config.d_model)
+            self.feed_forward_output_norm = make_norm(config.d_model)
 
         routes = bool(self.attention.routers())
         self._attends: tuple[Reader, ...] = ("queries", "values", *(("routers",) if routes else ()))
@@ -151,15 +157,33 @@ class Layer(nn.Module):
             router_input_BSD=read.get("routers"),
         )
         norm = self.attention_norm if is_post else self.feed_forward_norm
-        read = self._read(read["residual"], y_BSD, norm, self._feeds)
+        x_BSD, y_BSD = self._after(
+            read["residual"], y_BSD, self.attention_output_norm, context.residual_scale
+        )
+        read = self._read(x_BSD, y_BSD, norm, self._feeds)
         if isinstance(self.feed_forward, SparseFeedForward):
             y_BSD, routings["feed_forward"] = self.feed_forward(
                 read["values"], read["routers"], context.unhalted, context.rows
             )
         else:
             y_BSD = self.feed_forward(read["values"])
-        read = self._read(read["residual"], y_BSD, self.feed_forward_norm if is_post else None)
+        x_BSD, y_BSD = self._after(
+            read["residual"], y_BSD, self.feed_forward_output_norm, context.residual_scale
+        )
+        read = self._read(x_BSD, y_BSD, self.feed_forward_norm if is_post else None)
         return read["residual"], self._reports(routings, x_BSD.shape[0])
+
+    def _after(
+        self, x_BSD: Tensor, y_BSD: Tensor, output_norm: nn.Module | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream and what is still to be added to it."""
+        if output_norm is not None and self.norm == "branch":
+            y_BSD = output_norm(y_BSD)
+        if scale != 1:
+            y_BSD = scale * y_BSD
+        if output_norm is None or self.norm == "branch":
+            return x_BSD, y_BSD
+        return output_norm(x_BSD + y_BSD), None
 
     def _read(
         self,
@@ -173,7 +197,7 @@ class Layer(nn.Module):
             x_BSD,
             y_BSD,
             norm,
-            order=self.norm,
+            order=self.norm if self.norm in ("peri", "post") else "pre",
             readers=readers,
             low=self.attention.dtype,
             backend=self.backend,
@@ -183,7 +207,10 @@ class Layer(nn.Module):
         routers = self.routers()
         return {
             kind: report_routing(
-                routing, routers[kind].statistics(routing, batch_size) if self.training else {}
+                routing,
+                routers[kind].statistics(routing, batch_size)
+                if self.training and batch_size
+                else {},
             )
             for kind, routing in routings.items()
         }
@@ -216,6 +243,9 @@ class Transformer(nn.Module):
             Layer(config, initializers, member, backend=backend)
             for member in range(config.layers_per_group)
         )
+        self.loops = Loops(config, initializers)
+        self.num_loops = config.num_repeats  # of a pass in evaluation; may be set
+        self.training_depth: PassDepth | None = None  # of the next pass in training; None: as there
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         has_final_norm = config.final_norm and config.norm != "post"
         self.final_norm = NORM.get(config.norm_layer)(config.d_model) if has_final_norm else None
@@ -225,6 +255,7 @@ class Transformer(nn.Module):
             init=initializers.head(),
             bias=config.head_bias,
             bias_init=initializers.head_bias(),
+            tied=config.tied_head,
         )
 
     def forward(
@@ -260,42 +291,43 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache[0].length
         positions_BS = None if documents is None else documents.positions_BS
         x_BSD = self._embed(tokens_BS, past, positions_BS)
-        rotary = self._rotary(x_BSD, past, positions_BS)
-        reports: list[dict[str, RouterReport]] = []
-        states: list[Tensor] = []
-        keeps_states = self.training and bool(self.depth_losses)
-        schedule = self.config.schedule
-
-        def apply(step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
-            past_keys = None if cache is None else cache[step.index]
-            context = DepthContext(rotary, past_keys, unhalted, documents)
-            x_BSD, report = self.group[step.member](x_BSD, context)
-            reports.append(report)
-            if keeps_states:  # only losses on depth steps need them
-                states.append(x_BSD)
-            return x_BSD
-
+        context = DepthContext(self._rotary(x_BSD, past, positions_BS), documents=documents)
+        depth = self.depth
+        schedule = self.config.schedule_of(depth.num_loops)
+        steps = _DepthSteps(self, schedule, context, cache, len(tokens_BS))
         halted = None
         with accumulate_weight_gradients():
             if self.halting is not None:
                 real_BS = None if documents is None else documents.real_BS
-                halted = self.halting(apply, x_BSD, schedule, real_BS=real_BS)
+                halted = self.halting(steps.apply, x_BSD, schedule, real_BS=real_BS)
                 x_BSD = halted.answer_BSD
+                x_BSD = x_BSD if self.final_norm is None else self.final_norm(x_BSD)
             else:
-                for step in schedule:
-                    x_BSD = apply(step, x_BSD)
-        if self.final_norm is not None:
-            x_BSD = self.final_norm(x_BSD)
-        read_out = self.head(x_BSD, targets_BS, counted_C)
-        regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
+                if positions_BS is None:
+                    positions_BS = past + torch.arange(x_BSD.shape[1], device=x_BSD.device)[None]
+                x_BSD = self.loops(
+                    steps.apply_to_live,
+                    x_BSD,
+                    schedule,
+                    depth,
+                    final_norm=self.final_norm,
+                    positions_BS=positions_BS,
+                )
+        read_out = self._read_out(x_BSD, targets_BS, counted_C)
+        regularisation_B, auxiliary, carried = self._losses(
+            steps.reports, schedule, halted, tokens_BS
+        )
+        if self.training and self.config.loops.depth.kind != "fixed":
+            loops = depth.of_sequence or (depth.num_loops,) * len(tokens_BS)
+            auxiliary["loops"] = torch.tensor(loops, dtype=torch.float32, device=tokens_BS.device)
         if self.training and self.depth_losses and targets_BS is not None:
 
             def read_depth(state_BSD: Tensor) -> Tensor:
                 n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
-                total = self.head(n_BSD, targets_BS, counted_C)
+                total = self._read_out(n_BSD, targets_BS, counted_C)
                 return (total / targets_BS.numel()).expand(len(targets_BS))
 
-            seen = DepthStates(tuple(states), tokens_BS, targets_BS, loss_mask_BS, read_depth)
+            seen = DepthStates(tuple(steps.states), tokens_BS, targets_BS, loss_mask_BS, read_depth)
             for loss in self.depth_losses:
                 value_B = loss.value(seen)
                 regularisation_B = regularisation_B + loss.weight * value_B
@@ -304,15 +336,38 @@ class Transformer(nn.Module):
             read_out=read_out.to(wide_dtype(read_out)),
             regularisation_B=regularisation_B,
             auxiliary=auxiliary,
-            loads=collect_loads(reports),
+            loads=collect_loads(self._with_empty_loops(steps.reports, depth)),
             carried=carried,
         )
+
+    def _with_empty_loops(
+        self, reports: list[dict[str, RouterReport]], depth: PassDepth
+    ) -> list[dict[str, RouterReport]]:
+        """Adds a report without routes for every depth step of the step's longest pass."""
+        missing = depth.of_step - depth.num_loops
+        if missing <= 0:
+            return reports
+        end = len(reports) - self.config.loops.coda
+        loop = reports[end - self.config.core_layers : end]
+        empty = [{kind: each.emptied() for kind, each in report.items()} for report in loop]
+        return [*reports[:end], *empty * missing, *reports[end:]]
 
     def new_cache(self) -> list[LayerCache]:
         """Returns an empty cache with one entry per depth step: a shared layer has new keys at
         every repeat.
         """
-        return [LayerCache() for _ in self.config.schedule]
+        return [LayerCache() for _ in self.schedule]
+
+    @property
+    def depth(self) -> PassDepth:
+        """Returns how many loops the next pass makes."""
+        drawn, loops = self.training_depth if self.training else None, self.num_loops
+        return drawn or PassDepth(loops, self.config.loops.first_with_gradient(loops))
+
+    @property
+    def schedule(self) -> tuple[DepthStep, ...]:
+        """Returns the depth steps of the next pass, or of its step's longest, as metrics have them."""
+        return self.config.schedule_of(max(self.depth.num_loops, self.depth.of_step))
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
         """Yields (group member, kind, router) for every router."""
@@ -354,6 +409,8 @@ class Transformer(nn.Module):
                 x_BSD = x_BSD + self.position_embedding[past:last]
             else:
                 x_BSD = x_BSD + F.embedding(positions_BS, self.position_embedding)
+        if self.config.scale_embedding:
+            x_BSD = x_BSD * self.config.d_model**0.5
         if self.embedding_norm is not None:
             n_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
             x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight to set its dtype
@@ -373,8 +430,20 @@ class Transformer(nn.Module):
         positions = positions.to(wide_dtype(x_BSD))
         return rotary_table(positions, attention.rotary_channels, attention.rotary_base)
 
+    def _read_out(
+        self, x_BSD: Tensor, targets_BS: Tensor | None, counted_C: Tensor | None
+    ) -> Tensor:
+        tied = None
+        if self.config.tied_head:
+            tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)
+        return self.head(x_BSD, targets_BS, counted_C, tied)
+
     def _losses(
-        self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor
+        self,
+        reports: list[dict[str, RouterReport]],
+        schedule: Sequence[DepthStep],
+        halted: Halted | None,
+        tokens_BS: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Sums the auxiliary losses of all routers, each over all repeats of its weights, and of
         halting.
@@ -389,7 +458,7 @@ class Transformer(nn.Module):
         if not self.training:
             return regularisation_B, auxiliary, carried
         by_member: dict[int, list[dict[str, RouterReport]]] = {}
-        for report, step in zip(reports, config.schedule, strict=True):
+        for report, step in zip(reports, schedule, strict=True):
             by_member.setdefault(step.member, []).append(report)
         for member, kind, router in self.routers():
             sums = add_sums([report[kind].sums for report in by_member[member]])
@@ -408,6 +477,60 @@ class Transformer(nn.Module):
         return regularisation_B, auxiliary, carried
 
 
+class _DepthSteps:
+    """Applies the layers of one pass, and collects what they report."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        schedule: Sequence[DepthStep],
+        context: DepthContext,
+        cache: list[LayerCache] | None,
+        batch_size: int,
+    ) -> None:
+        self._model, self._context, self._cache = model, context, cache
+        self._schedule, self._batch_size = schedule, batch_size
+        self._keeps_states = model.training and bool(model.depth_losses)
+        self.reports: list[dict[str, RouterReport]] = []
+        self.states: list[Tensor] = []  # only losses on depth steps need them
+
+    def apply(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
+        """Applies one layer to all sequences."""
+        return self._apply(step, x_BSD, replace(self._context, unhalted=unhalted), None)
+
+    def apply_to_live(self, step: DepthStep, x_BSD: Tensor, live: Tensor | None) -> Tensor:
+        """Applies one layer to the sequences `live`, which x has; None: all."""
+        context = self._context if live is None else self._context.of_sequences(live)
+        return self._apply(step, x_BSD, context, live)
+
+    def _apply(
+        self, step: DepthStep, x_BSD: Tensor, context: DepthContext, live: Tensor | None
+    ) -> Tensor:
+        cache = None if self._cache is None else self._cache[step.index]
+        scale = self._model.loops.residual_scale(step, self._schedule)
+        context = replace(context, cache=cache, residual_scale=scale)
+        x_BSD, report = self._model.group[step.member](x_BSD, context)
+        self.reports.append(report if live is None else _of_batch(report, live, self._batch_size))
+        if self._keeps_states:
+            self.states.append(x_BSD)
+        return x_BSD
+
+
+def _of_batch(
+    report: dict[str, RouterReport], live: Tensor, batch_size: int
+) -> dict[str, RouterReport]:
+    """Returns a report of the live sequences as one of all, with zeros for the others."""
+
+    def spread(value: Tensor) -> Tensor:
+        zeros = value.new_zeros(batch_size, *value.shape[1:])
+        return zeros.index_copy(0, live, value)
+
+    return {
+        kind: replace(each, sums={name: spread(value) for name, value in each.sums.items()})
+        for kind, each in report.items()
+    }
+
+
 def _initializers(config: ModelConfig) -> Initializers:
     """Builds the initializers; post-norm layers start at full size, because their norm bounds the
     residual.
@@ -422,4 +545,5 @@ def _initializers(config: ModelConfig) -> Initializers:
         rule.scale if scaled else None,
         rule.expert_axis_norm,
         scaled_head=scaled and rule.head == "scaled",
+        scaled_embedding=config.scale_embedding,
     )

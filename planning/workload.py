@@ -94,6 +94,7 @@ class Member:
     dense_parameters: float
     banks: tuple[Bank, ...]
     copies: int = 1  # layers of the group that are like this one
+    repeats: int = 1  # applications of each of them in a pass
 
     @property
     def expert_parameters(self) -> float:
@@ -106,7 +107,6 @@ class Workload:
     """Describes a model by its cost in time, memory and traffic, per token except for weights."""
 
     members: tuple[Member, ...]
-    repeats: int  # R
     root_parameters: float  # embedding, read-out, and what belongs to no layer
     dense_flops: float  # forward, of everything but the routed experts
     saved_bytes: float  # kept for the backward pass, without what the banks keep
@@ -123,7 +123,12 @@ class Workload:
     @property
     def num_layers(self) -> int:
         """Returns the number of depth steps."""
-        return self.repeats * sum(member.copies for member in self.members)
+        return sum(member.repeats * member.copies for member in self.members)
+
+    @property
+    def repeats(self) -> int:
+        """Returns R: how often a pass applies the layers of the core."""
+        return max(member.repeats for member in self.members)
 
     @cached_property
     def uses(self) -> tuple[tuple[Bank, int], ...]:
@@ -131,7 +136,7 @@ class Workload:
         found: dict[Bank, int] = {}
         for member in self.members:
             for bank in member.banks:
-                found[bank] = found.get(bank, 0) + member.copies * self.repeats
+                found[bank] = found.get(bank, 0) + member.copies * member.repeats
         return tuple(found.items())
 
     @cached_property
@@ -177,13 +182,15 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
     with torch.device("meta"):
         model = Transformer(longer, backend="segments")
     layers = [cast(Layer, layer) for layer in model.group]
-    alike = Counter(_member(config, layer, seq_len) for layer in layers)
+    repeats = Counter(step.member for step in config.schedule)
+    alike = Counter(
+        _member(config, layer, seq_len, repeats[member]) for member, layer in enumerate(layers)
+    )
     members = tuple(replace(member, copies=copies) for member, copies in alike.items())
     unused_positions = ((longer.attention.max_positions or 0) - (learned or 0)) * config.d_model
     root = _numel(model) - sum(map(_numel, layers)) - unused_positions
     plain = Workload(
         members,
-        config.num_repeats,
         root,
         0.0,
         0.0,
@@ -272,14 +279,14 @@ def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str
     return sum(storage.nbytes() for number, storage in kept.items() if number not in parameters)
 
 
-def _member(config: ModelConfig, layer: Layer, seq_len: int) -> Member:
+def _member(config: ModelConfig, layer: Layer, seq_len: int, repeats: int) -> Member:
     banks = tuple(_attention_banks(config, layer))
     if isinstance(layer.feed_forward, SparseFeedForward):
         assert config.experts is not None
         d_row = config.d_model // config.experts.sub_tokens
         banks += (_feed_forward_bank(config.experts, layer.feed_forward, d_row, seq_len),)
     experts = sum(_numel(module) for module in layer.modules() if isinstance(module, SparseLayer))
-    return Member(_numel(layer) - experts, banks)
+    return Member(_numel(layer) - experts, banks, repeats=repeats)
 
 
 def _feed_forward_bank(

@@ -15,6 +15,11 @@ VOCABULARY = 61
 NOTHING: Mapping[str, Any] = {}
 
 
+def without_draws(name: str) -> dict[str, Any]:
+    """Changes by which loops do not start from noise, which differs from row to row in training."""
+    return {} if tiny_config(name).loops.start != "drawn" else {"loops.start": "zero"}
+
+
 def tiny_config(name: str, changes: Mapping[str, Any] = NOTHING) -> ModelConfig:
     """The recipe's model with small widths and everything that makes it what it is.
 
@@ -27,6 +32,8 @@ def tiny_config(name: str, changes: Mapping[str, Any] = NOTHING) -> ModelConfig:
         "attention.d_head": 6,
         "feed_forward.d_feed_forward": 20,
     }
+    if getattr(getattr(model.attention, "positions", None), "width", None) is not None:
+        small["attention.positions.width"] = 6
     if model.experts is not None:
         small["feed_forward.d_expert"] = 8
     return model.changed({**small, **changes})

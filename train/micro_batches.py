@@ -27,8 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data_pipeline.read.loader import Batch
+from ..distributed.process.process import Process
 from ..model.documents import Documents, mark_documents
+from ..model.loops.depth import PassDepth, depths_of_step, loops_of
 from .config.run_config import Config
+
+_DRAWS_COMPARED = 64  # steps whose loops the ranks compare before the first
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,23 @@ def count_targets(micro_batches: list[MicroBatch], device: torch.device) -> int 
     total = torch.stack([mask_BS.sum() for mask_BS in masks]).sum().to(device)
     dist.all_reduce(total)
     return int(total.item())
+
+
+def draw_depths(config: Config, step: int, process: Process, passes: int) -> list[PassDepth]:
+    """Returns how many loops each of this rank's passes makes in a step."""
+    return depths_of_step(
+        config.model,
+        config.train.seed,
+        step,
+        rank=process.rank,
+        num_ranks=process.world_size,
+        passes=passes,
+        rows=config.train.micro_batch,
+    )
+
+
+def depth_facts(config: Config) -> dict[str, str]:
+    """Returns the loops of the first steps as text, which every rank must draw alike."""
+    depth, mean = config.model.loops.depth, config.model.num_repeats
+    drawn = [loops_of(depth, mean, config.train.seed, step, 0) for step in range(_DRAWS_COMPARED)]
+    return {"loops of the first steps": " ".join(map(str, drawn))}

@@ -33,6 +33,7 @@ from .config.run_config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics.log import MetricsLog
 from .metrics.step_metrics import StepClock, StepMeter
+from .micro_batches import depth_facts
 from .optim import optimizer_of
 from .record.heartbeat import Heartbeat, Phase
 from .record.run_folder import end_is_asked
@@ -147,7 +148,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     model.depth_losses = weighted_losses(config.train.losses)
     if config.train.compile:
         compile_dense_parts(model)
-    process.agree("model", parameter_facts(model))
+    process.agree("model", parameter_facts(model) | depth_facts(config))
     optimizer = optimizer_of(config.optim, model)
     allocate_moments(model, optimizer)
     copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last

@@ -22,8 +22,11 @@ from .guard import tl, triton
 
 @triton.jit
 def smooth(z, ACT: tl.constexpr):
-    """Returns value and slope of silu or gelu (with erf), float32."""
-    if ACT == "silu" or ACT == "swiglu":
+    """Returns value and slope of silu, gelu (with erf) or relu2 (squared), float32."""
+    if ACT == "relu2":
+        slope = 2.0 * tl.maximum(z, 0.0)
+        value = 0.5 * slope * z
+    elif ACT == "silu" or ACT == "swiglu":
         sigmoid = 1.0 / (1.0 + tl.exp(-z))
         value = z * sigmoid
         slope = sigmoid + value * (1.0 - sigmoid)

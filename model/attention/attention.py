@@ -6,15 +6,22 @@ Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C cha
 experts of a head.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.attention_config import ATTENTION, SwitchHeadConfig
+from ..config.attention_config import (
+    ATTENTION,
+    RotaryConfig,
+    SwitchHeadConfig,
+    WithPositionsConfig,
+)
 from ..config.model_config import ModelConfig
 from ..experts import ExpertLinears
-from ..initialise import Initializer, Initializers
-from ..layers import Linear, rotate_scaled
+from ..initialise import Initializer, Initializers, parameter, zeros
+from ..layers import Linear, neighbours_as_halves, rotate_scaled
 from ..moe import SparseLayer
 from ..routers.router import Router
 from ..routers.sigmoid import SigmoidConfig, SigmoidRouter
@@ -35,6 +42,26 @@ class RotaryAttention(Attention):
         width = self.num_heads * self.d_head
         self.query = Linear(config.d_model, width, init=init)
         self.key = Linear(config.d_model, width, init=init)
+        self.qk_bias, self.qk_norm, self.neighbours = None, False, 0
+        attention = config.attention
+        if isinstance(attention, WithPositionsConfig):
+            self.qk_norm, positions = attention.qk_norm, attention.positions
+            if attention.qk_bias:
+                self.qk_bias = parameter(2, self.num_heads, 1, self.d_head, init=zeros)
+            if isinstance(positions, RotaryConfig) and positions.pairs == "neighbours":
+                self.neighbours = attention.rotary_channels
+
+    def _queries_and_keys(self, n_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys before they rotate, (B, H, S, C) each."""
+        q_BHSC, k_BHSC = self._heads(self.query(n_BSD)), self._heads(self.key(n_BSD))
+        if self.qk_bias is not None:
+            bias_2H1C = self.qk_bias.to(q_BHSC.dtype)
+            q_BHSC, k_BHSC = q_BHSC + bias_2H1C[0], k_BHSC + bias_2H1C[1]
+        if self.qk_norm:
+            q_BHSC, k_BHSC = (F.rms_norm(x, (self.d_head,)) for x in (q_BHSC, k_BHSC))
+        if self.neighbours:
+            q_BHSC, k_BHSC = (neighbours_as_halves(x, self.neighbours) for x in (q_BHSC, k_BHSC))
+        return q_BHSC, k_BHSC
 
     def attend(self, n_BSD: Tensor, v_BHSC: Tensor, context: DepthContext) -> Tensor:
         """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
@@ -51,8 +78,7 @@ class RotaryAttention(Attention):
         n_BSD = n_BSD.to(self.query.weight.dtype)
         scale = self.d_head**-0.25
         q_BHSC, k_BHSC = rotate_scaled(
-            self._heads(self.query(n_BSD)),
-            self._heads(self.key(n_BSD)),
+            *self._queries_and_keys(n_BSD),
             context.rotary,
             scale=scale,
             backend=self.backend,
@@ -139,7 +165,7 @@ class SwitchHead(RotaryAttention):
         attended_UC = attended_BHSC.transpose(1, 2).reshape(-1, channels)
         y_TD = self.output(attended_UC, output_routing.routes)
         routings = {"value": value_routing, "output": output_routing}
-        return y_TD.view(batch, length, -1), routings
+        return y_TD.unflatten(0, (batch, length)), routings
 
 
 class DenseAttention(RotaryAttention):
@@ -152,10 +178,11 @@ class DenseAttention(RotaryAttention):
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         gated = config.attention.kind == "switchhead"
         rule = initializers.switchhead if gated else initializers.dense
+        output = rule if gated else partial(initializers.dense, is_output=True)
         super().__init__(config, init=rule(config.d_model), backend=backend)
         width = config.attention.num_heads * config.attention.d_head
         self.value = Linear(config.d_model, width, init=rule(config.d_model))
-        self.output = Linear(width, config.d_model, init=rule(width))
+        self.output = Linear(width, config.d_model, init=output(width))
         self.head_gate = (
             Linear(config.d_model, config.attention.num_heads, init=rule(config.d_model))
             if gated

@@ -3,7 +3,7 @@
 Legend: B sequences, S positions, D model width, H heads, C channels of a head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -50,6 +50,16 @@ class DepthContext:
     unhalted: Unhalted | None = None  # which tokens still compute; None: all of them
     # Visibility and padding; None: each position sees all before it, no padding. Excludes a cache.
     documents: Documents | None = None
+    residual_scale: float = 1.0  # of what the layer adds to the residual stream
+
+    def of_sequences(self, live: Tensor) -> "DepthContext":
+        """Returns what some of the sequences read."""
+        if self.documents is None:
+            return self
+        rotary = self.rotary
+        if rotary is not None and rotary[0].ndim == 4:  # a row of the table per sequence
+            rotary = (rotary[0][live], rotary[1][live])
+        return replace(self, rotary=rotary, documents=self.documents.of_sequences(live))
 
     @property
     def visible_B1SS(self) -> Tensor | None:

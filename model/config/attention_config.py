@@ -33,6 +33,9 @@ class RotaryConfig(BaseModel):
     base: float = 10000.0
     """Base of the rotation's wavelengths."""
 
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which channels rotate together: i and i + width/2, or 2i and 2i + 1."""
+
 
 class LearnedPositionsConfig(BaseModel):
     """Configures a learned vector per position, added to the token's embedding."""
@@ -99,6 +102,12 @@ class WithPositionsConfig(AttentionConfig):
     """Describes the kinds of attention whose positions are configurable."""
 
     positions: AnyPositionsConfig = RotaryConfig()
+    qk_bias: bool = False
+    """Adds a learned vector to the queries and keys of every head, before they rotate (Huginn)."""
+
+    qk_norm: bool = False
+    """Divides the queries and keys of every head by their root mean square, without a weight
+    (Parcae)."""
 
     @property
     def rotary_channels(self) -> int:
@@ -230,7 +239,7 @@ ATTENTION = Section(
     "attention",
     {"switchhead": SwitchHeadConfig, "dense": DenseAttentionConfig, "momha": MoMHAConfig},
     config_of=lambda entry: getattr(entry, "Config", entry),
-    kept=("num_heads", "d_head", "positions"),
+    kept=("num_heads", "d_head", "positions", "qk_bias", "qk_norm"),
     own="a subclass of Attention whose Config is a subclass of AttentionConfig",
     fits=lambda found: is_subclass(getattr(found, "Config", None), AttentionConfig),
 )

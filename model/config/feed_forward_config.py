@@ -46,10 +46,11 @@ class ExpertsConfig(FeedForwardConfig):
     """Describes routed experts in the sparse layers; the group's other layers are dense."""
 
     kind: Literal["experts"] = "experts"
-    sparse_layers: Literal["all", "last_half", "every_second"] | NonNegativeInt = "all"
-    """Layers of the group with experts: all, the last half, every second, or all after the first
-    n.
-    """
+    sparse_layers: (
+        Literal["all", "last_half", "every_second"] | NonNegativeInt | tuple[NonNegativeInt, ...]
+    ) = "all"
+    """Which layers of the group have experts: all, the last half, every second, all after the
+    first n, or those of a list, counted from 0."""
 
     num_experts: PositiveInt = 16
     """Experts of a layer."""
@@ -85,6 +86,8 @@ class ExpertsConfig(FeedForwardConfig):
         """Returns whether this layer of the group has experts."""
         if isinstance(self.sparse_layers, int):
             return member >= self.sparse_layers
+        if isinstance(self.sparse_layers, tuple):
+            return member in self.sparse_layers
         first, step = {
             "all": (0, 1),
             "last_half": (layers_per_group // 2, 1),

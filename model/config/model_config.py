@@ -26,6 +26,7 @@ from ..routers.router import Promises
 from ..routers.table import ROUTER
 from .attention_config import ATTENTION, POSITIONS, AnyAttentionConfig, SwitchHeadConfig
 from .feed_forward_config import FEED_FORWARD, AnyFeedForwardConfig, ExpertsConfig
+from .loops_config import LoopsConfig
 from .sections import Section, kinds_first, set_value
 
 # How a run multiplies matrices and stores weights (model/execution/precision.py).
@@ -53,12 +54,12 @@ class InitialisationConfig(BaseModel):
     """Selects the published rules of the starting values (formulas in model/initialise.py).
 
     "paper": MoEUT's training code; "release": its official release, which also gives every router
-    row equal norm; "sut": SUT.
+    row equal norm; "sut": SUT; "takase": Huginn.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    kind: Literal["paper", "release", "sut"] = "paper"
+    kind: Literal["paper", "release", "sut", "takase"] = "paper"
     expert_axis_norm: bool = False
     """Gives V and O weights unit norm across the expert axis at the start, as in the paper's runs
     from 126M parameters on.
@@ -90,6 +91,7 @@ INITIALISATION = Section(
         "paper": InitialisationConfig,
         "release": InitialisationConfig,
         "sut": InitialisationConfig,
+        "takase": InitialisationConfig,
         "scaled": ScaledInitialisationConfig,
     },
     kept=("expert_axis_norm",),
@@ -111,6 +113,7 @@ class DepthStep:
 
     index: int  # from 0, also of its cache and its report
     member: int  # the layer of the group that it applies
+    loop: int | None  # from 0: the repeat of the core; None in prelude and coda
 
     @property
     def depth(self) -> int:
@@ -143,9 +146,10 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     next.
     """
 
-    norm: Literal["peri", "pre", "post"] = "peri"
+    norm: Literal["peri", "pre", "post", "sandwich", "branch"] = "peri"
     """Where norms stand: "peri" only before what ends in a softmax or sigmoid, "pre" before every
-    block, "post" after the addition.
+    block, "post" after the addition, "sandwich" before the block and after the addition (Huginn),
+    "branch" before the block and on its output (Ouro).
     """
 
     norm_layer: Annotated[str, NORM] = "layernorm"
@@ -158,8 +162,15 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     steps.
     """
 
+    loops: LoopsConfig = LoopsConfig()
+    scale_embedding: bool = False
+    """Multiplies the embedded tokens by √`d_model`."""
+
     final_norm: bool = True
-    """Applies a LayerNorm before the read-out; a post-norm model never has one."""
+    """Applies a norm before the read-out; a post-norm model never has one."""
+
+    tied_head: bool = False
+    """Shares the embedding's weights with the read-out."""
 
     head_bias: bool = True
     """Gives the read-out a bias."""
@@ -193,17 +204,29 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def num_repeats(self) -> int:
-        """Returns R: how often every distinct layer is applied."""
-        return self.num_layers // self.layers_per_group
+        """Returns R: how often every layer of the core is applied."""
+        return (self.num_layers - self.loops.prelude - self.loops.coda) // self.core_layers
+
+    @property
+    def core_layers(self) -> int:
+        """Returns C: the distinct layers that are repeated."""
+        return self.layers_per_group - self.loops.prelude - self.loops.coda
 
     @property
     def schedule(self) -> tuple[DepthStep, ...]:
-        """Returns the depth steps of a pass, in order."""
-        group, repeats = self.layers_per_group, self.num_repeats
-        return tuple(
-            DepthStep(index, index % group if self.order == "abab" else index // repeats)
-            for index in range(self.num_layers)
-        )
+        """Returns the depth steps of a pass of `num_layers`."""
+        return self.schedule_of(self.num_repeats)
+
+    def schedule_of(self, num_loops: int) -> tuple[DepthStep, ...]:
+        """Returns the depth steps of a pass: the one place that decides the order of layers."""
+        first, last = self.loops.prelude, self.layers_per_group - self.loops.coda
+        core = [(member, loop) for loop in range(num_loops) for member in range(first, last)]
+        if self.order == "aabb":
+            core.sort()
+        before = [(member, None) for member in range(first)]
+        after = [(member, None) for member in range(last, self.layers_per_group)]
+        steps = enumerate([*before, *core, *after])
+        return tuple(DepthStep(index, member, loop) for index, (member, loop) in steps)
 
     @property
     def experts(self) -> ExpertsConfig | None:
@@ -261,11 +284,48 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @model_validator(mode="after")
     def _check_depth(self) -> Self:
-        if self.num_layers % self.layers_per_group:
+        once, core = self.loops.prelude + self.loops.coda, self.core_layers
+        if core < 1:
             raise ValueError(
-                f"num_layers={self.num_layers} is not divisible by "
-                f"layers_per_group={self.layers_per_group}: every layer of the group repeats equally "
-                f"often; choose num_layers as a multiple of {self.layers_per_group}"
+                f"loops.prelude={self.loops.prelude} and loops.coda={self.loops.coda} leave no core of "
+                f"layers_per_group={self.layers_per_group}: set layers_per_group to at least {once + 1}"
+            )
+        if (self.num_layers - once) % core or self.num_layers <= once:
+            parts = f"loops.prelude + loops.coda + R·{core} = {once} + R·{core}, R ≥ 1"
+            fault = f"not {parts}" if once else f"not divisible by layers_per_group={core}"
+            raise ValueError(
+                f"num_layers={self.num_layers} is {fault}: every layer of the core repeats "
+                f"equally often; choose num_layers={once + core} or {once + 2 * core}"
+            )
+        depth, repeats = self.loops.depth, self.num_repeats
+        if depth.values and not min(depth.values) <= repeats <= max(depth.values):
+            raise ValueError(
+                f"loops.depth.values={list(depth.values)} never reaches the R={repeats} loops that "
+                f"num_layers={self.num_layers} gives evaluation: choose values around it"
+            )
+        if depth.per == "sequence":
+            kept = self.promises
+            if not (kept.causal and kept.batch_invariant):
+                raise ValueError(
+                    'loops.depth.per="sequence" needs a router that treats every sequence by itself, '
+                    f"and router.kind={self.experts and self.experts.router.kind!r} as configured "
+                    "does not: sequences that are done would change the others"
+                )
+            if self.loops.residual_scale is not None:
+                raise ValueError(
+                    'loops.residual_scale with loops.depth.per="sequence": the scale follows R, of '
+                    'which every sequence has its own; set per="step", or leave the scale out'
+                )
+        if self.order == "aabb" and not self.loops.is_plain:
+            raise ValueError(
+                'order="aabb" repeats each layer by itself, and so there is no loop that '
+                'model.loops could describe: set order="abab"'
+            )
+        listed = () if self.experts is None else self.experts.sparse_layers
+        if isinstance(listed, tuple) and listed and max(listed) >= self.layers_per_group:
+            raise ValueError(
+                f"feed_forward.sparse_layers={list(listed)} names layer {max(listed)}, and "
+                f"layers_per_group={self.layers_per_group}: layers are counted from 0"
             )
         if self.experts is not None and not self.sparse_members:
             raise ValueError(
@@ -307,6 +367,8 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f'attention.kind="momha" (given {self.attention.kind!r}) and '
                 f'feed_forward.router.kind="sut" (given {router!r})'
             )
+        if not self.loops.is_plain:
+            raise ValueError("halting with model.loops: SUT repeats its one layer; leave loops out")
         if self.experts is not None and self.experts.num_shared_experts:
             raise ValueError(
                 f"halting with num_shared_experts={self.experts.num_shared_experts}: shared "

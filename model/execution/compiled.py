@@ -20,11 +20,12 @@ from ...kernels.cpu.build import lacking
 from ..attention.attention import DenseAttention, SwitchHead
 from ..attention.momha import MoMHA
 from ..halting import Halting
-from ..layers import DenseMLP, LayerNorm
+from ..layers import DenseMLP, LayerNorm, RMSNorm
 from ..transformer import Transformer
 
 _METHODS = {
     LayerNorm: "forward",
+    RMSNorm: "forward",
     DenseMLP: "forward",
     DenseAttention: "forward",
     SwitchHead: "attend",

@@ -54,7 +54,7 @@ VARIANTS = {
 
 def shallow(config: ModelConfig) -> ModelConfig:
     """The same layers, at most four deep: every further one costs what these do."""
-    if config.num_layers <= 4:
+    if config.num_layers <= 4 or not config.loops.is_plain:
         return config
     group = 4 if config.layers_per_group == config.num_layers else config.layers_per_group
     return config.changed({"layers_per_group": group, "num_layers": -(-4 // group) * group})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model, without_draws
 from hypothesis import given
 from hypothesis import strategies as st
 from parts import layers
@@ -370,7 +370,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", UNPADDED)
 def test_padding_changes_nothing(name: str) -> None:
     """Outputs, losses, loads and what routers carry are those of the rows without it."""
-    changes: dict[str, Any] = {}
+    changes = without_draws(name)
     config = tiny_config(name)
     router = None if config.experts is None else config.experts.router
     if getattr(router, "capacity_factor", None) is not None:  # else it follows the number of rows

@@ -93,7 +93,7 @@ def router_of(config: ModelConfig) -> RouterConfig | None:
 
 
 def draws_for_every_row(config: ModelConfig) -> bool:
-    return getattr(router_of(config), "random_second", False)
+    return getattr(router_of(config), "random_second", False) or config.loops.start == "drawn"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute, recomputing, run_recomputed, save_decision
-from moebius.model.layers import LayerNorm
+from moebius.model.layers import LayerNorm, RMSNorm
+from moebius.model.loops.depth import PassDepth
 from moebius.model.moe import LocalDispatcher, LocalRows
 from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
@@ -140,13 +141,16 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     """Noise far above rounding, in the second run only: where the routers decided anew, routes
     would differ.
     """
-    norm, dispatch = LayerNorm.forward, LocalDispatcher.dispatch
+    norms, dispatch = (
+        {each: each.forward for each in (LayerNorm, RMSNorm)},
+        LocalDispatcher.dispatch,
+    )
     noise = torch.Generator().manual_seed(8)
     first: list[tuple[Tensor, Tensor]] = []
     second: list[tuple[Tensor, Tensor]] = []
 
-    def noisy(self: LayerNorm, x: Tensor) -> Tensor:
-        normed = norm(self, x)
+    def noisy(self: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
+        normed = norms[type(self)](self, x)
         return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
 
     def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> LocalRows:
@@ -155,9 +159,12 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
         )
         return dispatch(self, x_UD, routes)
 
-    monkeypatch.setattr(LayerNorm, "forward", noisy)
+    for norm in norms:
+        monkeypatch.setattr(norm, "forward", noisy)
     monkeypatch.setattr(LocalDispatcher, "dispatch", recorded)
     model = model_of(name, mode)
+    # loops without gradient would have no second run
+    model.training_depth = PassDepth(model.config.num_repeats)
     loss_and_gradients(model, torch.float32)
     assert sorted(map(spelled, second)) == sorted(
         map(spelled, first)

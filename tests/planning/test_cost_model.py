@@ -83,7 +83,7 @@ def published(
     root = 2 * vocab * d_model / stages
     dense = 2 * (layers * (attention + shared) + root / 2) + layers * scores
     members = (Member(attention + shared, (bank,), copies=layers),)
-    return Workload(members, 1, root, dense, 34 * d_model * layers, d_model, vocab, "bfloat16")
+    return Workload(members, root, dense, 34 * d_model * layers, d_model, vocab, "bfloat16")
 
 
 QWEN3_30B = published(
@@ -179,9 +179,9 @@ TINY = Workload(
             1000.0,
             (Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0),),
             copies=2,
+            repeats=3,
         ),
     ),
-    repeats=3,
     root_parameters=2000.0,
     dense_flops=6e4,
     saved_bytes=1e3,
@@ -189,6 +189,12 @@ TINY = Workload(
     vocab_size=100,
     precision="bfloat16",
 )
+
+
+def _repeated(times: int) -> Workload:
+    """The same model with its layers applied so often."""
+    (member,) = TINY.members
+    return replace(TINY, members=(replace(member, repeats=times),))
 
 
 def test_memory_of_whole_weights() -> None:
@@ -218,7 +224,7 @@ def test_memory_of_sharded_weights() -> None:
     assert memory.weights == 2 * total
     assert memory.gradients == 2 * total + 4 * total / 4
     [member] = TINY.members
-    four = replace(TINY, repeats=1, members=(replace(member, copies=4),))
+    four = replace(TINY, members=(replace(member, copies=4, repeats=1),))
     once = predict_memory(
         replace(scenario, workload=four), LayoutCandidate(2, 4, 1, "fsdp", "local")
     )
@@ -234,10 +240,10 @@ def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> 
             if kind in call.name
         )
 
-    often = replace(TINY, repeats=30)
+    often = _repeated(30)
     experts = 2 * 8 * 500 / 2  # of this rank's block, over efsdp = 2
     assert sent(TINY, "gather layer, experts") == 2 * experts / 2
-    assert sent(replace(TINY, repeats=1), "gather layer, experts") == 2 * 2 * experts / 2
+    assert sent(_repeated(1), "gather layer, experts") == 2 * 2 * experts / 2
     assert sent(TINY, "gather embedding, dense") == 2 * 2000 * 3 / 4
     assert sent(often, "gather layer, experts") == sent(TINY, "gather layer, experts")
     assert sent(often, "dispatch") == pytest.approx(10 * sent(TINY, "dispatch"))

@@ -30,8 +30,7 @@ def model(experts: int, *, d_model: int = 512, repeats: int = 4) -> Workload:
     )
     dense = 4.0 * d_model**2
     return Workload(
-        (Member(dense, (bank,), copies=2),),
-        repeats,
+        (Member(dense, (bank,), copies=2, repeats=repeats),),
         2 * 8000.0 * d_model,
         2 * 2 * repeats * dense,
         34.0 * d_model * 8,
@@ -165,7 +164,7 @@ def test_many_experts_make_expert_parallelism_pay() -> None:
 
 
 def test_a_model_without_experts_has_nothing_to_spread() -> None:
-    dense = Workload((Member(1e6, ()),), 1, 1e6, 4e6, 1e3, 64, 100, "bfloat16")
+    dense = Workload((Member(1e6, ()),), 1e6, 4e6, 1e3, 64, 100, "bfloat16")
     found = rank_plans(Scenario(dense, H200, 1024, RoutingSkew()), 2)
     assert {entry.candidate.ep for entry in found.plans} == {1}
     assert ep_pays(found) is None

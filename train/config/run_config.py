@@ -145,6 +145,21 @@ class Config(BaseModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_own_depths(self) -> Self:
+        refused = {
+            "train.losses": bool(self.train.losses),
+            "train.balance_documents": self.train.balance_documents,
+        }
+        for key, asked in refused.items():
+            if asked and self.model.loops.depth.per == "sequence":
+                raise ValueError(
+                    f'{key} with model.loops.depth.per="sequence": it reads every sequence at every '
+                    'depth step, and sequences that are done are not there; set per="step", or '
+                    f"leave {key} out"
+                )
+        return self
+
     def import_parts(self) -> None:
         """Imports every user's own part that a run needs (own_parts.py).
 

@@ -46,6 +46,29 @@ _SPARSE: dict[str, Any] = {
     "feed_forward.num_experts": 8, "feed_forward.d_expert": 512, "initialisation.kind": "scaled",
 }  # fmt: skip
 _FINE: dict[str, Any] = _SPARSE | {"feed_forward.num_experts": 32, "feed_forward.d_expert": 128}
+# Loops (model/loops/): one layer before and one after a core of two, which is applied four times.
+_SANDWICH: dict[str, Any] = {
+    "num_layers": 10, "norm_layer": "rmsnorm", "head_bias": False, "tied_head": True,
+    "feed_forward.d_feed_forward": 352, "feed_forward.dense_bias": False,
+    "attention.positions.width": 32, "attention.positions.base": 50_000,
+    "attention.positions.pairs": "neighbours", "initialisation.kind": "takase",
+    "loops.prelude": 1, "loops.coda": 1, "loops.start": "drawn", "loops.gradient_loops": 2,
+}  # fmt: skip
+_HUGINN: dict[str, Any] = _SANDWICH | {
+    "norm": "sandwich", "scale_embedding": True, "attention.qk_bias": True,
+    "feed_forward.activation": "swiglu", "loops.inject": "linear",
+    "loops.final_norm": "around_coda", "loops.depth.kind": "lognormal_poisson",
+}  # fmt: skip
+_PARCAE: dict[str, Any] = _SANDWICH | {
+    "attention.qk_norm": True, "feed_forward.activation": "relu2",
+    "feed_forward.d_feed_forward": 512, "loops.inject": "decay", "loops.input_norm": True,
+    "loops.depth.kind": "poisson", "loops.depth.per": "sequence",
+}  # fmt: skip
+_SPARSE_CORE: dict[str, Any] = {
+    "feed_forward.kind": "experts", "feed_forward.sparse_layers": (1, 2),
+    "feed_forward.num_experts": 16, "feed_forward.d_expert": 88,
+    "feed_forward.router": {"kind": "token_choice", "top_k": 4, "balance": 0.01},
+}  # fmt: skip
 # As published; a later token can change an earlier one's result.
 _READS_THE_FUTURE: dict[str, Any] = {"feed_forward.allow_future_leak": True}
 
@@ -106,6 +129,46 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _SUT | {"halting": {"loss": 0.01}},
     ),
     "sut_no_act": ("Sparse Universal Transformer of fixed depth", _SUT),
+    "huginn_small": ("Huginn: a core of two layers between two others, looped", _HUGINN),
+    "huginn_moe": ("Huginn with experts in the core", _HUGINN | _SPARSE_CORE),
+    "parcae_small": ("Parcae: the looped state decays by channel", _PARCAE),
+    "parcae_moe": ("Parcae with experts in the core", _PARCAE | _SPARSE_CORE),
+    "ouro_moe": (
+        "Ouro with experts: two layers, looped four times, with the final norm in the loop",
+        {
+            "num_layers": 8,
+            "layers_per_group": 2,
+            "norm": "branch",
+            "norm_layer": "rmsnorm",
+            "head_bias": False,
+            "attention.positions.width": 32,
+            "loops.final_norm": "every_loop",
+        }
+        | _SPARSE_CORE
+        | {"feed_forward.activation": "swiglu", "feed_forward.sparse_layers": "all"},
+    ),
+    "moeut_sandwich": (
+        "MoEUT with a layer before and a layer after the repeated ones",
+        _MOEUT
+        | {
+            "num_layers": 6,
+            "layers_per_group": 4,
+            "feed_forward.num_experts": 14,
+            "loops.prelude": 1,
+            "loops.coda": 1,
+        },
+    ),
+    "middle_half_twice": (
+        "top-k of four layers, of which the middle two are applied twice, as SMELT",
+        _FINE
+        | {
+            "num_layers": 6,
+            "feed_forward.sparse_layers": "all",
+            "feed_forward.router": {"kind": "token_choice", "top_k": 4, "balance": 0.01},
+            "loops.prelude": 1,
+            "loops.coda": 1,
+        },
+    ),
     "switch": (
         "Switch: the best expert, capacity factor 1.25",
         _SPARSE

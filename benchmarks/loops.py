@@ -1,0 +1,74 @@
+"""What a drawn depth costs beside a fixed one of equal mean.
+
+    python -m benchmarks.loops [--rounds 12]
+
+Times forward and backward passes of `huginn_moe` on one process, three arms one after another in
+every round, because the machine's speed drifts:
+  fixed      R = 4 for every sequence
+  step       one depth for all sequences of a step, equal on average: 2, 3, 4, 5, 6
+  sequence   a depth for every sequence, 1 to 16, 4 on average
+Goals: step ÷ fixed ≤ 1.05, sequence ÷ fixed ≤ 1.10. Writes results/loops.json; takes 2 minutes on 2
+cores.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.report import save
+from moebius.model.initialise import initialise
+from moebius.model.loops.depth import PassDepth
+from moebius.model.transformer import Transformer
+from moebius.train.recipes.family import FAMILY
+
+SEQUENCES, POSITIONS, LOOPS = 16, 128, 4
+OF_STEP = (2, 3, 4, 5, 6)
+OF_SEQUENCE = (16, 9, 7, 6, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
+    assert statistics.fmean(OF_STEP) == statistics.fmean(OF_SEQUENCE) == LOOPS
+    torch.set_num_threads(1)
+    config = FAMILY["huginn_moe"][1]().model.changed({"loops.gradient_loops": None})
+    model = Transformer(config)
+    initialise(model, 0)
+    tokens = torch.randint(config.vocab_size, (SEQUENCES, POSITIONS + 1))
+    arms = {
+        "fixed": [PassDepth(LOOPS)] * len(OF_STEP),
+        "step": [PassDepth(loops) for loops in OF_STEP],
+        "sequence": [PassDepth(max(OF_SEQUENCE), 0, OF_SEQUENCE)] * len(OF_STEP),
+    }
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number in range(options.rounds + 1):
+        for arm, depths in arms.items():
+            began_s = time.perf_counter()
+            for depth in depths:
+                run(model, tokens, depth)
+            if number:  # the first round warms up
+                times[arm].append((time.perf_counter() - began_s) / len(depths))
+    figures: dict[str, Any] = {
+        "shape": f"huginn_moe, {SEQUENCES} sequences of {POSITIONS}, all gradients, one thread",
+        "rounds": options.rounds,
+        "seconds": {arm: statistics.median(found) for arm, found in times.items()},
+    }
+    for arm in ("step", "sequence"):
+        pairs = zip(times[arm], times["fixed"], strict=True)
+        figures[f"{arm}_over_fixed"] = statistics.median(one / other for one, other in pairs)
+    print(figures)
+    print(f"written: {save('loops', figures)}")
+
+
+def run(model: Transformer, tokens: torch.Tensor, depth: PassDepth) -> None:
+    model.training_depth = depth
+    model(tokens[:, :-1], targets_BS=tokens[:, 1:]).cross_entropy.backward()
+    model.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

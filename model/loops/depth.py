@@ -1,0 +1,124 @@
+"""How many loops a training step makes: fixed, growing, or drawn from the seed and the step alone.
+
+Every rank draws the same numbers without a message. They come from a hash by inverse distribution
+functions, so no version of a library changes them.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from ..config.loops_config import DepthConfig
+from ..config.model_config import ModelConfig
+
+_SIGMA = 0.5  # of the log-normal (Huginn)
+_MOST = 10_000  # loops; a probability that rounds to 1 would ask for more
+
+
+@dataclass(frozen=True)
+class PassDepth:
+    """Holds the loops of one pass.
+
+    Where every sequence has its own depth, the pass first makes the loops that keep no gradient, of
+    all sequences, and then the others. A sequence takes part in as many of either as it needs.
+    """
+
+    num_loops: int  # of the pass, the same on all ranks
+    no_gradient: int = 0  # of these, counted from the first
+    of_sequence: tuple[int, ...] | None = None  # on this rank; None: all make `num_loops`
+    kept: int | None = None  # loops of a sequence that have a gradient; None: all
+    of_step: int = 0  # of the step's longest pass, by which its metrics count depth steps
+
+    def live(self, loop: int) -> list[int] | None:
+        """Returns the sequences that take part in a loop of the pass; None: all."""
+        if self.of_sequence is None:
+            return None
+        live = [index for index in range(len(self.of_sequence)) if self.place(loop, index) >= 0]
+        return None if len(live) == len(self.of_sequence) else live
+
+    def place(self, loop: int, sequence: int) -> int:
+        """Returns which of its own loops a sequence makes in a loop of the pass; −1: none."""
+        if self.of_sequence is None:
+            return loop
+        own = self.of_sequence[sequence]
+        without = 0 if self.kept is None else max(0, own - self.kept)
+        place = loop if loop < self.no_gradient else loop - self.no_gradient + without
+        return place if place < (without if loop < self.no_gradient else own) else -1
+
+
+def depths_of_step(
+    model: ModelConfig, seed: int, step: int, *, rank: int, num_ranks: int, passes: int, rows: int
+) -> list[PassDepth]:
+    """Returns the loops of each pass that a rank makes in a step.
+
+    Args:
+        model: gives R and the distribution.
+        seed: `train.seed`.
+        step: optimizer steps done.
+        rank: of this process, of `num_ranks`.
+        passes: micro-batches of a rank.
+        rows: sequences of a micro-batch.
+    """
+    depth, mean, kept = model.loops.depth, model.num_repeats, model.loops.gradient_loops
+    if depth.per == "step":
+        loops = loops_of(depth, mean, seed, step, 0)
+        without = model.loops.first_with_gradient(loops)
+        return [PassDepth(loops, without, of_step=loops)] * passes
+    drawn = [
+        loops_of(depth, mean, seed, step, sequence) for sequence in range(num_ranks * passes * rows)
+    ]
+    found = []
+    for index in range(passes):
+        by_rank = [
+            drawn[first * rows : (first + 1) * rows]
+            for first in range(index, num_ranks * passes, passes)
+        ]
+        together = [each for own in by_rank for each in own]
+        without = max(map(model.loops.first_with_gradient, together))
+        with_gradient = max(each - model.loops.first_with_gradient(each) for each in together)
+        found.append(PassDepth(without + with_gradient, without, tuple(by_rank[rank]), kept))
+    most = max(each.num_loops for each in found)
+    return [replace(each, of_step=most) for each in found]
+
+
+def loops_of(depth: DepthConfig, mean: int, seed: int, step: int, sequence: int) -> int:
+    """Returns the loops of a step, or of one sequence in it; `mean` is the model's own R.
+
+    "lognormal_poisson" is 1 + Poisson(τ), τ log-normal of mean R (Huginn, arXiv 2502.05171, §3.3);
+    "poisson" is max(1, Poisson(R)) (Parcae, arXiv 2604.12946).
+    """
+    if depth.kind == "fixed":
+        return mean
+    if depth.kind == "growing":
+        return depth.values[min(step // depth.stage_steps, len(depth.values) - 1)]
+    first, second = _uniform(f"{seed}/{step}/{sequence}/loops")
+    if depth.kind == "uniform":
+        least, most = depth.values
+        return least + int(first * (most - least + 1))
+    if depth.kind == "list":
+        return depth.values[int(first * len(depth.values))]
+    if depth.kind == "poisson":
+        return max(1, _poisson(first, mean))
+    normal = NormalDist(math.log(mean) - _SIGMA**2 / 2, _SIGMA)
+    return 1 + _poisson(first, math.exp(normal.inv_cdf(second)))
+
+
+def _uniform(key: str) -> tuple[float, float]:
+    """Returns two numbers in (0, 1) that depend on the key alone."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    halves = (digest[:8], digest[8:])
+    first, second = ((int.from_bytes(half, "little") >> 12) + 0.5 for half in halves)
+    return first / 2**52, second / 2**52
+
+
+def _poisson(uniform: float, mean: float) -> int:
+    """Returns the smallest n whose cumulative probability is above `uniform`."""
+    count, log_probability, cumulative = 0, -mean, 0.0
+    while count < _MOST:
+        cumulative += math.exp(log_probability)
+        if cumulative > uniform:
+            break
+        count += 1
+        log_probability += math.log(mean / count)
+    return count

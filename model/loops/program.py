@@ -1,0 +1,260 @@
+"""Loop programs: what happens between the applications of the layers (model/config/loops_config.py).
+
+    e = prelude(embedding);  s = e, 0 or noise
+    R times:  s = core(condition(inject(s, e)))
+    logits = read-out(norm(coda(s)))
+
+Everything a loop adds to the layers is here. The order of the layers is `ModelConfig.schedule_of`,
+and the forward pass (model/transformer.py) applies them.
+
+Legend: B sequences, S positions, D model width, P, C, Q layers of prelude, core and coda, R loops,
+e the injected input, s the state.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config.model_config import DepthStep, ModelConfig
+from ..initialise import Initializers, constant, identity, parameter, zeros
+from ..layers import NORM, Linear, wide_dtype
+from .depth import PassDepth
+
+_FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
+_START_DECAY = math.sqrt(1 / 5)  # of the state per loop, at the start (Parcae)
+
+
+class Injection(nn.Module):
+    """Combines the state with the injected input at the start of a loop.
+
+    What reads e alone is computed once per pass.
+    """
+
+    def prepare(self, e_BSD: Tensor) -> Tensor:
+        """Returns what every loop reads of e, (B, S, D)."""
+        return e_BSD
+
+    def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
+        """Adds what `prepare` has returned to the state (B, S, D)."""
+        return s_BSD + e_BSD
+
+    def finish(self, s_BSD: Tensor) -> Tensor:
+        """Maps the state after the last loop to what the coda reads, (B, S, D)."""
+        return s_BSD
+
+
+class LinearInjection(Injection):
+    """Applies one matrix to [s, e], as Huginn does (arXiv 2502.05171, §3.2)."""
+
+    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.adapter = Linear(2 * d_model, d_model, init=initializers.adapter())
+
+    def prepare(self, e_BSD: Tensor) -> Tensor:
+        """Returns the matrix's right half times e."""
+        weight = self.adapter.weight[:, e_BSD.shape[-1] :]
+        return F.linear(e_BSD.to(weight.dtype), weight)
+
+    def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
+        """Returns the matrix's left half times s, plus what e adds."""
+        weight = self.adapter.weight[:, : s_BSD.shape[-1]]
+        return (F.linear(s_BSD.to(weight.dtype), weight) + e_BSD).to(s_BSD.dtype)
+
+
+class DecayInjection(Injection):
+    """Lets the state decay by channel: exp(−Δ·exp(A))·s + Δ·(B·e), Δ = softplus(dt).
+
+    The coda reads C·s. B and C start as the identity, A at 0, and Δ so that a loop keeps √(1/5) of
+    the state (Parcae, arXiv 2604.12946; none of the four has weight decay there).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d_model, delta = config.d_model, -math.log(_START_DECAY)
+        self.rate_bias = parameter(d_model, init=zeros)
+        self.step_bias = parameter(d_model, init=constant(delta + math.log(-math.expm1(-delta))))
+        self.input = Linear(d_model, d_model, init=identity)
+        self.output = Linear(d_model, d_model, init=identity)
+
+    def prepare(self, e_BSD: Tensor) -> Tensor:
+        """Returns Δ·(B·e), in float32."""
+        return F.softplus(self.step_bias) * self.input(e_BSD).to(self.step_bias.dtype)
+
+    def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
+        """Returns the decayed state plus what e adds."""
+        decay_D = torch.exp(-F.softplus(self.step_bias) * torch.exp(self.rate_bias))
+        return (s_BSD * decay_D + e_BSD).to(s_BSD.dtype)
+
+    def finish(self, s_BSD: Tensor) -> Tensor:
+        """Returns C·s."""
+        return self.output(s_BSD).to(s_BSD.dtype)
+
+
+class Condition(nn.Module):
+    """Tells a loop its place r of R, by a vector or by a scale and a shift (LoopFormer).
+
+    It reads r/R and 1/R as sines and cosines, so the same weights serve any R. At the start it
+    changes nothing.
+    """
+
+    def __init__(self, d_model: int, *, scales: bool) -> None:
+        super().__init__()
+        self.scales = scales
+        self.place = Linear(4 * _FREQUENCIES, (1 + scales) * d_model, init=zeros)
+
+    def forward(self, s_BSD: Tensor, loops: list[int], num_loops: list[int]) -> Tensor:
+        """Returns the state as each sequence reads it in its loop, counted from 0, of so many.
+
+        One number stands for all sequences.
+        """
+        wide = wide_dtype(s_BSD)
+        times = [[loop / total, 1 / total] for loop, total in zip(loops, num_loops, strict=True)]
+        times_B2 = torch.tensor(times, dtype=wide, device=s_BSD.device).view(-1, 2)
+        frequencies = math.pi * 2.0 ** torch.arange(_FREQUENCIES, device=s_BSD.device)
+        angles_B2F = times_B2[..., None] * frequencies
+        features_B1F = torch.cat((angles_B2F.sin(), angles_B2F.cos()), -1).flatten(1)[:, None]
+        shift, *scale = self.place(features_B1F).to(wide).chunk(1 + self.scales, -1)
+        if scale:
+            s_BSD = s_BSD * (1 + scale[0])
+        return (s_BSD + shift).to(s_BSD.dtype)
+
+
+class Loops(nn.Module):
+    """Applies the layers in the order of a schedule, with what a loop program does between them.
+
+    A plain program, as MoEUT's, has no parameters and only applies the layers.
+    """
+
+    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
+        super().__init__()
+        program = self.config = config.loops
+        self.first, self.last = program.prelude, config.layers_per_group - program.coda - 1
+        self.state_std = initializers.state_std
+        self.injection: Injection | None = None
+        if program.inject == "linear":
+            self.injection = LinearInjection(config, initializers)
+        elif program.inject == "decay":
+            self.injection = DecayInjection(config)
+        elif program.inject == "add":
+            self.injection = Injection()
+        self.input_norm = (
+            NORM.get(config.norm_layer)(config.d_model) if program.input_norm else None
+        )
+        self.condition = None
+        if program.condition != "none":
+            scales = program.condition == "scale_shift"
+            self.condition = Condition(config.d_model, scales=scales)
+
+    def forward(
+        self,
+        layer: Callable[[DepthStep, Tensor, Tensor | None], Tensor],
+        x_BSD: Tensor,
+        schedule: Sequence[DepthStep],
+        depth: PassDepth,
+        *,
+        final_norm: nn.Module | None,
+        positions_BS: Tensor,
+    ) -> Tensor:
+        """Applies `layer(depth step, x, live)` at every depth step; returns what the read-out reads.
+
+        `live` are the sequences that x has, (B',) int64; None: all.
+
+        Args:
+            x_BSD: the embedded tokens.
+            schedule: the depth steps of the pass.
+            depth: its loops.
+            final_norm: of the model; None: it has none.
+            positions_BS: the position of every token in its document, (B, S) or (1, S).
+        """
+        has_grad, e_BSD = torch.is_grad_enabled(), None
+        live: Tensor | None = None
+        whole_BSD = x_BSD
+        for step in schedule:
+            if step.loop is None:
+                x_BSD = layer(step, x_BSD, None)
+                continue
+            if step.member == self.first and step.loop == 0 and self.injection is not None:
+                e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
+                e_BSD = self.injection.prepare(e_BSD)
+                x_BSD = self.start_state(x_BSD, positions_BS)
+            with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
+                if step.member == self.first:
+                    whole_BSD, places = x_BSD, depth.live(step.loop)
+                    live = None
+                    if places is not None:
+                        live = torch.tensor(places, dtype=torch.int64, device=x_BSD.device)
+                    x_BSD = x_BSD if live is None else x_BSD[live]
+                    x_BSD = self._begin(x_BSD, e_BSD, step.loop, depth, live)
+                x_BSD = layer(step, x_BSD, live)
+                if step.member < self.last:
+                    continue
+                if self.config.final_norm == "every_loop" and final_norm is not None:
+                    x_BSD = final_norm(x_BSD)
+                if live is not None:
+                    x_BSD = whole_BSD.index_copy(0, live, x_BSD.to(whole_BSD.dtype))
+            if step.loop == depth.num_loops - 1:
+                x_BSD = self._finish(x_BSD, final_norm)
+        if final_norm is None or (self.config.final_norm == "every_loop" and not self.config.coda):
+            return x_BSD
+        return final_norm(x_BSD)
+
+    def residual_scale(self, step: DepthStep, schedule: Sequence[DepthStep]) -> float:
+        """Returns what a layer's updates are multiplied by at a depth step."""
+        factor, num_core = self.config.residual_scale, self.last - self.first + 1
+        if factor is None or step.loop is None:
+            return 1.0
+        num_core_steps = sum(each.loop is not None for each in schedule)
+        return factor * num_core**0.5 / num_core_steps
+
+    def start_state(self, e_BSD: Tensor, positions_BS: Tensor) -> Tensor:
+        """Returns the state before the first loop, (B, S, D).
+
+        Drawn in training from the default generator; in evaluation by position alone, so that no
+        other row and no cache changes it.
+        """
+        if self.config.start == "embedding":
+            return e_BSD
+        if self.config.start == "zero":
+            return torch.zeros_like(e_BSD)
+        if self.training:
+            return self._noise(torch.empty_like(e_BSD, dtype=wide_dtype(e_BSD)), None).to(e_BSD)
+        generator, num_positions = torch.Generator().manual_seed(0), int(positions_BS.max()) + 1
+        table_SD = self._noise(torch.empty(num_positions, e_BSD.shape[-1]), generator)
+        return table_SD.to(e_BSD)[positions_BS].expand_as(e_BSD)
+
+    def _noise(self, empty: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Fills a tensor from a normal distribution cut at 3 standard deviations.
+
+        By its inverse: torch's truncated normal rejects values, so a longer table would begin
+        otherwise, and a GPU would wait.
+        """
+        within = math.erf(3 / math.sqrt(2))
+        uniform = empty.uniform_(-within, within, generator=generator)
+        return uniform.erfinv_().mul_(math.sqrt(2) * self.state_std)
+
+    def _begin(
+        self, s_BSD: Tensor, e_BSD: Tensor | None, loop: int, depth: PassDepth, live: Tensor | None
+    ) -> Tensor:
+        if self.injection is not None and e_BSD is not None:
+            s_BSD = self.injection(s_BSD, e_BSD if live is None else e_BSD[live])
+        if self.condition is None:
+            return s_BSD
+        if depth.of_sequence is None:
+            return self.condition(s_BSD, [loop], [depth.num_loops])
+        sequences = range(len(depth.of_sequence)) if live is None else live.tolist()
+        return self.condition(
+            s_BSD,
+            [depth.place(loop, each) for each in sequences],
+            [depth.of_sequence[each] for each in sequences],
+        )
+
+    def _finish(self, s_BSD: Tensor, final_norm: nn.Module | None) -> Tensor:
+        if self.injection is not None:
+            s_BSD = self.injection.finish(s_BSD)
+        if self.config.final_norm == "around_coda" and final_norm is not None:
+            s_BSD = final_norm(s_BSD)
+        return s_BSD

@@ -1,0 +1,115 @@
+"""How many loops a step makes is drawn from the seed and the step, equal on all ranks, and around R."""
+
+import math
+from statistics import fmean
+
+import pytest
+from pydantic import ValidationError
+
+from moebius.model.config.loops_config import DepthConfig
+from moebius.model.loops.depth import depths_of_step, loops_of
+from moebius.train.config.errors import ConfigError
+from moebius.train.config.resolve import resolve
+from moebius.train.recipes.family import FAMILY
+from moebius.train.recipes.smoke import RECIPES
+
+STEPS = 20_000
+
+
+def drawn(kind: str, mean: int, *, steps: int = STEPS, **given) -> list[int]:
+    depth = DepthConfig(kind=kind, **given)
+    return [loops_of(depth, mean, 7, step, 0) for step in range(steps)]
+
+
+@pytest.mark.parametrize("mean", [1, 4, 32])
+def test_poisson_has_its_distribution(mean):
+    found = drawn("poisson", mean)
+    for count in (1, mean, mean + 2):
+        expected = math.exp(-mean) * mean**count / math.factorial(count)
+        expected += math.exp(-mean) * (count == 1)  # no loop at all is made one
+        assert found.count(count) / STEPS == pytest.approx(expected, abs=0.015)
+
+
+def test_lognormal_poisson_has_the_mean_and_spread_of_huginn():
+    found = drawn("lognormal_poisson", 32)
+    assert fmean(found) == pytest.approx(33, rel=0.02)  # 1 + E τ
+    variance = fmean((each - 33) ** 2 for each in found)
+    assert variance == pytest.approx(32 + 32**2 * (math.exp(0.25) - 1), rel=0.06)
+    assert min(found) >= 1
+
+
+def test_uniform_list_fixed_and_growing():
+    found = drawn("uniform", 4, values=(2, 5))
+    assert set(found) == {2, 3, 4, 5}
+    for loops in set(found):
+        assert found.count(loops) / STEPS == pytest.approx(0.25, abs=0.02)
+    assert set(drawn("list", 4, values=(1, 4, 9))) == {1, 4, 9}
+    assert set(drawn("fixed", 4, steps=9)) == {4}
+    assert drawn("growing", 4, steps=7, values=(1, 2, 4), stage_steps=2) == [1, 1, 2, 2, 4, 4, 4]
+
+
+def test_a_draw_depends_on_seed_step_and_sequence_alone():
+    depth = DepthConfig(kind="poisson", per="sequence")
+    numbers = [loops_of(depth, 4, 7, 3, sequence) for sequence in range(8)]
+    assert numbers == [loops_of(depth, 4, 7, 3, sequence) for sequence in range(8)]
+    assert numbers != [loops_of(depth, 4, 8, 3, sequence) for sequence in range(8)]
+    assert numbers != [loops_of(depth, 4, 7, 4, sequence) for sequence in range(8)]
+    assert len(set(numbers)) > 2
+    # A recorded draw: another one would make a resumed run another run.
+    assert numbers == [4, 2, 5, 5, 6, 6, 3, 6]
+
+
+def test_the_sequences_of_a_step_have_the_same_depths_on_any_number_of_ranks():
+    model = FAMILY["parcae_moe"][1]().model
+    sizes = {"passes": 2, "rows": 4}
+    by_rank = [depths_of_step(model, 0, 5, rank=rank, num_ranks=2, **sizes) for rank in (0, 1)]
+    alone = depths_of_step(model, 0, 5, rank=0, num_ranks=1, passes=4, rows=4)
+    assert [each.of_sequence for rank in by_rank for each in rank] == [
+        each.of_sequence for each in alone
+    ]
+    for own, other in zip(*by_rank, strict=True):  # passes that ranks make together
+        assert own.num_loops == other.num_loops
+        assert own.no_gradient == other.no_gradient
+        assert own.of_sequence is not None
+        assert other.of_sequence is not None
+        assert own.num_loops >= max(own.of_sequence + other.of_sequence)
+    assert len({each.of_step for rank in by_rank for each in rank}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "uniform"}, r"values=\[\] with kind=\"uniform\": it takes two, the least"),
+        ({"kind": "uniform", "values": (5, 2)}, "two, the least and the most"),
+        ({"kind": "list"}, "at least one"),
+        ({"kind": "poisson", "values": (3,)}, r"values=\[3\] with kind=\"poisson\": it takes none"),
+        ({"kind": "growing", "values": (1,), "per": "sequence"}, "nothing is drawn"),
+        ({"kind": "list", "values": (0, 4)}, "greater than 0"),
+    ],
+)
+def test_a_depth_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        DepthConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (['train.losses={"json:dumps"=0.1}'], "train.losses with model.loops.depth.per"),
+        (["train.balance_documents=true", "data.document_attention=true"], "train.balance_documents with model.loops.depth.per"),
+        (["model.loops.residual_scale=1.0"], "the scale follows R, of which every sequence has"),
+        (
+            ["model.feed_forward.router.capacity_factor=1.0"],
+            "needs a router that treats every sequence by itself",
+        ),
+    ],
+)
+def test_what_reads_other_sequences_is_refused_beside_depths_of_their_own(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("parcae_moe", changes, recipes=RECIPES)
+
+
+def test_values_that_never_reach_the_loops_of_evaluation_are_refused():
+    model = FAMILY["huginn_moe"][1]().model
+    with pytest.raises(ValidationError, match=r"values=\[1, 2\] never reaches the R=4 loops"):
+        model.changed({"loops.depth.kind": "list", "loops.depth.values": (1, 2)})
