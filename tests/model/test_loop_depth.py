@@ -96,7 +96,10 @@ def test_a_depth_that_cannot_be_is_refused(changes, message):
     ("changes", "message"),
     [
         (['train.losses={"json:dumps"=0.1}'], "train.losses with model.loops.depth.per"),
-        (["train.balance_documents=true", "data.document_attention=true"], "train.balance_documents with model.loops.depth.per"),
+        (
+            ["train.balance_documents=true", "data.document_attention=true"],
+            "train.balance_documents with model.loops.depth.per",
+        ),
         (["model.loops.residual_scale=1.0"], "the scale follows R, of which every sequence has"),
         (
             ["model.feed_forward.router.capacity_factor=1.0"],
