@@ -27,8 +27,9 @@ train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume
 test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the core's tests except the slow ones, on three processes (WORKERS=8: on eight)
 	$(PYTEST) --durations=10
 
+# What failed beside others runs once more, alone; one that passes there is listed, and is still a fault to mend.
 test-all: $(VENV)/.installed-satellites  ## run every test of the core and of its satellites, except those that only `make chaos` runs
-	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.run_again -m 'not chaos'; }
+	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp -m 'not chaos'; }
 	$(MAKE) $(SATELLITES:%=test-%)
 
 test-conform: $(VENV)/.installed-satellites  ## run the tests of conform/, the slow ones too

@@ -1,4 +1,4 @@
-"""Runs that are trained in this process within a second: tiny, on bytes or a small BPE."""
+"""Runs that train in this process within a second: tiny, on bytes or a small BPE."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from moebius.train.loop import train
 
 
 def prepare_bytes(place: Path, *, tokenizer: str = "bytes", vocab_size: int = 257) -> Path:
-    """A prepared folder."""
+    """Prepares a folder of bytes and returns it."""
     file = place / "text.jsonl"
     file.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
@@ -34,7 +34,7 @@ def train_bytes(
     seq_len: int = 64,
     tokenizer: str = "bytes",
 ) -> Path:
-    """A run folder after two steps."""
+    """Trains two steps and returns the run folder."""
     sizes = {"steps": 2, "global_batch": 4, "micro_batch": 4, "eval_rows": 4}
     text = {"tokenizer": tokenizer, "vocab_size": model.vocab_size}
     run = make_config(folder, model=model, data__seq_len=seq_len, prepare=text, train=sizes)

@@ -1,14 +1,14 @@
-"""What every test shares: one thread per process, reproducible examples, kernels that are compiled
-already, and a session that leaves no process behind.
+"""Shared by all tests: one thread per process, reproducible examples, compiled kernels, and no
+process left behind.
 
-The guard: each process that a test starts inherits a mark in its environment, so an orphan is found
-as well as a child (/proc/*/environ). What still lives when the last test is done is shown with its
-command line, ended, and the session fails. The fork server of world.py is let off: it serves the
-whole session and ends with this process.
+The guard: every process that a test starts inherits a mark in its environment, so orphans are found
+as well as children (/proc/*/environ). Processes alive after the last test are listed with their
+command lines and killed, and the session fails. The fork server of world.py is exempt: it serves
+the whole session and ends with this process.
 
-With `pytest -n 2` every worker is such a session, with its own mark, and tells the first process
-what it found. The first process looks once more when the workers are gone, for what belongs to any
-of them: a worker that crashed told nothing.
+With `pytest -n 2` every worker is such a session with its own mark, and reports to the first
+process. That one checks again after the workers have ended, because a crashed worker reports
+nothing.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes over what a worker found at its end; a worker that crashed has no output."""
+    """Collects what a worker found at its end; a crashed worker has no output."""
     node.config.stash[LEFT_BEHIND] |= getattr(node, "workeroutput", {}).get("left_behind", {})
 
 
@@ -111,22 +111,23 @@ def pytest_terminal_summary(
 
 
 def _is_worker(config: Any) -> bool:
-    """Whether pytest-xdist started this process. Not read from the environment, which a session
-    inside a test inherits.
+    """Returns whether pytest-xdist started this process.
+
+    The environment does not tell, because a session inside a test inherits it.
     """
     return hasattr(config, "workerinput")
 
 
 def _mark_of(config: Any) -> str:
-    """A worker's mark begins with that of the process that started it, and every other is new."""
+    """Returns a new mark; a worker's begins with its parent's."""
     if _is_worker(config):
         return f"{os.environ[SESSION_MARK]}-{config.workerinput['workerid']}"
     return secrets.token_hex(8)
 
 
 def _left_behind() -> dict[int, str]:
-    """Living processes of this session but this one and multiprocessing's own two: pid -> command
-    line.
+    """Returns this session's living processes except this one and multiprocessing's two: pid ->
+    command line.
     """
     fork_server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker

@@ -1,7 +1,7 @@
-"""A Hugging Face hub on this machine: enough of its HTTP interface for its own client library.
+"""A local Hugging Face hub with enough of its HTTP interface for its own client library.
 
 Repositories are named as in URLs: "owner/name" is a model (or tokenizer), "datasets/owner/name" a
-data set. Whatever revision is asked for, there is one commit.
+data set. Every revision is the same commit.
 """
 
 import hashlib

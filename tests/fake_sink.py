@@ -1,4 +1,4 @@
-"""A sink that remembers, fails or hangs on demand, and lines to write to sinks."""
+"""A sink that records, fails or hangs on demand, and lines to write to sinks."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from moebius.train.metrics.sinks import RunFacts
 
 
 class FakeSink:
-    """Remembers what it is given."""
+    """Records what it is given."""
 
     def __init__(self) -> None:
         self.opened: list[int | None] = []
@@ -44,14 +44,14 @@ class FakeSink:
 
 
 def in_background(fake: FakeSink, *, capacity: int = CAPACITY) -> BackgroundSink:
-    """Puts the fake on a thread that hardly pauses after a failure."""
+    """Puts the fake on a thread with short pauses after failures."""
     return BackgroundSink(
         "fake", fake.open, first_step=1, advice="make room", first_pause_s=0.001, capacity=capacity
     )
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Returns as soon as it is so; fails after two minutes."""
+    """Waits for a condition; fails after two minutes."""
     end_s = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < end_s
@@ -59,19 +59,19 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def facts_of(run_dir: Path) -> RunFacts:
-    """A run with experts at two depth steps."""
+    """Describes a run with experts at two depth steps."""
     config = {"train": {"steps": 9, "start_when": None}, "model": {"d_model": 16}}
     return RunFacts(run_dir, config, expert_depths=(1, 2))
 
 
 def line(step: int, loss: float = 1.0) -> Record:
-    """A line about a step, with a statistic of two depth steps."""
+    """Returns a line about a step, with a statistic of two depth steps."""
     values = {"loss": loss, "max_violation": [0.5, 0.25]}
     return Record("train", step, 100.0 + step, values, number=step - 1)
 
 
 def read_board(run_dir: Path) -> EventAccumulator:
-    """What TensorBoard's own reader finds in a run folder."""
+    """Reads a run folder with TensorBoard's own reader."""
     found = EventAccumulator(str(run_dir / "tensorboard"))
     found.Reload()
     return found

@@ -1,4 +1,4 @@
-"""Every architecture of the family, shrunk until a test can afford all of them."""
+"""Every architecture of the family, small enough to test all of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def without_draws(name: str) -> dict[str, Any]:
 
 
 def tiny_config(name: str, changes: Mapping[str, Any] = NOTHING) -> ModelConfig:
-    """The recipe's model with small widths and everything that makes it what it is.
+    """Returns the recipe's model with small widths and all its features.
 
     `changes` have dotted keys.
     """
@@ -46,7 +46,7 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Transformer:
-    """With starting values."""
+    """Builds and initialises a tiny model."""
     model = Transformer(tiny_config(name, changes))
     initialise(model, seed)
     return model.to(dtype)
@@ -54,8 +54,8 @@ def tiny_model(
 
 @torch.no_grad()
 def make_uneven(model: Transformer, *, common: float = 1.0, seed: int = 0) -> Transformer:
-    """Opinionated routers on rows with something in common: loads become uneven, capacities
-    overflow, tokens halt anywhere.
+    """Makes routers opinionated, so that loads are uneven, capacities overflow and tokens halt
+    anywhere.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

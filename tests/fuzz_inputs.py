@@ -1,16 +1,16 @@
-"""Gives moebius seeded nonsense: it must answer with the right value or with one clear error.
+"""Feeds moebius seeded nonsense: it must answer correctly or with one clear error.
 
-It must never answer with a traceback or a hang, and must never start something else than was asked for.
-A case is the number of a seed, so `fuzz(N, 1)` makes case N again. Surfaces take turns:
+It must never answer with a traceback or a hang, or start anything unrequested. A case is a seed's
+number, so `fuzz(N, 1)` repeats case N. Surfaces take turns:
 
     toml        a configuration file, broken as text and as values
     override    `section.key=value` of a command line
-    command     whole command lines; those of commands that only look are carried out
-    journal     journal.jsonl, metrics.jsonl and what else `moebius status` reads of a run folder
-    config      config.json of a run that is continued
-    checkpoint  a checkpoint's small files: as a bad disk changes them, and with sums that fit
+    command     whole command lines; read-only commands are executed
+    journal     journal.jsonl, metrics.jsonl and the other files that `moebius status` reads
+    config      config.json of a continued run
+    checkpoint  a checkpoint's small files: damaged as by a bad disk, and forged with valid sums
 
-All of it happens in this process, in the current folder, which the caller throws away.
+Everything runs in this process, in the current folder, which the caller deletes.
 """
 
 import collections
@@ -69,14 +69,14 @@ STRANGE_TEXT = (
 
 
 class Hang(BaseException):
-    """Says that a case took too long."""
+    """Reports that a case took too long."""
 
 
 # Breaking things -----------------------------------------------------------------------------------
 
 
 def broken_text(rng: random.Random, text: bytes) -> bytes:
-    """Returns text with one to three changes of bytes, pieces or lines."""
+    """Returns text with one to three changed bytes, pieces or lines."""
     for _ in range(rng.randint(1, 3)):
         at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         end = min(end, at + rng.choice((1, 8, 200)))
@@ -95,7 +95,7 @@ def broken_text(rng: random.Random, text: bytes) -> bytes:
 
 
 def broken_value(rng: random.Random, value: Any) -> Any:
-    """Returns a plain value in which one to three places hold something else, are gone or new."""
+    """Returns a plain value with one to three places changed, removed or added."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         places = list(_places(value))
@@ -136,7 +136,7 @@ def _broken_name(rng: random.Random, name: str) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """Returns a value as TOML; one that TOML has not, as some text."""
+    """Returns a value as TOML, or as some text if TOML cannot express it."""
     match value:
         case bool():
             return str(value).lower()
@@ -156,7 +156,7 @@ def as_toml(value: Any) -> str:
 
 
 class Bench:
-    """A folder with an intact run in it, from which every case takes what it breaks."""
+    """A folder with an intact run, which every case takes and breaks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,7 +172,7 @@ class Bench:
         }
 
     def toml(self, rng: random.Random) -> str:
-        """A configuration file: refused, or what it says is what runs."""
+        """Reads a configuration file, which is refused or becomes what runs."""
         values = self._some_sections(rng)
         if rng.random() < 0.6:
             values = broken_value(rng, values)
@@ -203,7 +203,7 @@ class Bench:
         return _without_none(chosen)
 
     def override(self, rng: random.Random) -> str:
-        """Single values on a command line: refused, or what they say is what runs."""
+        """Applies overrides, which are refused or become what runs."""
         overrides = []
         for _ in range(rng.randint(1, 3)):
             path = ".".join(rng.choice(self.leaves))
@@ -220,7 +220,7 @@ class Bench:
         return "refused" if config is None else "accepted"
 
     def command(self, rng: random.Random) -> str:
-        """A command line: an exit code and words."""
+        """Runs a command line, which returns an exit code and words."""
         words = [*rng.choice(COMMANDS)]
         for _ in range(rng.randint(0, 2)):
             at = rng.randrange(1, len(words) + 1)
@@ -238,7 +238,7 @@ class Bench:
         return f"exit {code}"
 
     def journal(self, rng: random.Random) -> str:
-        """The files of a run folder that tell how the run stands."""
+        """Reads the files that tell how a run stands."""
         names = rng.sample(sorted(self.lines), rng.randint(1, 2))
         for name in names:
             (self.run_dir / name).write_bytes(self._broken_lines(rng, name))
@@ -269,7 +269,7 @@ class Bench:
         return b"\n".join(lines) + b"\n"
 
     def config(self, rng: random.Random) -> str:
-        """The config.json of a run that is continued: what is damaged is never overwritten."""
+        """Continues a run with a broken config.json, which must never be overwritten."""
         run_dir = self.folder / "continued"
         run_dir.mkdir(exist_ok=True)
         whole = json.dumps(self.smoke, indent=2).encode()
@@ -290,7 +290,7 @@ class Bench:
         return "refused" if opened is None else "accepted"
 
     def checkpoint_files(self, rng: random.Random) -> str:
-        """The small files of a checkpoint: damage is always told, and forgery ends in an error."""
+        """Loads a checkpoint with broken small files; damage and forgery are always errors."""
         name = rng.choice(("index.json", "meta.json", "manifest.json"))
         sealed = rng.random() < 0.5
         whole = self.small[name]
@@ -361,7 +361,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _write_run(run_dir: Path) -> dict[str, bytes]:
-    """Writes a run folder as a job leaves it, and returns the files that cases break."""
+    """Writes a finished job's run folder, and returns the files that cases break."""
     logs = run_dir / "logs" / "g001" / "node0"
     logs.mkdir(parents=True)
     (logs / "rank0.log").write_text("one\ntwo [/x]\n")
@@ -399,7 +399,7 @@ def _write_run(run_dir: Path) -> dict[str, bytes]:
 
 
 def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint of one rank, and returns what is in it."""
+    """Writes a checkpoint of one rank, and returns its tensors."""
     path.mkdir(parents=True)
     tensors = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5)}
     file = path / "__0_0.distcp"
@@ -418,7 +418,7 @@ def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _reseal(path: Path) -> None:
-    """Makes the manifest fit what is there, as someone would who forges a checkpoint."""
+    """Makes the manifest fit the files, as a forger would."""
     sums = {
         file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
         for file in path.iterdir()
@@ -432,7 +432,7 @@ def _reseal(path: Path) -> None:
 
 
 def _or_refused(act: Callable[[], Any], named: str) -> Any:
-    """Returns what `act` returns, or None where it refuses in clear words that name a file."""
+    """Returns what `act` returns, or None if it refuses in clear words that name a file."""
     try:
         return act()
     except ConfigError as error:
@@ -441,14 +441,14 @@ def _or_refused(act: Callable[[], Any], named: str) -> Any:
 
 
 def _check_words(message: str, named: str) -> None:
-    """Checks that an error says something, names the file, and can be read."""
+    """Checks that an error is not empty or endless and names the file."""
     assert message.strip(), "refused without a word"
     assert len(message) < MAX_WORDS, "an error that nobody reads"
     assert named in message, f"{named} is not named: {message[:300]}"
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields every value of nested sections that is no section, and where it is."""
+    """Yields every value of nested sections with its path."""
     if isinstance(value, dict) and (value or not path):
         for key, each in value.items():
             yield from leaves(each, (*path, str(key)))
@@ -463,14 +463,14 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Returns a value without what TOML cannot say."""
+    """Returns a value without None, which TOML cannot express."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return value
 
 
 def _check_numbers(config: Config) -> None:
-    """No number that a run could not use or that another reader would read as another one."""
+    """Checks that every number is usable and reads the same everywhere."""
     for path, value in leaves(config.model_dump(mode="json")):
         if isinstance(value, float):
             assert math.isfinite(value), f"{'.'.join(path)} = {value}"
@@ -479,7 +479,7 @@ def _check_numbers(config: Config) -> None:
 
 
 def _check_taken(config: Config, asked: dict[str, Any]) -> None:
-    """What a file says is what runs: no key is left out, no number read as a truth."""
+    """Checks that a file's values are what runs: no key dropped, no number read as a boolean."""
     _check_numbers(config)
     resolved = config.model_dump(mode="json")
     for path, value in leaves({key: each for key, each in asked.items() if key != "recipe"}):
@@ -492,7 +492,7 @@ def _check_taken(config: Config, asked: dict[str, Any]) -> None:
 
 
 def _run_command(words: list[str]) -> tuple[int, str]:
-    """Returns the exit code of a command, and what it printed."""
+    """Returns a command's exit code and output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
@@ -506,10 +506,10 @@ def _run_command(words: list[str]) -> tuple[int, str]:
 
 
 def fuzz(seed: int, count: int) -> dict[str, int]:
-    """Makes `count` cases in the current folder, and returns how often each outcome came.
+    """Runs `count` cases in the current folder, and counts the outcomes.
 
     Raises:
-        AssertionError: a case came out wrong; its cause is attached.
+        AssertionError: a case failed; its cause is attached.
     """
     outcomes: collections.Counter[str] = collections.Counter()
     Path("circle").symlink_to("back")
@@ -528,7 +528,7 @@ def fuzz(seed: int, count: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def limited_time() -> Iterator[None]:
-    """Raises Hang in what takes longer than CASE_S."""
+    """Raises Hang after CASE_S."""
 
     def ring(*_: object) -> None:
         raise Hang(f"longer than {CASE_S} s")

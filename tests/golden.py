@@ -1,4 +1,4 @@
-"""The recorded runs of the official code as (config, weights under our names, expectations)."""
+"""Recorded runs of the official code as (config, weights under our names, expectations)."""
 
 import json
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from moebius.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Golden:
-    """One recorded run."""
+    """Holds one recorded run."""
 
     arrays: dict[str, np.ndarray]
     config: ModelConfig
@@ -43,21 +43,21 @@ class Golden:
         return torch.from_numpy(self.arrays[name])
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors under `prefix` ("w/", "g/", "w_after/"), by our parameter names."""
+        """Returns all tensors under `prefix` ("w/", "g/", "w_after/"), by our parameter names."""
         found = {
             key.removeprefix(prefix): self[key] for key in self.arrays if key.startswith(prefix)
         }
         return translate(found, self.config, origin=prefix)
 
     def model(self, **changes: object) -> Transformer:
-        """A model with the recorded weights."""
+        """Builds a model with the recorded weights."""
         model = Transformer(self.config, **changes)  # type: ignore[arg-type]
         model.load_state_dict(self.tensors("w/"))
         return model
 
 
 def load_golden(name: str) -> Golden:
-    """Reads one recorded run, or skips the test where the records are absent."""
+    """Reads one recorded run, or skips the test without the recordings."""
     folder = shared_folder()
     if folder is None:
         pytest.skip(
@@ -105,10 +105,10 @@ VARIANTS = {
 
 
 def training_config(r: dict) -> ModelConfig:
-    """The model of a run of the paper's training code, from its recorded arguments.
+    """Builds the model of the paper's training code from recorded arguments.
 
     Raises:
-        ValueError: a variant or an order of layers that is not known here.
+        ValueError: an unknown variant or order of layers.
     """
     variant, order = r["transformer.variant"], r.get("transformer.universal.group_type", "abab")
     if variant not in VARIANTS:

@@ -1,4 +1,4 @@
-"""Runs with a checkpoint of a tiny model, for what is exported from them; and what our own model says."""
+"""Runs with a checkpoint of a tiny model to export, and our own model's logits."""
 
 import json
 from functools import cache
@@ -24,7 +24,7 @@ LENGTHS = (20, 9, 1, 14)  # of the rows, where they are padded
 
 @cache
 def model_of(name: str, changes: str = "{}") -> Transformer:
-    """A recipe, shrunk, with opinions, and with something in every norm, bias and buffer.
+    """Builds a small, opinionated recipe with values in every norm, bias and buffer.
 
     `changes` is JSON: dotted keys and their values.
     """
@@ -43,7 +43,7 @@ def model_of(name: str, changes: str = "{}") -> Transformer:
 
 
 def checkpoint_of(run: Path) -> Path:
-    """The checkpoint of a run that `make_run` wrote."""
+    """Returns the checkpoint of a run from `make_run`."""
     return run / "checkpoints" / f"step_{STEP:08d}"
 
 
@@ -54,7 +54,7 @@ def make_run(
     data: str = "nowhere",
     tokenizer: Literal["bpe", "bytes", "sentencepiece"] = "bytes",
 ) -> Path:
-    """Writes a run folder with one checkpoint of a model, and a log of its losses; returns it."""
+    """Writes a run folder with one checkpoint and a log of losses, and returns it."""
     config = Config(
         model=model.config,
         data=DataConfig(seq_len=20, directory=data),
@@ -86,6 +86,6 @@ def make_run(
 
 
 def logits(model: Transformer, tokens: Tensor = TOKENS) -> Tensor:
-    """What our own model says."""
+    """Returns our own model's logits."""
     with torch.no_grad():
         return model(tokens).logits_BSV

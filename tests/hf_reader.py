@@ -1,8 +1,8 @@
-"""Loads exported folders as a user of transformers does, in a process that never sees moebius.
+"""Loads exported folders as a transformers user does, in a process without moebius.
 
-python -I hf_reader.py FOLDER: for every folder in it, writes answers.safetensors beside it. Another
-process, because the folder of the sources may be on the path of this one, and transformers would
-take its kernels/ for the library of that name.
+python -I hf_reader.py FOLDER: writes answers.safetensors beside every folder in it. It is a
+separate process, because the sources' folder may be on this one's path, and transformers would take
+its kernels/ for the library of that name.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def padded(tokens, lengths, *, left: bool):
-    """The first tokens of every row, filled up to one length, and what of it is no padding."""
+    """Returns the first tokens of every row, padded to one length, and the mask."""
     longest = int(lengths.max())
     ids, mask = torch.full((len(tokens), longest), 3), torch.zeros(len(tokens), longest).long()
     for row, length in enumerate(lengths.tolist()):
@@ -32,7 +32,7 @@ def padded(tokens, lengths, *, left: bool):
 
 
 def cached(model, tokens):
-    """All logits, asked for in pieces of 5, 1, 1, 3 and the rest."""
+    """Returns all logits, computed in pieces of 5, 1, 1, 3 and the rest."""
     past, parts, first = None, [], 0
     for size in (5, 1, 1, 3, tokens.shape[1] - 10):
         piece = tokens[:, first : first + size]
@@ -43,7 +43,7 @@ def cached(model, tokens):
 
 
 def answers_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything that is asked of one model."""
+    """Returns all answers of one model."""
     given = load_file(folder.with_suffix(".given"))
     tokens, lengths = given["tokens"], given["lengths"]
     loaded: Any = AutoModelForCausalLM.from_pretrained(

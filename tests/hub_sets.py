@@ -1,7 +1,7 @@
-"""The published evaluation sets as they lie on the Hugging Face hub, a few records of each.
+"""The published evaluation sets as on the Hugging Face hub, a few records each.
 
-Paths, configurations, splits, fields and their types are those of the hub's own files; the records
-are made up. What a task needs not is there as well: other configurations and splits, more fields.
+Paths, configurations, splits, fields and types are the hub's; the records are made up. Unused
+configurations, splits and fields are present too.
 """
 
 import io
@@ -106,7 +106,7 @@ _CLASSES = {"baber/piqa": _TWO}
 
 
 def hub_repositories() -> dict[str, dict[str, bytes]]:
-    """All files of the sets, for the fake hub."""
+    """Returns all files of the sets, for the fake hub."""
     return {f"datasets/{name}": _repository(name, files) for name, files in _FILES.items()}
 
 
@@ -122,7 +122,7 @@ def _parquet(records: Sequence[Record]) -> bytes:
 
 
 def _card(name: str, files: Mapping[str, Sequence[Record]]) -> str:
-    """The card's head: features and files of each configuration."""
+    """Returns the card's head: features and files of each configuration."""
     infos, configurations = [], []
     for folder in dict.fromkeys(path.partition("/")[0] for path in files):
         named = "default" if folder == "data" else folder
@@ -138,7 +138,7 @@ def _card(name: str, files: Mapping[str, Sequence[Record]]) -> str:
 
 
 def _feature(key: str, value: object, classes: object) -> dict[str, object]:
-    """One feature as a card describes it."""
+    """Returns one feature as a card describes it."""
     if key == "label" and classes and isinstance(value, int):
         return {"name": key, "dtype": classes}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Looking at the processes of a job from outside, as a test does."""
+"""Observes a job's processes from outside."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
 
 @contextlib.contextmanager
 def living(run_dir: Path) -> Iterator[None]:
-    """Signs of life of a supervisor in this folder, while inside."""
+    """Simulates a supervisor's signs of life in this folder."""
     ended = threading.Event()
 
     def beats() -> None:
@@ -54,7 +54,7 @@ def living(run_dir: Path) -> Iterator[None]:
 
 
 def fake_launch(run_dir: Path, *options: str, **values) -> Launch:
-    """A launch whose ranks are fake_rank.py."""
+    """Launches ranks of fake_rank.py."""
     return Launch(
         str(run_dir), command=(sys.executable, str(FAKE_RANK), str(run_dir), *options), **values
     )
@@ -71,7 +71,7 @@ def run_here(launch: Launch) -> JobStatus:
 def standing_cluster(
     folder: Path, nodes: int, *, cpus: int, name: str
 ) -> Iterator[StandingCluster]:
-    """A cluster of pretended nodes, known in this folder alone."""
+    """Starts a simulated cluster known only in this folder."""
     pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
@@ -83,7 +83,7 @@ def standing_cluster(
 
 
 def begin(launch: Launch) -> Path:
-    """Leaves a job to a supervisor in the cluster to which this process is connected."""
+    """Hands a job to a supervisor in the connected cluster."""
     from moebius.cluster.supervise.actor import start_supervisor
 
     begin_submission(launch)
@@ -136,13 +136,13 @@ def wait_for_end(run_dir: Path, *, timeout_s: float = 200.0) -> JobStatus:
 
 
 def rank_pids(run_dir: Path) -> dict[int, int]:
-    """Living ranks of a run: rank -> pid."""
+    """Returns a run's living ranks: rank -> pid."""
     found = processes.find(str(run_dir)).items()
     return {int(environment["RANK"]): pid for pid, environment in found if "RANK" in environment}
 
 
 def agent_pids(run_dir: Path) -> dict[int, int]:
-    """Living agent processes of a run: their pid -> the pid of what holds them."""
+    """Returns a run's living agents: their pid -> their parent's pid."""
     found = processes.find(str(run_dir)).items()
     return {
         pid: int(environment[processes.PARENT])
@@ -152,13 +152,13 @@ def agent_pids(run_dir: Path) -> dict[int, int]:
 
 
 def template_pids(run_dir: Path) -> list[int]:
-    """Living templates of a run."""
+    """Returns a run's living template processes."""
     found = processes.find(str(run_dir)).items()
     return [pid for pid, environment in found if processes.TEMPLATE in environment]
 
 
 def used_nodes(run_dir: Path, generation: int) -> list[int]:
-    """The numbers of the pretended nodes that a generation runs on."""
+    """Returns the simulated nodes that a generation runs on."""
     attempts = run_dir.glob(f"logs/g{generation:03d}/node*/assignment.json")
     addresses = [json.loads(path.read_text())["address"] for path in attempts]
     return sorted(int(address.rpartition(".")[2]) - 2 for address in addresses)
@@ -173,13 +173,13 @@ def assert_nothing_left(run_dir: Path, *, within_s: float = 30.0) -> None:
 
 
 def curve(run_dir: Path) -> dict[int, float]:
-    """Loss by step; of a repeated step the last one."""
+    """Returns the loss by step; the last one of a repeated step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
 def undisturbed(num_ranks: int, steps: int) -> dict[int, float]:
-    """What fake_rank.py computes when nothing happens to it."""
+    """Returns what an undisturbed fake_rank.py computes."""
     loss, losses = 100.0, {}
     for step in range(1, steps + 1):
         loss = loss * 0.9 + sum(range(1, num_ranks + 1)) / 1000 + step % 7

@@ -1,6 +1,4 @@
-"""Bytes that a piece of code leaves behind: what was allocated inside and is still referred to, by
-whomever.
-"""
+"""Counts bytes that code leaves allocated and referenced."""
 
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Remembers every storage that an operation returns."""
+    """Tracks every storage that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +30,7 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """Now."""
+        """Returns the bytes alive now."""
         return sum(
             num_bytes for reference, num_bytes in self._seen.values() if not reference.expired()
         )

@@ -1,5 +1,6 @@
-"""Prepared folders made of given documents, segment by segment: what `prepare` would write, without its
-inputs, and still growing for as long as a test likes.
+"""Prepared folders of given documents, segment by segment, and growing as long as a test wants.
+
+They are as `prepare` would write them, without its inputs.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ HASH = "0" * 64
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens, the end included, of which the first ones are a prompt."""
+    """Holds tokens with the end, of which the first ones are a prompt."""
 
     tokens: tuple[int, ...]
     prompt: int = 0
@@ -41,7 +42,7 @@ class Document:
 
 
 def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False) -> list[Document]:
-    """Documents of one to `longest` random tokens and their end."""
+    """Returns documents of one to `longest` random tokens and their end."""
     rng = np.random.default_rng(seed)
     found = []
     for length in rng.integers(1, longest + 1, count).tolist():
@@ -51,13 +52,13 @@ def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False
 
 
 def source_entry(name: str, **changes: Any) -> SourceEntry:
-    """A source as the header has it."""
+    """Returns a source as in the header."""
     values = {"licence": "", "num_splits": 4, "has_loss_mask": False, "has_record_id": False}
     return SourceEntry(name=name, **(values | changes))
 
 
 def header_of(sources: Sequence[SourceEntry], **changes: Any) -> Header:
-    """The first manifest of a folder of raw bytes."""
+    """Returns the first manifest of a folder of raw bytes."""
     tokenizer = TokenizerEntry(
         kind="bytes",
         file="tokenizer.json",
@@ -70,7 +71,7 @@ def header_of(sources: Sequence[SourceEntry], **changes: Any) -> Header:
 
 
 def shard_entry(source: str, number: int, split: Split = "train", **changes: Any) -> ShardEntry:
-    """A shard as a segment has it; there need be no such file."""
+    """Returns a shard as in a segment; its file need not exist."""
     values: dict[str, Any] = {
         "name": shard_name(source, split, number),
         "input": f"{source}.txt[{number}:{number + 1}]",
@@ -87,7 +88,7 @@ def shard_entry(source: str, number: int, split: Split = "train", **changes: Any
 
 @dataclass
 class MadeFolder:
-    """A folder under construction; `documents[source][segment]` are its train documents."""
+    """Builds a folder; `documents[source][segment]` are its train documents."""
 
     folder: Path
     sources: tuple[str, ...] = ("text",)
@@ -154,11 +155,11 @@ class MadeFolder:
         return DataConfig(directory=str(self.folder), seq_len=seq_len, seed=seed, **options)
 
     def stream(self, source: str, segment: int) -> list[int]:
-        """All tokens of a segment."""
+        """Returns all tokens of a segment."""
         return [token for one in self.documents[source][segment] for token in one.tokens]
 
     def learned(self, source: str, segment: int) -> list[bool]:
-        """Of each token of a segment, whether it is no prompt's."""
+        """Returns for each token of a segment whether it is outside prompts."""
         return [
             place >= one.prompt
             for one in self.documents[source][segment]
@@ -166,7 +167,7 @@ class MadeFolder:
         ]
 
     def document_of(self, source: str, segment: int) -> list[int]:
-        """Of each token of a segment, the number of its document."""
+        """Returns each token's document number in a segment."""
         return [
             number for number, one in enumerate(self.documents[source][segment]) for _ in one.tokens
         ]

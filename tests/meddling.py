@@ -1,4 +1,4 @@
-"""Pools that get in the way of a preparation, and what such tests look at."""
+"""Pools that disturb a preparation, and what such tests inspect."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,14 +27,14 @@ class Meddling(SerialPool):
 
 
 class NothingToRun(SerialPool):
-    """Is the pool of a preparation that has nothing to do."""
+    """Stands for the pool of a preparation with nothing to do."""
 
     def submit(self, function, item, /):
         raise AssertionError("it was done already")
 
 
 def files_of(folder: Path, pattern: str = "*") -> dict[str, bytes]:
-    """Returns the content of the files of a folder, by their names below it."""
+    """Returns the contents of a folder's files, by relative name."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.glob(pattern)

@@ -1,12 +1,11 @@
-"""Breaks the code on purpose, one place at a time, and asks the tests whether they notice.
+"""Breaks the code on purpose, one place at a time, and checks that tests notice.
 
     python tests/mutants.py [--only WORD] [--list]
 
-A mutant is a change that a hand might make: a lost reduction, swapped splits, a sort that is not
-stable. Each is made in a copy of the tracked files, in which the tests that ought to see it are
-run; they must fail. Before that all of these tests must pass in the copy as it is. Exits with 1 if
-a mutant survives, with 2 if one does not fit the code any more or tests cannot be run at all.
-`tests/test_mutants.py` keeps the list fitting. Takes half a minute to three for each.
+A mutant is a plausible mistake: a lost reduction, swapped splits, an unstable sort. Each is made in
+a copy of the tracked files, where its tests must fail; before that they must pass in the unchanged
+copy. Exits with 1 if a mutant survives, with 2 if one no longer fits the code or tests cannot run.
+`tests/test_mutants.py` keeps the list up to date. Each takes half a minute to three.
 """
 
 import argparse
@@ -25,7 +24,7 @@ TESTS_FAILED = 1  # pytest's exit code for it; others mean that nothing was trie
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one place, and the tests that must notice it."""
+    """Describes a change in one place, and the tests that must notice it."""
 
     name: str
     file: str
@@ -343,7 +342,7 @@ def main() -> None:
 
 
 def try_all(mutants: list[Mutant], copy: Path) -> int:
-    """The exit code."""
+    """Tries mutants and returns the exit code."""
     if misfits := [problem for mutant in mutants if (problem := misfit(mutant, copy))]:
         print("\n".join(misfits))
         return 2
@@ -369,7 +368,7 @@ def try_all(mutants: list[Mutant], copy: Path) -> int:
 
 
 def misfit(mutant: Mutant, root: Path) -> str | None:
-    """Why the mutant cannot be made, if it cannot."""
+    """Returns why the mutant cannot be made, if so."""
     count = (root / mutant.file).read_text(encoding="utf-8").count(mutant.old)
     return (
         None
@@ -379,7 +378,7 @@ def misfit(mutant: Mutant, root: Path) -> str | None:
 
 
 def copy_to(copy: Path) -> Path:
-    """Copies the tracked files as they are now, and links the satellites beside them as packages."""
+    """Copies the tracked files, and links the satellites beside them as packages."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
     ).stdout
@@ -394,7 +393,7 @@ def copy_to(copy: Path) -> Path:
 
 
 def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: bool = False) -> int:
-    """pytest's exit code; the copy is the package `moebius` there."""
+    """Returns pytest's exit code, with the copy as the package `moebius`."""
     command = [
         sys.executable,
         "-B",

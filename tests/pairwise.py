@@ -1,8 +1,7 @@
 """Covers every pair of values of several factors with few combinations.
 
-Three factors of ten values have a thousand combinations, but a mistake is nearly always one of a
-value, or of two that meet. So `make test` runs combinations in which any two values of any two
-factors meet, and `make test-all` runs all of them.
+Three factors of ten values have a thousand combinations, but almost every bug needs only one value
+or a pair. So `make test` covers all pairs, and `make test-all` all combinations.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +12,9 @@ import pytest
 
 
 def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns combinations of one value per factor, among which any two values of two factors meet.
+    """Returns combinations of one value per factor that cover all pairs of values of two factors.
 
-    Greedy and repeatable: the combination that brings the most new pairs comes next, of equals the
-    first in the order of the full product.
+    Greedy and deterministic: the combination with most new pairs comes next, the first of equals.
     """
     places = [range(len(factor)) for factor in factors]
     left = {places_: _pairs(places_) for places_ in product(*places)}
@@ -35,7 +33,7 @@ def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
 def parametrize_pairs(
     factors: Mapping[str | tuple[str, ...], Iterable[Any]],
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with the full product of the factors, all but `every_pair` marked slow.
+    """Parametrizes a test with the factors' full product, all but `every_pair` marked slow.
 
     A key that is a tuple of names takes values with as many parts: tuples, or `pytest.param`s.
     """
@@ -56,16 +54,16 @@ def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
 
 
 def _as_param(value: Any) -> Any:
-    """A value as pytest keeps it, with an id. `ParameterSet` has no public name."""
+    """Returns a value as pytest keeps it, with an id. `ParameterSet` has no public name."""
     if hasattr(value, "marks"):
         return value
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), id=str(value))
 
 
 def slow_but(every: Iterable[Any], *fast: Any, names: int = 1) -> list[Any]:
-    """The values as a test's parameters: all are run by `make test-all`, those in `fast` always.
+    """Marks all values slow except those in `fast`.
 
-    Where a value is of several `names`, it is a tuple with as many parts.
+    With several `names` a value is a tuple with as many parts.
     """
     values = list(every)
     assert set(fast) <= set(values), set(fast) - set(values)

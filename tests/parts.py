@@ -1,4 +1,4 @@
-"""Small things that many tests need: a valid configuration of a tiny run, and a model's layers."""
+"""Basics of many tests: a valid configuration of a tiny run, and a model's layers."""
 
 from pathlib import Path
 from typing import Any

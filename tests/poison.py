@@ -1,4 +1,4 @@
-"""A filter that some texts do harm to: what a crash in a library looks like from outside."""
+"""A filter that some texts crash, like a library's crash from outside."""
 
 import errno
 import os
@@ -7,14 +7,14 @@ import sys
 
 
 class PanicError(BaseException):
-    """Is no Exception, as what a library in Rust throws is none; and it does not unpickle."""
+    """Is not an Exception, like a Rust panic, and does not unpickle."""
 
     def __init__(self, one: int, two: int):
         super().__init__(f"panicked at {one}:{two}")
 
 
 class HomemadeError(Exception):
-    """Cannot be unpickled: its arguments are not those of its constructor."""
+    """Cannot be unpickled, because its arguments differ from its constructor's."""
 
     def __init__(self, one: int, two: int):
         super().__init__(f"homemade {one} {two}")
@@ -42,7 +42,7 @@ _HARM = {
 
 
 def keep_what_does_no_harm(text: str) -> None:
-    """Keeps every text that does no harm."""
+    """Keeps every harmless text."""
     for word, harm in _HARM.items():
         if f"POISON {word}" in text:
             harm()

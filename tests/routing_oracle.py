@@ -1,6 +1,4 @@
-"""A sparse feed-forward as a loop over rows that anyone believes, and a small one to hold against
-it.
-"""
+"""A sparse feed-forward as an obvious loop over rows, and a small layer to compare it with."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,9 +23,7 @@ def make_layer(
     d_expert: int = 12,
     seed: int = 0,
 ) -> Any:
-    """A float64 layer. With `skew` the router leans: rows that have much in common ask for the same
-    experts.
-    """
+    """Builds a float64 layer. With `skew` similar rows choose the same experts."""
     config = ModelConfig(
         d_model=WIDTH,
         feed_forward=ExpertsConfig(
@@ -49,14 +45,14 @@ def make_layer(
 
 
 def rows(batch: int, positions: int, *, common: float = 0.0, seed: int = 0) -> Tensor:
-    """(B, S, D) float64: random rows with a common component."""
+    """Returns (B, S, D) float64 random rows with a common component."""
     generator = torch.Generator().manual_seed(seed)
     x_BSD = torch.randn(batch, positions, WIDTH, generator=generator, dtype=torch.float64)
     return x_BSD + common * torch.randn(WIDTH, generator=generator, dtype=torch.float64)
 
 
 def slow_layer(layer: Any, x_BSD: Tensor, served: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-    """Σ of weight · W_downᵀ relu(W_upᵀ x) over (row, expert, weight)."""
+    """Computes Σ of weight · W_downᵀ relu(W_upᵀ x) over (row, expert, weight)."""
     w_up, w_down = layer.sparse.experts.w_up, layer.sparse.experts.w_down
     answers = [
         torch.zeros(x_BSD.shape[2], dtype=x_BSD.dtype)
@@ -71,8 +67,8 @@ def slow_layer(layer: Any, x_BSD: Tensor, served: Iterable[tuple[int, int, Tenso
 def serve(
     gates: list[Gates], order: list[tuple[int, int]], capacity: int
 ) -> list[tuple[int, int, Tensor]]:
-    """Who finds a place: (row, choice) ask one after the other, and an expert that has `capacity`
-    rows refuses.
+    """Returns who finds a place: (row, choice) ask in order, and an expert refuses beyond
+    `capacity`.
     """
     taken: dict[int, int] = {}
     served = []
@@ -85,12 +81,12 @@ def serve(
 
 
 def all_served(gates: list[Gates]) -> list[tuple[int, int, Tensor]]:
-    """Nobody is refused."""
+    """Serves all gates."""
     return [(row, expert, weight) for row, own in enumerate(gates) for expert, weight in own]
 
 
 def assert_same(layer: Any, x_BSD: Tensor, slow: Callable[[Tensor], Tensor]) -> None:
-    """Answers, and the gradients of the input and of every parameter."""
+    """Compares outputs, and the gradients of the input and of every parameter."""
     x_BSD = x_BSD.clone().requires_grad_()
     ours, theirs = layer(x_BSD, x_BSD)[0], slow(x_BSD)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

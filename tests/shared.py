@@ -1,12 +1,13 @@
-"""Recorded data and corpora that lie beside the project and do not travel with it."""
+"""Recordings and corpora that are beside the project but not part of it."""
 
 import os
 from pathlib import Path
 
 
 def shared_folder() -> Path | None:
-    """The folder of recorded runs and corpora (MOEBIUS_SHARED, else `shared` beside the
-    repository), or None.
+    """Returns the folder of recordings and corpora, or None.
+
+    It is MOEBIUS_SHARED, or `shared` beside the repository.
     """
     folder = Path(
         os.environ.get("MOEBIUS_SHARED") or Path(__file__).resolve().parents[2] / "shared"

@@ -1,6 +1,4 @@
-"""Documents that tests can afford: a few kB, the same for the same seed, with more than ASCII in
-them.
-"""
+"""Small documents of a few kB, deterministic by seed, with more than ASCII."""
 
 import json
 import random
@@ -34,7 +32,7 @@ WORDS = [
 
 
 def sentences(seed: int, count: int) -> list[str]:
-    """Documents of a few to a few hundred words, the same for the same seed."""
+    """Returns documents of a few to a few hundred words, deterministic by seed."""
     rng = random.Random(seed)
     return [
         " ".join(rng.choices(WORDS, k=rng.choice([3, 20, 60, 200]))) + f" ({seed}-{n})."
@@ -43,13 +41,13 @@ def sentences(seed: int, count: int) -> list[str]:
 
 
 def count_of(manifest: DatasetManifest, field: str, split: str = "") -> int:
-    """Adds up a number of all shards, or of those of one split."""
+    """Sums a number over all shards, or over one split's."""
     shards = [shard for shard in manifest.shards if split in ("", shard.split)]
     return sum(getattr(shard, field) for shard in shards)
 
 
 def dropped(manifest: DatasetManifest) -> dict[str, int]:
-    """Counts the documents that were dropped from all sources, by reason."""
+    """Counts the dropped documents of all sources, by reason."""
     assert manifest.completion is not None
     counts: Counter[str] = Counter()
     for of_source in manifest.completion.dropped.values():
@@ -65,7 +63,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def pages(split_index: int, num_splits: int) -> Iterator[str]:
-    """Texts as the input `python:moebius.tests.small_corpus:pages` gives them, two splits of them."""
+    """Returns two splits of texts, as `python:moebius.tests.small_corpus:pages` provides them."""
     for number in range(split_index, 8, num_splits):
         yield " ".join(sentences(number, 3))
 
@@ -74,9 +72,7 @@ pages.num_splits = 2  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def shards_of_words(folder: Path, num_documents: int) -> Path:
-    """A folder of token shards: documents of thirty of seven words, as bytes; a fifth of them for
-    validation.
-    """
+    """Writes token shards: documents of thirty of seven words, as bytes; a fifth for validation."""
     words = ["one", "two", "three", "many", "band", "expert", "route"]
     documents = np.random.default_rng(0).choice(words, size=(num_documents, 30))
     text = folder / "text.jsonl"

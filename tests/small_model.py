@@ -1,4 +1,4 @@
-"""MoEUTs that step in milliseconds: experts in the feed-forward and in attention, repeated."""
+"""MoEUTs with millisecond steps: experts in the feed-forward and in attention, repeated."""
 
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.feed_forward_config import ExpertsConfig

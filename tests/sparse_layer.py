@@ -1,4 +1,4 @@
-"""One layer of experts in float64, and the leak test for it."""
+"""One layer of experts in float64, and its leak test."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +20,9 @@ NOTHING: Mapping[str, Any] = {}
 def make_model(
     router: dict[str, Any], changes: Mapping[str, Any] = NOTHING, *, seed: int = 0, **sizes: Any
 ) -> Transformer:
-    """Two pre-norm layers with causal attention, float64, on the reference backend.
+    """Builds two pre-norm layers with causal attention, float64, on the reference backend.
 
-    `sizes` are of the experts, `changes` (under dotted keys) of the whole.
+    `sizes` are the experts', `changes` (under dotted keys) the whole model's.
     """
     experts = {"num_experts": 6, "d_expert": 10, "allow_future_leak": True} | sizes
     config = ModelConfig(
@@ -40,8 +40,8 @@ def make_model(
 
 
 def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> Any:
-    """Its feed-forward, with router weights of standard deviation `spread`: opinionated, unlike at
-    the start.
+    """Builds a feed-forward with router weights of standard deviation `spread`, opinionated unlike
+    at the start.
     """
     layer = layers(make_model(router, **sizes))[0].feed_forward
     if hasattr(layer.router, "weight"):
@@ -51,13 +51,13 @@ def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> 
 
 
 def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
-    """What one expert answers to a row, or to rows."""
+    """Returns one expert's answer to rows."""
     bank = layer.sparse.experts
     return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
 def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:
-    """(B, S, D) with a component that all rows have in common, so that a router has favourites."""
+    """Returns (B, S, D) with a component common to all rows, so that a router has favourites."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(width, dtype=torch.float64, generator=generator)
     return torch.randn(batch, length, width, dtype=torch.float64, generator=generator) + common
@@ -66,8 +66,9 @@ def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:
 def temporal_leak(
     forward: Callable[[Tensor], Tensor], x_BS: Tensor, other_BS: Tensor, cuts: range
 ) -> float:
-    """The largest change of an output before a cut when inputs change after it: in all sequences,
-    in the last, in the first.
+    """Returns the largest change of outputs before a cut when inputs after it change.
+
+    Inputs change in all sequences, in the last, and in all but the first.
     """
     before, leak = forward(x_BS), 0.0
     for cut in cuts:

@@ -1,9 +1,8 @@
-"""A process that SIGKILL does not end, made on purpose: it waits in the kernel, in state D, for a FUSE
-file system whose server has taken the request and never answers.
+"""A process that SIGKILL cannot end: it waits in state D for a FUSE file system that never answers.
 
-The mount is seen by the stuck process alone (a mount namespace of its own), so nobody else trips over
-it. The server ends after `LIFE_S` at the latest, or when `release` kills it; then the kernel lets go
-of the process, and what was sent to it takes effect.
+Only the stuck process sees the mount (its own mount namespace). The server ends after `LIFE_S` at
+the latest, or when `release` kills it; then the kernel releases the process, and pending signals
+take effect.
 """
 
 import ctypes
@@ -31,7 +30,7 @@ while True:
 
 
 def why_not() -> str:
-    """Says why no process can be made to hang here, or ""."""
+    """Returns why no process can be made to hang here, or ""."""
     if sys.platform != "linux" or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "there is no /dev/fuse that this user may open"
     program = "import stuck, sys; sys.exit(not stuck._own_mounts())"
@@ -41,7 +40,7 @@ def why_not() -> str:
 
 
 def hang(folder: Path) -> None:
-    """Hangs in the kernel; the pid of the server comes into the file `folder`.server before."""
+    """Hangs in the kernel, after writing the server's pid to `folder`.server."""
     folder.mkdir(parents=True)
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
@@ -62,7 +61,7 @@ def hang(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Lets go of the process that hangs, if it does."""
+    """Releases the hanging process, if there is one."""
     with suppress(FileNotFoundError, ProcessLookupError):
         os.kill(int(folder.with_suffix(".server").read_text()), signal.SIGKILL)
 

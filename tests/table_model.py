@@ -1,8 +1,8 @@
-"""A language model that is a table: log P(next token | this token), so that scores can be added up by
-hand.
+"""A language model that is a table of log P(next token | this token), so that scores can be checked
+by hand.
 
-It is a Transformer all the same: the embedding is the identity, layers add nothing, and the head
-holds the table.
+It is still a Transformer: the embedding is the identity, layers add nothing, and the head holds the
+table.
 """
 
 import torch
@@ -13,14 +13,14 @@ from moebius.model.transformer import Transformer
 
 
 def random_table(vocab_size: int, *, seed: int = 0) -> Tensor:
-    """Log-probabilities of the next token (column) after each (row)."""
+    """Returns log-probabilities of the next token (column) after each (row)."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
     return logits.log_softmax(-1)
 
 
 def table_model(table_VV: Tensor) -> Transformer:
-    """The model of a table, float64, in evaluation mode."""
+    """Builds a table's model, float64, in evaluation mode."""
     vocab_size = len(table_VV)
     config = ModelConfig.from_dotted(
         {
@@ -47,7 +47,7 @@ def table_model(table_VV: Tensor) -> Transformer:
 
 
 def summed(table_VV: Tensor, before: str, scored: str, *, end: int = 256) -> float:
-    """The log-probability of bytes after others, added up one by one; after nothing: after an end."""
+    """Sums the log-probability of bytes after others; after nothing: after an end of document."""
     last = before.encode()[-1] if before else end
     total = 0.0
     for byte in scored.encode():

@@ -1,4 +1,4 @@
-"""What `import moebius` offers to Python: a recipe, its model, a run, the trained model back."""
+"""What `import moebius` offers: a recipe, its model, a run, the trained model."""
 
 import json
 import math
@@ -204,7 +204,7 @@ def test_a_configuration_is_counted_and_its_data_prepared(
 
 @pytest.mark.slow
 def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
-    """Those at the top of the site's page on Python, one after the other in an empty folder."""
+    """Runs the examples of the site's page on Python, in order, in an empty folder."""
     examples = [
         "\n".join(re.findall(r"^    (\w.*)$", text.partition("\n\nIt sits")[0], re.MULTILINE))
         for text in (api.__doc__ or "", moebius.LoadedModel.__doc__ or "")

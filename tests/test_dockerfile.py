@@ -1,4 +1,4 @@
-"""The Dockerfile's promises, as far as they can be read off it: no image can be built here."""
+"""The Dockerfile's promises, as far as reading can tell: no image can be built here."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Every instruction with its words, continued lines joined."""
+    """Returns every instruction with its words, continued lines joined."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
@@ -41,7 +41,7 @@ def test_it_installs_extras_that_exist_and_the_job_server() -> None:
 
 
 def test_the_packages_sources_are_not_left_out_of_the_build() -> None:
-    """A folder of the package in .dockerignore would be missing from the image."""
+    """A package folder in .dockerignore would be missing from the image."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     rooms = {
         name.split(".")[1] for name in settings["tool"]["setuptools"]["packages"] if "." in name

@@ -1,7 +1,7 @@
-"""The documents speak of what is there: paths, links, quoted lines, names, commands.
+"""The documents' paths, links, quoted lines, names and commands exist.
 
-Each check is a function from a document's text to what is wrong in it, and must find the fault that
-`FAULTS` plants: a check that cannot fail proves nothing.
+Each check is a function from a document's text to its faults, and must find the one that `FAULTS`
+plants: a check that cannot fail proves nothing.
 """
 
 import ast
@@ -31,7 +31,7 @@ Check = Callable[[str], list[str]]
 
 @functools.cache
 def tracked() -> frozenset[str]:
-    """Every tracked file and every folder of one."""
+    """Returns every tracked file and its folders."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -46,21 +46,21 @@ def tracked() -> frozenset[str]:
 
 @functools.cache
 def documents() -> tuple[str, ...]:
-    """The documents that are held to this; CHANGELOG tells the past."""
+    """Returns the checked documents; CHANGELOG describes the past."""
     found = [path for path in tracked() if path.endswith(".md") and path != "CHANGELOG.md"]
     return tuple(sorted(found))
 
 
 @functools.cache
 def source_lines() -> frozenset[str]:
-    """Every line of the sources, without indentation and comment at its end."""
+    """Returns every source line, without indentation and trailing comment."""
     texts = (_text(path) for path in tracked() if path.endswith((".py", ".toml", ".ipynb")))
     return frozenset(_code(line) for text in texts for line in text.splitlines())
 
 
 @functools.cache
 def source_words() -> frozenset[str]:
-    """Every word of the sources, of their file names too."""
+    """Returns every word of the sources and their file names."""
     sources = [
         path
         for path in tracked()
@@ -76,17 +76,17 @@ def _text(path: str) -> str:
 
 
 def _code(line: str) -> str:
-    """A line without indentation, and without a comment that two spaces set off."""
+    """Returns a line without indentation and trailing comment."""
     return re.sub(r"\s{2,}#.*", "", line.strip())
 
 
 def prose(text: str) -> str:
-    """A document without its fenced blocks."""
+    """Returns a document without its fenced blocks."""
     return FENCE.sub("", text)
 
 
 def blocks(text: str, *languages: str) -> Iterator[str]:
-    """The fenced blocks of these languages."""
+    """Returns the fenced blocks of these languages."""
     return (found[2] for found in FENCE.finditer(text) if found[1] in languages)
 
 
@@ -94,7 +94,7 @@ def blocks(text: str, *languages: str) -> Iterator[str]:
 
 
 def paths_exist(text: str) -> list[str]:
-    """In prose and pictures: what begins with a folder of ours, or is named like one of our files."""
+    """Checks paths in prose and pictures that begin with a folder or look like a file of ours."""
     spans = [span for span in SPAN.findall(prose(text)) if re.fullmatch(r"[\w./*-]+", span)]
     drawn = re.findall(r"[a-z_]+/[\w./]*\w", "\n".join(blocks(text, "text")))
     wrong = []
@@ -117,7 +117,7 @@ def _is_a_file_name(name: str) -> bool:
 
 
 def links_lead_somewhere(text: str, folder: str = "docs") -> list[str]:
-    """Relative links, as a reader of the repository follows them."""
+    """Checks relative links, as a reader of the repository follows them."""
     wrong = []
     for target in LINK.findall(prose(text)):
         path = target.partition("#")[0]
@@ -129,7 +129,7 @@ def links_lead_somewhere(text: str, folder: str = "docs") -> list[str]:
 
 
 def quotations_are_true(text: str) -> list[str]:
-    """Every line of a Python or TOML block stands in a source."""
+    """Checks that every line of a Python or TOML block is in a source."""
     quoted = (line for block in blocks(text, "python", "toml") for line in block.splitlines())
     lines = (_code(line) for line in quoted)
     return [
@@ -138,7 +138,7 @@ def quotations_are_true(text: str) -> list[str]:
 
 
 def names_exist(text: str) -> list[str]:
-    """Names in code spans that have a capital, an underscore or a dot occur in the sources."""
+    """Checks that names in code spans with a capital, an underscore or a dot are in the sources."""
     wrong = []
     for span in SPAN.findall(prose(text)):
         name = span.partition("=")[0].partition("(")[0]
@@ -150,14 +150,14 @@ def names_exist(text: str) -> list[str]:
 
 
 def _is_known(word: str) -> bool:
-    """A word of the sources; of an affix (`num_`, `_bytes`), a part of one."""
+    """Returns whether a word, or an affix (`num_`, `_bytes`), is in the sources."""
     if word.startswith("_") or word.endswith("_"):
         return any(word in known for known in source_words())
     return word in source_words()
 
 
 def commands_can_be_given(text: str) -> list[str]:
-    """Every `moebius …` of a console parses, and every `make …` names a target."""
+    """Checks that every `moebius …` of a console parses, and every `make …` names a target."""
     wrong = []
     for block in blocks(text, "console"):
         for line in block.splitlines():
@@ -187,7 +187,7 @@ def _refusal(words: list[str]) -> str | None:
 
 
 def recipes_fit(text: str) -> list[str]:
-    """Every recipe of a Python block can be trained on the ranks that its job asks for."""
+    """Checks that every recipe of a Python block trains on its job's ranks."""
     import moebius
 
     wrong = []

@@ -1,4 +1,4 @@
-"""The notebook and the scripts that use moebius from Python run as a reader would run them."""
+"""The notebook and the Python scripts run as a reader would run them."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 
 def run_example(folder: Path, name: str, *arguments: str) -> str:
-    """What a script of examples/ prints when it is run in that folder."""
+    """Returns what a script of examples/ prints when run in that folder."""
     ended = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         cwd=folder,
@@ -61,7 +61,7 @@ def test_train_on_own_text_and_look_inside_its_router(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    """The notebook with the outputs of a run in an empty folder."""
+    """Returns the notebook with the outputs of a run in an empty folder."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     folder = tmp_path_factory.mktemp("notebook")
     client = NotebookClient(
@@ -71,8 +71,9 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
 
 
 def kinds_of(notebook: NotebookNode) -> list[list[str]]:
-    """For every code cell, what its outputs are: the name of a stream or the richest MIME type; what
-    comes several times in a row, as progress does, once.
+    """Returns every code cell's outputs: the stream's name or the richest MIME type.
+
+    Repeated outputs in a row, such as progress, count once.
     """
     kinds = []
     for cell in notebook.cells:
@@ -105,7 +106,7 @@ def test_the_notebook_runs_and_its_stored_outputs_are_of_such_a_run(executed: No
 
 @pytest.mark.slow
 def test_interrupting_the_kernel_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """The cell goes on: `fit` returns how the run ended, and the view is below the cell once."""
+    """The cell continues: `fit` returns how the run ended, and the view appears once."""
     cell = (
         "import moebius\n"
         "config = moebius.recipe('own_text', 'train.steps=10000', 'prepare.tokenizer=bytes',\n"

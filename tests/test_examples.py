@@ -1,7 +1,7 @@
-"""The examples of a router, a loss, a dispatcher and a source do what they say, on two ranks that share
-the experts; docs/extend.md shows them.
+"""The examples of a router, a loss, a dispatcher and a source work on two ranks with shared
+experts.
 
-The ranks find them as those of a job do: through `MOEBIUS_FOLDER`.
+docs/extend.md shows them. The ranks find them like a job's, through `MOEBIUS_FOLDER`.
 """
 
 import math
@@ -64,7 +64,7 @@ def train_folder(run_dir: str) -> str:
 
 
 def train_on_ranks(config: Config, run_dir: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
-    """Returns the records of the steps."""
+    """Returns the steps' records."""
     run_dir.mkdir()
     config.save(run_dir / "config.json")
     ended = run_ranks(train_folder, num_ranks, str(run_dir), environment={FOLDER: str(EXAMPLES)})
@@ -103,7 +103,7 @@ def tokens_of(rank: int) -> Tensor:
 
 
 def test_a_row_gets_as_many_experts_as_it_takes() -> None:
-    """A loop over rows: experts are added until the probability of those before reaches p."""
+    """A loop over rows adds experts until the earlier ones' probability reaches p."""
     router_class = part_of(ROUTER)
     config = router_class.Config(kind=ROUTER, p=0.6)
     router = router_class(config, 5, 6, init=lambda shape, generator: torch.randn(shape))
@@ -208,7 +208,7 @@ def test_the_planner_knows_the_dispatcher() -> None:
 
 
 def test_the_loss_is_that_of_all_logits() -> None:
-    """Read out of every state but the last with whole logits; deeper steps count more."""
+    """Reads out every state but the last with whole logits; deeper steps count more."""
     model = Transformer(make_config().model)
     initialise(model, 0)
     tokens = torch.randint(257, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
-"""The whole family under expert parallelism and through a training run: no architecture is a guest.
+"""The whole family under expert parallelism and through a training run.
 
-Every recipe: loss and every gradient on 4 ranks against one process, with EP 1, 2 and 4 in float32
-and with EP 2 in bfloat16 (EP 1 and 4 are marked slow); a run that goes on from a checkpoint against
-one that never stopped, bit for bit; a checkpoint of two ranks that one rank continues.
+For every recipe: loss and every gradient on 4 ranks against one process, with EP 1, 2 and 4 in
+float32 and with EP 2 in bfloat16 (EP 1 and 4 are slow); a resumed run against an uninterrupted one,
+bit for bit; a checkpoint of two ranks continued on one.
 """
 
 import json
@@ -50,12 +50,12 @@ SWITCHED = "transition, switched"  # what a transition is once it has become a S
 
 
 def at(name: str) -> tuple[str, int]:
-    """The recipe of that name, and the number of optimizer steps that it is asked after."""
+    """Returns the recipe of that name, and the number of finished optimizer steps to test it at."""
     return ("transition", 10**9) if name == SWITCHED else (name, 0)
 
 
 def loss_of(model: Transformer, rows: Tensor, dtype: torch.dtype, *, rank: int) -> Tensor:
-    """Returns one micro-batch's share of the loss; what is drawn in it is drawn by rank."""
+    """Returns one micro-batch's share of the loss, with random draws seeded by rank."""
     torch.manual_seed(rank)
     forward = partial(forward_in, model, dtype)
     return micro_batch_loss(forward, rows, global_sequences=RANKS * MICRO_BATCH).loss
@@ -85,7 +85,7 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
 
 
 def own_experts(whole: Tensor, mesh: Mesh, *, is_sharded: bool) -> Tensor:
-    """Returns this rank's block of an expert tensor; any other tensor as it is."""
+    """Returns this rank's block of an expert tensor, or any other tensor unchanged."""
     if not is_sharded:
         return whole
     block = local_experts(mesh.layout, mesh.rank, whole.shape[0])
@@ -188,7 +188,7 @@ def run_config(
 
 
 def logged(run_dir: Path) -> dict[int, dict]:
-    """Returns what a step's line says of the model, by step."""
+    """Returns a step's logged figures about the model, by step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = ("loss", "regularisation", "grad_norm", "auxiliary_losses", "expert_load")
     trained = [line for line in lines if line["kind"] == "train"]
@@ -235,9 +235,9 @@ MINDFUL = ["deepseek", "transition", "sut", "expert_choice", "gshard", "sigma_mo
 
 
 def without_rounding(name: str, data: Path, *, steps: int, ep: int) -> Config:
-    """Returns a run of which nothing depends on how floats round, which differs between layouts.
+    """Returns a run that does not depend on how floats round, which differs between layouts.
 
-    A capacity refuses nobody here, and no loss is over the global batch.
+    Its capacity refuses nothing, and no loss is over the global batch.
     """
     router = run_config(name, data).model.feed_forward.model_dump()["router"]
     no_limit = dict.fromkeys(("capacity_factor", "evaluation_capacity_factor"))

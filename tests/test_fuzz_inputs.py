@@ -1,4 +1,4 @@
-"""Nonsense in files and on the command line is refused in clear words, or read rightly."""
+"""Nonsense in files and on the command line is refused clearly or read correctly."""
 
 import collections
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The same code on a GPU, where there is one: `python -m pytest tests/test_gpu.py`."""
+"""The same code on a GPU, if there is one: `python -m pytest tests/test_gpu.py`."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
-    """In bfloat16 as far as rounding goes: what it costs on the CPU, which rounds at other places."""
+    """In bfloat16 up to the CPU's own rounding error, which occurs at other places."""
     expected = loss_and_gradients("cpu", torch.float32)
     found = errors(loss_and_gradients("cuda", dtype), expected)
     allowed = dict.fromkeys(found, 1e-4)
@@ -62,7 +62,7 @@ def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype) -> None:
 def errors(
     found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
 ) -> dict[str, float]:
-    """Relative, of the loss and of every gradient."""
+    """Returns relative errors of the loss and every gradient."""
     by_name = {
         name: ((gradient - expected[1][name]).norm() / expected[1][name].norm()).item()
         for name, gradient in found[1].items()
@@ -71,7 +71,7 @@ def errors(
 
 
 def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() -> None:
-    """And less than a wrong kernel: on CPUs, so that the bounds above are known to mean something."""
+    """And less than a wrong kernel: validates the bounds above on CPUs."""
     expected = loss_and_gradients("cpu", torch.float32)
     rounding = errors(loss_and_gradients("cpu", torch.bfloat16), expected)
     assert 1e-2 < max(rounding.values()) < 0.2
@@ -81,7 +81,7 @@ def test_rounding_to_bfloat16_alone_is_more_than_a_fixed_tolerance_would_be() ->
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_family_equals_the_cpu(name: str) -> None:
-    """In evaluation, where nothing is drawn: a GPU draws other numbers than a CPU."""
+    """In evaluation, because a GPU draws other random numbers than a CPU."""
     tokens = torch.randint(VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(0))
     found = []
     for device in ("cpu", "cuda"):

@@ -1,5 +1,5 @@
-"""The main job end to end, small: text → shards → 2 pretended nodes × 2 ranks, EP 2 × DP 2 →
-killed, restarted → finished.
+"""A small main job end to end: text → shards → 2 simulated nodes × 2 ranks, EP 2 × DP 2 → killed,
+restarted → finished.
 """
 
 import json
@@ -54,7 +54,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    """The same run on four ranks, without a cluster, an agent or a drill."""
+    """Runs the same on four ranks, without a cluster, an agent or a drill."""
     config = make_config(folder, "job.rehearse_failure_at_step=none")
     run_dir = folder / "undisturbed"
     open_run(config, run_dir)
@@ -65,7 +65,7 @@ def undisturbed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(folder: Path) -> tuple[Path, str]:
-    """Through the command, as a user would: `moebius submit`, without a terminal."""
+    """Runs `moebius submit` as a user would, without a terminal."""
     run_dir = folder / "disturbed"
     changes = [
         *SETTINGS,

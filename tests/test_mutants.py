@@ -1,4 +1,4 @@
-"""The list of mutants fits the code: each can be made, and the tests that must notice it exist."""
+"""The list of mutants fits the code: each can be made, and its tests exist."""
 
 import pytest
 from mutants import MUTANTS, ROOT, Mutant, misfit

@@ -1,5 +1,6 @@
-"""Parts of the user's own, named as `module:name`: they do what the built-in ones do, survive a resume,
-and whatever is wrong with one is one clear error.
+"""A user's own parts, named as `module:name`: they work like built-in ones and survive a resume.
+
+Anything wrong with one is one clear error.
 """
 
 import os
@@ -95,7 +96,7 @@ TASK = TASKS["piqa"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the command, in which alone the module lies."""
+    """Returns the command's folder, the only one with the module."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "parts_of_a_test.py").write_text(PARTS, encoding="utf-8")
     monkeypatch.setenv(FOLDER, str(tmp_path / "own"))
@@ -111,7 +112,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(config: Config, run_dir: Path) -> list[float]:
-    """Returns the losses of all steps that the run has made so far."""
+    """Returns the losses of all the run's steps so far."""
     run_dir.mkdir(exist_ok=True)
     config.save(run_dir / "config.json")
     assert train(Config.load(run_dir / "config.json"), run_dir) == "finished"
@@ -270,7 +271,7 @@ def test_a_configuration_refuses_what_is_no_part(changes: dict[str, Any], messag
 def test_a_checkpoint_is_loaded_where_its_model_s_parts_are(
     folder: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What matters in training alone may be absent."""
+    """Parts needed only for training may be absent."""
     router = {"kind": "parts_of_a_test:OwnRouter", "top_k": 2}
     trained(make_config(shards, model__feed_forward__router=router), tmp_path / "router")
     trained(make_config(shards, optim__kind="parts_of_a_test:adamw"), tmp_path / "optimizer")
@@ -322,7 +323,7 @@ def test_a_task_of_ones_own_is_scored_under_its_name(tmp_path: Path) -> None:
 def test_the_ranks_of_a_job_import_from_the_folder_of_the_command(
     folder: Path, shards: Path, tmp_path: Path
 ) -> None:
-    """Although Python does not look there by itself; another folder is told before ranks start."""
+    """Python itself does not search there; a missing module is reported before ranks start."""
     router = {"kind": "parts_of_a_test:OwnRouter", "top_k": 2}
     config = make_config(
         shards,

@@ -1,4 +1,4 @@
-"""The chooser of combinations: no pair is left out, and few combinations are needed."""
+"""The chosen combinations cover every pair, and are few."""
 
 from itertools import combinations, product
 

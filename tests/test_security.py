@@ -1,6 +1,6 @@
-"""Nothing that comes from elsewhere is unpickled: the words are looked for, and a job runs without.
+"""Nothing from outside is unpickled: a text search, and a job that runs without pickle.
 
-tests/cluster/nodes/test_rendezvous.py plays the stranger who knocks at a job's ports.
+tests/cluster/nodes/test_rendezvous.py tests strangers at a job's ports.
 """
 
 import ast
@@ -55,7 +55,7 @@ NEEDED = {
 
 
 def faults(tree: ast.AST) -> set[str]:
-    """Returns the words that unpickle, and the calls that lack the option that makes them safe."""
+    """Returns unpickling words, and calls without the option that makes them safe."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""The runner of ranks itself: what it brings back, and how it ends."""
+"""The runner of ranks: what it returns, and how it ends."""
 
 import os
 import time

@@ -1,6 +1,6 @@
 """The tiny job of tests that start `moebius train` or `submit`: settings, texts, the command.
 
-Settings are overrides of the recipe smoke; of two that set the same the later one holds.
+Settings are overrides of the recipe smoke; later ones win.
 """
 
 import json
@@ -50,7 +50,7 @@ _WORDS = ("one", "two", "three", "band", "expert", "route")
 
 
 def write_paragraphs(folder: Path, *, paragraphs: int) -> Path:
-    """Writes text.txt into a folder: paragraphs of 60 words, the same each time."""
+    """Writes text.txt into a folder: deterministic paragraphs of 60 words."""
     words = np.random.default_rng(1).choice(_WORDS, size=(paragraphs, 60))
     file = folder / "text.txt"
     file.write_text("\n\n".join(" ".join(line) for line in words), encoding="utf-8")
@@ -58,7 +58,7 @@ def write_paragraphs(folder: Path, *, paragraphs: int) -> Path:
 
 
 def write_jsonl_files(folder: Path, *, files: int, documents: int, words: int) -> None:
-    """Writes texts/0000.jsonl … into a folder: documents of so many words, the same each time."""
+    """Writes texts/0000.jsonl … into a folder: deterministic documents of so many words."""
     rng = np.random.default_rng(3)
     (folder / "texts").mkdir()
     for number in range(files):
@@ -70,5 +70,5 @@ def write_jsonl_files(folder: Path, *, files: int, documents: int, words: int) -
 
 
 def write_slow_filter(folder: Path) -> None:
-    """Writes the rule of `SLOW_READING`; the folder has to be among those that Python imports from."""
+    """Writes the filter of `SLOW_READING`; its folder must be on Python's path."""
     (folder / "slow_filter.py").write_text(_SLOW_FILTER)

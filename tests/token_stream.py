@@ -1,5 +1,5 @@
-"""The documents and tokens of a prepared folder, read by Arrow through the files' own footers: what
-tests compare with.
+"""A prepared folder's documents and tokens, read by Arrow through the files' own footers, for
+comparison.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from moebius.data_pipeline.manifest import read_manifest
 
 
 def documents_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
-    """Returns all documents of a split, source after source, in the order of their shards."""
+    """Returns all documents of a split, source after source, in shard order."""
     tables = [
         pa.ipc.open_file(str(folder / entry.name)).read_all()
         for entry in read_manifest(folder).of(split)
@@ -21,5 +21,5 @@ def documents_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 
 def tokens_of(folder: Path, split: str = "train") -> np.ndarray:
-    """Returns all tokens of a split, one document after the other."""
+    """Returns all tokens of a split, document after document."""
     return np.array([token for row in documents_of(folder, split) for token in row["tokens"]])

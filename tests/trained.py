@@ -1,4 +1,4 @@
-"""Runs that tests train on several ranks, and what such a run leaves behind."""
+"""Runs that tests train on several ranks, and their results."""
 
 import json
 from collections.abc import Iterator
@@ -19,36 +19,36 @@ from moebius.train.run import Run, assemble
 
 
 def run_training(config: Config, run_dir: Path) -> str:
-    """Trains, in a folder that may not exist yet."""
+    """Trains in a folder that may not exist yet."""
     run_dir.mkdir(parents=True, exist_ok=True)
     return train(config, run_dir)
 
 
 @contextmanager
 def assembled(config: Config, run_dir: Path, *, timeout_s: float = 30) -> Iterator[Run]:
-    """A run of this rank that has made no step."""
+    """Assembles this rank's run before its first step."""
     with start_process("cpu", timeout_s=timeout_s) as process:
         yield assemble(config, run_dir, process)
 
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind in metrics.jsonl, in order."""
+    """Returns the lines of one kind in metrics.jsonl, in order."""
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["kind"] == kind]
 
 
 def by_step(run_dir: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """The same by step; of a step that was made again, the last line."""
+    """Returns them by step; the last line of a repeated step."""
     return {line["step"]: line for line in sorted(lines(run_dir, kind), key=lambda x: x["step"])}
 
 
 def column(run_dir: Path, name: str = "loss") -> list[Any]:
-    """One number of every step, in order."""
+    """Returns one number of every step, in order."""
     return [line[name] for line in by_step(run_dir).values()]
 
 
 def newest_state(run_dir: Path) -> dict[str, Tensor]:
-    """All tensors of the newest checkpoint, whole."""
+    """Returns all tensors of the newest checkpoint, whole."""
     path = latest(run_dir / "checkpoints")
     assert path is not None
     stored = open_checkpoint(path)
@@ -56,7 +56,7 @@ def newest_state(run_dir: Path) -> dict[str, Tensor]:
 
 
 def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that differ in any bit, or that only one of the two has."""
+    """Returns the names of tensors that differ in any bit, or that only one side has."""
     both = one.keys() & other.keys()
     return sorted(one.keys() ^ other.keys()) + [
         name for name in both if not torch.equal(one[name], other[name])
@@ -64,7 +64,7 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def gradients(run: Run) -> dict[str, Tensor]:
-    """The gradients of the last step, with all experts."""
+    """Returns the gradients of the last step, with all experts."""
     found = {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
     return whole(run, found)
 

@@ -62,7 +62,7 @@ _fork_servers: set[int] = set()
 
 
 class RankFailed(AssertionError):
-    """Says that a rank raised, died or was late; the message carries the tracebacks."""
+    """Reports that a rank raised, died or was late, with the tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _start(task: _Task) -> _Rank:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> None:
-    """Waits for every rank's outcome; raises RankFailed at a failure or when time is up."""
+    """Waits for every rank's outcome; raises RankFailed on a failure or time-out."""
     deadline = time.monotonic() + timeout_s
     while pending := [rank for rank in ranks if rank.outcome is None]:
         left_s = max(0.0, deadline - time.monotonic())
@@ -196,7 +196,7 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
 
 
 def _stop_fork_servers() -> None:
-    """Ends them at once; by themselves they would outlive this process by half a second."""
+    """Kills them at once; otherwise they would outlive this process by half a second."""
     for pid in _fork_servers:
         os.kill(pid, signal.SIGKILL)  # still our child, so the number is nobody else's
         os.waitpid(pid, 0)
@@ -222,7 +222,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _serve(task: _Task, results: Connection) -> None:
-    """Is the whole life of a rank's process."""
+    """Runs a rank's process from start to end."""
     _die_with_parent()
     os.environ.update(task.environment)
     torch.set_num_threads(1)

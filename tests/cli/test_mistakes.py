@@ -86,6 +86,8 @@ data nothere                                    | invalid choice: 'nothere' (cho
 data verify nothere                             | nothere
 ckpt verify nothere                             | nothere: has no checkpoint
 cluster down nothere                            | there is no simulated cluster 'nothere'
+models nothere.toml                             | nothere.toml: cannot be read
+submit smoke --detach                           | --detach needs --address
 plan smok                                       | did you mean smoke?
 simulate smok                                   | did you mean smoke?
 submit smoke --address nowhere                  | address 'nowhere': must be host:port of the cluster's head

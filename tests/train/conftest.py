@@ -1,4 +1,4 @@
-"""What every test of a run trains on."""
+"""The data of every test that trains."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from small_corpus import shards_of_words
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of token shards. Only read."""
+    """Returns a read-only folder of token shards."""
     return shards_of_words(tmp_path_factory.mktemp("data"), 60)

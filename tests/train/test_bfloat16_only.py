@@ -1,4 +1,4 @@
-"""train.precision="bfloat16_only": nothing is kept in float32, and a run comes back bit for bit."""
+"""train.precision="bfloat16_only" keeps nothing in float32, and resumes bit for bit."""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""A run whose newest checkpoint is damaged goes on from the one before, with the same losses; a disk
-that is full ends it only where it was told to.
+"""A run with a damaged newest checkpoint resumes from the previous one, with the same losses.
+
+A full disk ends it only if configured.
 """
 
 import errno
@@ -47,7 +48,7 @@ def test_the_losses_do_not_notice(data: Path, tmp_path: Path) -> None:
 
 
 def train_on_a_full_disk(config: Config, run_dir: Path) -> str:
-    """Whatever is written to seal a checkpoint before step 4 finds no space."""
+    """Trains without space for sealing any checkpoint before step 4."""
     original = writing.write_synced
 
     def full(path: Path, content: str) -> object:

@@ -1,5 +1,6 @@
-"""F13: a store that blocks, on one rank or on all, is waited for beyond the time-out of a
-collective; and the same losses come out. F23: what may change when a run is continued, and what not.
+"""F13: ranks wait for a blocked store longer than a collective's time-out, with the same losses.
+
+F23: what a continued run may change.
 """
 
 import os
@@ -26,7 +27,7 @@ from moebius.train.record.run_folder import open_run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> MadeFolder:
-    """Two segments of some 30 rows each."""
+    """Returns two segments of about 30 rows each."""
     folder = MadeFolder(tmp_path_factory.mktemp("made"))
     folder.seal("text", documents(0, 16), documents(2, 16)).seal("text", documents(1, 16))
     return folder.complete()
@@ -42,7 +43,7 @@ def config_of(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **da
 
 @dataclass(frozen=True)
 class Block:
-    """Makes the first batch of a segment take so long, on these ranks."""
+    """Delays the first batch of a segment on these ranks."""
 
     ranks: tuple[int, ...]
     segment: int
@@ -70,7 +71,7 @@ def train_blocked(config: Config, run_dir: Path, block: Block | None = None) -> 
 
 
 def seen(run_dir: Path) -> list[tuple[int, float]]:
-    """Digest and loss of every step."""
+    """Returns digest and loss of every step."""
     return [(line["digest"], line["loss"]) for line in lines(run_dir, "train")]
 
 

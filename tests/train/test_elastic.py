@@ -1,6 +1,4 @@
-"""Any layout's checkpoint is any other's: model and optimizer bit for bit, over EP, FSDP and
-replicas.
-"""
+"""Every layout loads every other's checkpoint bit for bit, over EP, FSDP and replicas."""
 
 import json
 import math
@@ -63,7 +61,7 @@ LAYOUTS = {  # name: ranks, mesh
 
 
 def state(process, mesh_config: dict, model_config: ModelConfig):
-    """A run's state on this rank, every element of a value that its name and place give it."""
+    """Returns this rank's state, with values that depend on each element's name and place."""
     config = MeshConfig(**mesh_config)
     mesh = build_mesh(plan_layout(config, process.world_size), process)
     model = build_model(
@@ -104,7 +102,7 @@ def save_state(directory: Path, mesh_config: dict, model: ModelConfig = MODEL) -
 def load_states(
     folders: dict[str, Path], meshes: list[dict], model: ModelConfig = MODEL
 ) -> list[tuple[str, dict, str]]:
-    """Loads every checkpoint into every mesh; what came out wrong."""
+    """Loads every checkpoint into every mesh, and returns the differences."""
     wrong = []
     with start_process("cpu", timeout_s=30) as process:
         for mesh_config in meshes:
@@ -133,7 +131,7 @@ ORIGINS = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The same state, saved by the layout of that name when it is first asked for."""
+    """Returns the same state, saved by a layout on first use."""
 
     @cache
     def save(name: str) -> Path:

@@ -1,5 +1,5 @@
-"""Experts that move while a run trains: the same losses and weights, copies stay equal, and resume
-as if nothing had moved.
+"""Experts move during training: losses and weights stay, copies stay equal, and runs resume
+exactly.
 """
 
 import shutil
@@ -56,20 +56,20 @@ def config_of(data: Path, *, clip_norm: float = 0.5, **mesh: Any) -> Config:
 
 
 def run_of(config: Config, world: int, run_dir: Path) -> dict[str, list]:
-    """A column per figure of the train lines, and of the moves."""
+    """Returns a column per figure of the train lines, and the moves."""
     assert run_ranks(run_training, world, config, run_dir) == ["finished"] * world
     columns = {name: column(run_dir, name) for name in ("loss", "grad_norm")}
     return columns | {"moves": lines(run_dir, "expert_placement")}
 
 
 def same_state(one: Path, other: Path) -> list[str]:
-    """Names of the tensors that differ in any bit."""
+    """Returns the names of tensors that differ in any bit."""
     return different(newest_state(one), newest_state(other))
 
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
-    """The run on one rank, where nothing can move, and its folder."""
+    """Returns the run on one rank, where nothing can move, and its folder."""
     folder = tmp_path_factory.mktemp("alone")
     return run_of(config_of(data), 1, folder), folder
 
@@ -77,9 +77,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [2, 4])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
-    """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who
-    holds what.
-    """
+    """Without clipping, because the norm is a sum over ranks that rounds by placement."""
     mesh = {"ep": ep, "dispatcher": "alltoall"}
     still = run_of(config_of(data, clip_norm=1e9, **mesh), 4, tmp_path / "still")
     moving = run_of(
@@ -119,9 +117,7 @@ def test_copies_change_losses_by_rounding_alone(
 
 
 def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
-    """How many copies of experts there are, and which tensors are not the same in all copies and
-    replicas, in any bit.
-    """
+    """Returns the number of expert copies, and which tensors differ between copies or replicas."""
     with assembled(config, run_dir) as run:
         process = run.process
         run.log = MetricsLog(run_dir, active=False)
@@ -175,7 +171,7 @@ PLACED = {"ep": 4, "rebalance_every": 3, "replicas": 1}
 
 @pytest.fixture(scope="module")
 def placed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
-    """A run on 4 ranks with moves after the steps 3 and 6 and a checkpoint of step 4, and its
+    """Returns a run on 4 ranks with moves after steps 3 and 6 and a checkpoint of step 4, and its
     folder.
     """
     folder = tmp_path_factory.mktemp("placed")
@@ -194,7 +190,7 @@ def go_on_from_step_4(run: Path, config: Config, world: int, folder: Path) -> di
 def test_resumed_equals_uninterrupted_bit_for_bit(
     placed: tuple, data: Path, tmp_path: Path
 ) -> None:
-    """From between two moves: the expert maps come back, with the counts for the next move."""
+    """Between two moves: the expert maps are restored, with the counts for the next move."""
     whole, folder = placed
     resumed = go_on_from_step_4(folder, config_of(data, **PLACED), 4, tmp_path)
     assert len(whole["loss"]) == STEPS
@@ -217,7 +213,7 @@ def test_a_placed_checkpoint_is_read_on_any_layout(
 
 
 def refusals(config: Config, run_dir: Path) -> list[str]:
-    """What a rank says of checkpoints of other models; all ranks meet after each."""
+    """Returns a rank's errors about checkpoints of other models; all ranks meet after each."""
     with assembled(config, run_dir) as run:
         own, before = run.expert_placement.as_dict(), expert_maps_of(run.model)
         first = "group.0.feed_forward.sparse"

@@ -1,6 +1,4 @@
-"""Groups are blocks of the global sample index: no layout changes who is routed with whom, in
-training or in evaluation.
-"""
+"""Groups are blocks of the global sample index, so no layout changes who is routed together."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,7 @@ def config_of(data: Path, router: dict[str, Any], micro_batch: int, **changes: A
 
 
 def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, dict[str, Tensor]]:
-    """Validation loss before, and loss and gradients of one step."""
+    """Returns loss, validation loss before it, and gradients of one step."""
     with assembled(config, run_dir) as run:
         # At the start all rows of a group weigh nearly alike, whatever the group.
         with torch.no_grad():
@@ -91,32 +89,27 @@ def test_no_layout_changes_loss_gradients_or_validation(
     assert abs(other[1] - expected[1]) > 1e-5 * expected[1]
 
 
-def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> None:
-    """Micro-batches of 4 sequences, evaluated in groups of 8: the batch grows to whole groups."""
-    losses = []
-    for world, options in (
-        (1, {"evaluation_sequences_per_group": 8}),
-        (2, {"evaluation_sequences_per_group": 8}),
-        (1, {}),
-    ):
-        config = config_of(data, ROUTERS["mixture"] | options, 4)
-        losses.append(
-            run_ranks(step_and_evaluation, world, config, tmp_path / f"{len(losses)}")[0][:2]
-        )
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[0][0] == pytest.approx(losses[2][0], rel=1e-6)
-    assert abs(losses[0][1] - losses[2][1]) > 1e-5
-
-
-def test_evaluation_may_take_more_rows_at_a_time_than_training(data: Path, tmp_path: Path) -> None:
-    """Whatever fits: a number that is no multiple of the group grows to whole groups, too."""
+def test_evaluation_may_have_other_groups_and_larger_batches(data: Path, tmp_path: Path) -> None:
+    """A batch that is not a multiple of the group grows to whole groups."""
+    eights = {"evaluation_sequences_per_group": 8}
     found = []
-    for world, eval_batch in ((1, None), (1, 16), (2, 6)):
-        config = config_of(data, ROUTERS["mixture"], 4, train__eval_batch=eval_batch)
-        folder = tmp_path / f"{world}-{eval_batch}"
+    for world, options, eval_batch in (
+        (1, {}, None),
+        (1, {}, 16),
+        (2, {}, 6),
+        (1, eights, None),
+        (2, eights, None),
+    ):
+        router = ROUTERS["mixture"] | options
+        config = config_of(data, router, 4, train__eval_batch=eval_batch)
+        folder = tmp_path / f"{len(found)}"
         found.append(run_ranks(step_and_evaluation, world, config, folder)[0][:2])
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-    assert found[2] == pytest.approx(found[0], rel=1e-6)
+    first, large, uneven, of_eights, on_two_ranks = found
+    assert large == pytest.approx(first, rel=1e-6)
+    assert uneven == pytest.approx(first, rel=1e-6)
+    assert of_eights == pytest.approx(on_two_ranks, rel=1e-6)
+    assert of_eights[0] == pytest.approx(first[0], rel=1e-6)
+    assert abs(of_eights[1] - first[1]) > 1e-5
 
 
 def test_a_micro_batch_that_would_cut_a_group_is_refused(data: Path) -> None:

@@ -1,6 +1,4 @@
-"""What a run on several ranks reports about its exchanges, and how it checks them when it is told
-to.
-"""
+"""What a run on several ranks reports about its exchanges, and how it checks them on demand."""
 
 import hashlib
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ def config_of(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: Any) 
 
 
 def exchanges(config: Config, world: int, run_dir: Path, **environment: str) -> list[dict]:
-    """Of every step, layer by layer."""
+    """Returns the exchanges of every step, by layer."""
     run_ranks(run_training, world, config, run_dir, environment=environment)
     return column(run_dir, "exchange")
 
@@ -98,9 +96,7 @@ def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Pat
 
 @dataclass(frozen=True)
 class Made:
-    """What some steps left: losses, auxiliary losses, what routers learned without a gradient, a
-    digest of all weights.
-    """
+    """Holds the results of some steps: losses, router buffers and a digest of all weights."""
 
     losses: list[float]
     auxiliary: list[dict[str, float]]
@@ -139,7 +135,7 @@ def test_two_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> None:
-    """A bias that follows the loads of the whole batch, and a loss over each sequence."""
+    """A bias follows the whole batch's loads, and a loss is over each sequence."""
     router = DeepSeekConfig(top_k=3, bias_rate=0.01, balance=0.1)
     made = []
     for world, ep, micro_batch in ((1, 1, 8), (4, 1, 2), (4, 2, 1), (4, 4, 2)):
@@ -161,7 +157,7 @@ def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> 
 
 
 def run_spoiled(config: Config, run_dir: Path) -> tuple[str, int]:
-    """Rows change places on their way to rank 0. How it ends, and after how many such exchanges."""
+    """Reorders rows sent to rank 0; returns how the run ends and after how many such exchanges."""
     spoiled, start = 0, AllToAll.start
 
     def exchange_rows(self: AllToAll, rows: Tensor) -> Pending:

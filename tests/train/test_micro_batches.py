@@ -1,5 +1,5 @@
-"""A loss mask: only targets that count are in the loss, and all of a step count alike, however the
-step is cut into micro-batches and ranks.
+"""Loss masks: only counted targets are in the loss, with equal weights for any micro-batches and
+ranks.
 """
 
 import logging
@@ -53,21 +53,21 @@ def rows() -> np.ndarray:
 
 
 def uneven_mask() -> np.ndarray:
-    """Of one sequence nothing counts, of one all, of the others something else each."""
+    """Counts nothing of one sequence, all of another, and parts of the others."""
     mask = np.random.default_rng(1).random((SEQUENCES, POSITIONS)) < 0.4
     mask[1], mask[2], mask[5, :-1] = False, True, False
     return mask
 
 
 def document_ids() -> np.ndarray:
-    """Documents of any length; two rows end with padding, and one is nothing else."""
+    """Returns documents of any length; two rows end with padding, and one is all padding."""
     ids = np.sort(np.random.default_rng(2).integers(0, 5, (SEQUENCES, POSITIONS + 1)), axis=1)
     ids[3, 20:], ids[4, 1:], ids[6] = -1, -1, -1
     return ids.astype(np.int32)
 
 
 def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
-    """This rank's share of the step, in micro-batches."""
+    """Returns this rank's share of the step, in micro-batches."""
     world, micro = run.process.world_size, run.config.train.micro_batch
     own = slice(*(SEQUENCES // world * each for each in (run.process.rank, run.process.rank + 1)))
     return Batch(
@@ -86,7 +86,7 @@ def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
 def masked_step(
     config: Config, run_dir: Path, mask: np.ndarray | None
 ) -> tuple[float, int | None, dict[str, Tensor]]:
-    """Loss, counted targets and gradients of one step."""
+    """Returns loss, counted targets and gradients of one step."""
     with assembled(config, run_dir) as run:
         result = step(run, batch_of(run, mask), 0.0)
         loss = result.meter.reduce()["loss"].item()
@@ -94,7 +94,7 @@ def masked_step(
 
 
 def plain_loss(config: Config, run_dir: Path, mask: np.ndarray) -> float:
-    """The same by a loop over every target, on full logits."""
+    """Computes the same by a loop over every target, on full logits."""
     with assembled(config, run_dir) as run:
         model = run.model
         model.before_step(0)
@@ -128,9 +128,7 @@ def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
 
 
 def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, float, int]:
-    """Loss, regularisation and targets by a loop over documents, each alone; only what follows one
-    is a target with more before it, and is left to the mask.
-    """
+    """Computes loss, regularisation and targets by a loop over documents, each alone."""
     with assembled(config, run_dir) as run:
         model = run.model
         model.before_step(0)
@@ -154,7 +152,9 @@ def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[fl
 def documents_step(
     config: Config, run_dir: Path, mask: np.ndarray
 ) -> tuple[float, float, int | None, float, dict[str, float]]:
-    """Loss, regularisation, counted targets, norm of the gradient, and routes by kind of router."""
+    """Returns loss, regularisation, counted targets, gradient norm, and routes by kind of
+    router.
+    """
     with assembled(config, run_dir) as run:
         result = step(run, batch_of(run, mask), 0.0)
         sums = result.meter.reduce()
@@ -164,7 +164,7 @@ def documents_step(
 
 
 def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
-    """Attention, positions, balancing and padding; on experts over ranks and sharded weights too."""
+    """Covers attention, positions, balancing and padding, also with EP and sharded weights."""
     mask = uneven_mask()
     config = config_of(data, micro_batch=SEQUENCES, documents=True)
     [(loss, regularisation, count)] = run_ranks(plain_documents, 1, config, tmp_path, mask)
@@ -218,7 +218,7 @@ def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) ->
 def steps_without_targets(
     config: Config, run_dir: Path, masks: list[np.ndarray]
 ) -> tuple[list[int], list[bool], list[str]]:
-    """How many updates follow each step, whether the gradient was finite, and what was said."""
+    """Returns updates after each step, whether the gradient was finite, and the log."""
     said: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
@@ -239,7 +239,7 @@ def steps_without_targets(
 
 
 def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Path) -> None:
-    """Its balancing losses have gradients, but they alone are not what anybody trains."""
+    """Its balancing losses have gradients, but must not train alone."""
     nothing = np.zeros((SEQUENCES, POSITIONS), bool)
     masks = [uneven_mask(), nothing, uneven_mask()]
     found = run_ranks(steps_without_targets, 2, config_of(data), tmp_path, masks)
@@ -264,7 +264,7 @@ def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
 
 
 def test_without_a_mask_no_rank_is_asked() -> None:
-    """There is no process group here: a collective would raise."""
+    """There is no process group, so a collective would raise."""
     batch = Batch(rows().reshape(2, 4, -1), first_sample=0, digest=0)
     micro_batches = split_batch(batch, torch.device("cpu"), DocumentUse(False, False))
     assert [each.loss_mask_BS for each in micro_batches] == [None, None]
@@ -289,7 +289,7 @@ def test_a_mask_without_the_number_of_targets_is_refused() -> None:
 
 
 def evaluate_masked(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, int, float]:
-    """The validation loss and its number of targets, and the loss by a loop over every target."""
+    """Returns validation loss and number of targets, and the loss by a loop over targets."""
 
     def validation_batches(
         *_: object, rank: int, num_ranks: int, **__: object
@@ -339,7 +339,7 @@ def test_of_pairs_every_second_token_is_the_target_of_the_one_before() -> None:
 
 
 def test_of_pairs_the_mask_and_the_documents_are_those_of_their_tokens() -> None:
-    """Three pairs, of which the first is a prompt, then padding; the mask is of tokens 1 to 8."""
+    """Three pairs, the first a prompt, then padding; the mask covers tokens 1 to 8."""
     use = DocumentUse(attention=False, balance=False, paired=True)
     mask = np.array([[False, False, True, False, True, True, False, False]])  # token 4: an input
     ids = np.array([[5, 5, 5, 5, 5, 5, -1, -1, -1]], dtype=np.int32)

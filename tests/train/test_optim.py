@@ -34,7 +34,7 @@ def test_every_parameter_decays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_makes_the_same_steps(dtype: torch.dtype) -> None:
-    """It is what GPUs take; here on a CPU, resumed in the middle as a checkpoint is."""
+    """GPUs use it; here it runs on a CPU, resumed in the middle like a checkpoint."""
     config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
     found = []
     for fused in (False, True):

@@ -1,5 +1,6 @@
-"""One run, many layouts: the same loss, gradients and weights on 1, 2 and 4 ranks; stopped and
-resumed equals uninterrupted.
+"""One run on many layouts: equal loss, gradients and weights on 1, 2 and 4 ranks.
+
+Stopped and resumed equals uninterrupted.
 """
 
 import json
@@ -43,8 +44,9 @@ def config_of(data: Path, **changes: Any) -> Config:
 
 
 def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and weights after one step of SGD with rate 1: what Adam would hide, a wrong
-    scale, shows here.
+    """Returns loss, gradients and weights after one step of SGD with rate 1.
+
+    SGD shows a wrong scale, which Adam would hide.
     """
     with assembled(config, run_dir) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
@@ -123,9 +125,7 @@ def test_bfloat16_is_another_computation_and_not_a_far_one(data: Path, tmp_path:
 def uneven_step(
     config: Config, run_dir: Path, shares: list[int]
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one step in which rank r has `shares[r]` rows of every micro-batch of
-    eight.
-    """
+    """Returns loss and gradients of one step with `shares[r]` of eight rows on rank r."""
     with assembled(config, run_dir) as run:
         rank = run.process.rank
         rows = np.random.default_rng(0).integers(0, 257, (2, 8, 25))
@@ -137,9 +137,7 @@ def uneven_step(
 def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
     data: Path, tmp_path: Path
 ) -> None:
-    """A mean over each rank's own tokens, averaged over ranks, would weigh a lonely token as much
-    as many.
-    """
+    """Averaging each rank's own mean would overweight tokens on a rank with few."""
     expected = None
     for shares, ep in (([8], 1), ([1, 7], 2), ([4, 1, 1, 2], 2)):
         config = config_of(data, train__global_batch=16, optim__clip_norm=1e9, mesh__ep=ep)
@@ -181,7 +179,7 @@ def test_resumed_on_another_layout_gives_the_same_losses(data: Path, tmp_path: P
 
 
 def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
-    """Trains, and requests a stop while step `step_number` is being made."""
+    """Trains, and requests a stop during step `step_number`."""
     original = loop.step
 
     def step_and_ask(run, batch, rate, **options):
@@ -202,8 +200,8 @@ def test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint(data: Path, tmp_pat
 
 
 def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]:
-    """A gradient that is not finite on one rank, at the second of three steps: how many updates
-    follow each step.
+    """Returns the updates after each of three steps with an infinite gradient on one rank in the
+    second.
     """
     with assembled(config, run_dir) as run:
         updates = []
@@ -265,8 +263,9 @@ def test_a_folder_that_belongs_to_a_job_is_not_trained_beside_its_supervisor(
 
 
 def adamw_by_hand(config: Config, run_dir: Path) -> float:
-    """Two steps of the loop against the formulas: loss, clipping, schedule and AdamW (Loshchilov
-    and Hutter, algorithm 2).
+    """Compares two steps with the formulas of loss, clipping, schedule and AdamW.
+
+    AdamW is algorithm 2 of Loshchilov and Hutter.
     """
     optim = config.optim
     with assembled(config, run_dir) as run:

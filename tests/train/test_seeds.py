@@ -1,4 +1,4 @@
-"""The random stream of a micro-batch: its own, and torch's of that seed."""
+"""A micro-batch's random stream is its own, and torch's for that seed."""
 
 import hashlib
 
@@ -19,7 +19,7 @@ def test_a_micro_batch_draws_its_own_numbers_again() -> None:
 
 
 def test_the_stream_is_that_of_torch_seeded_so() -> None:
-    """Checkpoints and published runs count on these very numbers."""
+    """Checkpoints and published runs rely on these exact numbers."""
     seed = int.from_bytes(hashlib.blake2b(b"7/3/1", digest_size=8).digest(), "little") >> 1
     found = draw(3, 1)
     torch.manual_seed(seed)

@@ -1,5 +1,5 @@
-"""FSDP: sharded weights make the same steps as whole ones, each is gathered once per pass, and
-checkpoints fit every layout.
+"""FSDP: sharded weights make the same steps, are gathered once per pass, and fit every layout's
+checkpoints.
 """
 
 import shutil
@@ -86,8 +86,9 @@ Parts = dict[str, tuple[LocalShard, Tensor]]
 
 
 def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts, Parts]:
-    """Losses, validation loss, first gradients and weights of two steps of SGD with rate 1: a wrong
-    scale shows.
+    """Returns losses, validation loss, first gradients and weights of two steps of SGD with rate 1.
+
+    SGD shows a wrong scale.
     """
     with assembled(config, run_dir) as run:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0, foreach=False)  # type: ignore[assignment]
@@ -109,8 +110,8 @@ def parts(model: torch.nn.Module, *, gradient: bool = False) -> Parts:
 
 
 def joined(ranks: list[Parts]) -> dict[str, Tensor]:
-    """Whole tensors from what the ranks hold; every element must have come, and all copies be the
-    same.
+    """Joins whole tensors from the ranks' parts; checks that copies agree and nothing is
+    missing.
     """
     out = {}
     for name, (first, _) in ranks[0].items():
@@ -135,7 +136,7 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
 def on_one_rank(
     data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], tuple]:
-    """What one rank finds, for every model and precision asked for."""
+    """Returns one rank's results, for every model and precision."""
     found: dict[tuple[str, str], tuple] = {}
 
     class Lazy(dict):
@@ -210,9 +211,7 @@ def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
 
 
 def compiled_steps(config: Config, run_dir: Path) -> tuple:
-    """As `sgd_steps`, with a backend that makes no code; and how many graphs there were, and how
-    many breaks.
-    """
+    """Runs `sgd_steps` with a backend without code generation, and counts graphs and breaks."""
     make_code = parts_of_a_run.compile_dense_parts
     parts_of_a_run.compile_dense_parts = partial(
         make_code, backend="aot_eager"
@@ -253,8 +252,8 @@ COLLECTIVES = {  # as FSDP calls them in torch 2.11 and in 2.13
 
 
 def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
-    """How often weights were gathered and gradients scattered in one step and one evaluation, and
-    what is left gathered.
+    """Counts gathers and scatters in one step and one evaluation, and checks what stays
+    gathered.
     """
     with assembled(config, run_dir) as run:
         counts: Counter = Counter()
@@ -290,7 +289,7 @@ def is_sharded(name: str) -> bool:
 def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     model: str, per_member: int, data: Path, tmp_path: Path
 ) -> None:
-    """Repeated members: once for forward and backward together; else once for each."""
+    """Repeated members gather once for forward and backward together, others once for each."""
     config = config_of(data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train__eval_rows=4)
     members = MODELS[model].layers_per_group
     units = (
@@ -321,9 +320,7 @@ class Interrupted(Exception):
 
 
 def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
-    """That a pass without a backward gathers, leaves the state to save as it was, and nothing stale
-    for the next pass.
-    """
+    """Checks that a pass without a backward changes no saved state and leaves nothing stale."""
     with assembled(config, run_dir) as run:
         before, held_before = state_tensors(run.model, run.optimizer)
         before = {name: tensor.clone() for name, tensor in before.items()}
@@ -354,7 +351,7 @@ def test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint(
 
 
 def refusals_after_an_error(config: Config, run_dir: Path) -> list[str]:
-    """What saving and a further pass say after a pass that was ended by an error."""
+    """Returns the errors of saving and of another pass after an interrupted pass."""
     with assembled(config, run_dir) as run:
         rows, said = torch.arange(34).view(2, 17), []
         broken = run.model.head.register_forward_pre_hook(interrupt)
@@ -373,7 +370,7 @@ def interrupt(*_: object) -> None:
 
 
 def test_after_a_pass_that_raised_nothing_is_saved_nor_computed(data: Path, tmp_path: Path) -> None:
-    """FSDP would go on with weights that no update reaches any more."""
+    """FSDP would continue with weights that no update reaches."""
     config = config_of(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
     for said in run_ranks(refusals_after_an_error, 2, config, tmp_path):
         assert len(said) == 2

@@ -1,4 +1,4 @@
-"""Ranks that would not run the same do not start, and every one of them says why."""
+"""Ranks that would run differently do not start, and each of them says why."""
 
 import math
 import sys
@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 
 
 def assembled(run_dir: Path, difference: str) -> str:
-    """Rank 1 of 2 differs."""
+    """Assembles a run in which rank 1 of 2 differs."""
     config = Config(
         model=MODEL,
         train=TrainConfig(global_batch=8, micro_batch=2),
@@ -100,7 +100,7 @@ def test_ranks_that_agree_are_assembled(tmp_path: Path) -> None:
 
 
 def left_alone(run_dir: Path) -> str:
-    """Rank 1 leaves the world that both have joined; the other waits for it and for no margin."""
+    """Rank 1 leaves the joined world; the other waits for it without a margin."""
     run_module._COMPARE_S = 0.1
     config = Config(
         model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2), mesh=MeshConfig(ep=2)

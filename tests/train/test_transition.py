@@ -1,6 +1,4 @@
-"""A training run over the switch from mixing to choosing: nothing else changes, and stopping there
-changes nothing.
-"""
+"""A run across the switch from mixing to choosing: nothing else changes, even with a stop there."""
 
 from pathlib import Path
 from typing import Any
@@ -52,9 +50,7 @@ def config_of(data: Path, *, steps: int = STEPS) -> Config:
 
 
 def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
-    """What each step routed by, and whether AdamW kept its state: the same tensors, changed by one
-    update of the formula.
-    """
+    """Returns each step's plan, and whether AdamW kept its state and updated it by the formula."""
     seen: list[dict[str, Any]] = []
     with assembled(config, run_dir) as run:
         plans: list[type] = []

@@ -1,4 +1,4 @@
-"""Configuration: recipes, TOML, overrides, and one clear error for each mistake."""
+"""Configurations: recipes, TOML, overrides, and one clear error per mistake."""
 
 import math
 import re
@@ -109,17 +109,7 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["model.num_expert=3"],
-            r"model.num_expert: unknown key; did you mean .*model.feed_forward.num_experts\?",
-        ),
         (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
-        (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
-        (["train.steps=0"], r"train.steps: .*greater than 0 \(given: 0\)"),
-        (["steps=3"], r"override 'steps=3': there is no key 'steps'; did you mean train.steps\?"),
-        (["train.steps"], r"override 'train.steps': write section.key=value"),
-        (["model.num_layers=5"], r"num_layers=5 is not divisible by layers_per_group=2"),
-        (["model.attention.positions.width=3"], r"positions.width=3 with d_head=32"),
         (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
         (["job.name=a/b"], r"job.name"),
         (["train.steps.x=3"], r"override 'train.steps.x=3': train.steps is not a section"),
@@ -137,19 +127,11 @@ def test_a_mistake_is_answered_with_one_clear_error(overrides: list[str], messag
         make(*overrides)
 
 
-def test_unknown_recipes_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no recipe 'smok'; did you mean smoke\?"):
-        make(name="smok")
-    with pytest.raises(ConfigError, match=r"missing.toml: cannot be read \(No such file"):
-        make(name=str(tmp_path / "missing.toml"))
+def test_a_broken_file(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[model\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken.toml: is not valid TOML"):
         make(name=str(broken))
-    typo = tmp_path / "typo.toml"
-    typo.write_text("[modell]\nnum_layers = 4\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"modell: unknown key; did you mean model\?"):
-        make(name=str(typo))
 
 
 def test_what_does_not_fit_the_world_is_refused() -> None:

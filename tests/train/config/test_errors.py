@@ -1,4 +1,4 @@
-"""Which errors of a rank no restart mends."""
+"""Which errors of a rank no restart can fix."""
 
 import pytest
 

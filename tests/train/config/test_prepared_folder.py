@@ -1,4 +1,4 @@
-"""What a prepared folder knows of itself need not be said again to train on it."""
+"""A run takes its preparation settings from a prepared folder."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from moebius.train.recipes.smoke import RECIPES
 
 @pytest.fixture(autouse=True)
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files of text in the working folder."""
+    """Writes two text files into the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Tests the reference of the configuration: what it says of a key is what a run accepts."""
+"""The configuration reference says what a run accepts."""
 
 import tomllib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KEYS = {key.path: key for key in keys()}
 
 
 def value_of(example: str) -> object:
-    """Returns the value of an override as a command line reads it."""
+    """Returns an override's value as a command line reads it."""
     text = example.partition("=")[2]
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -1,5 +1,6 @@
-"""Training while data is still being made: the same samples, losses and weights as afterwards; and
-an end with a cause where no more will come.
+"""Training during preparation gives the same samples, losses and weights as afterwards.
+
+It ends with a cause if the preparation fails.
 """
 
 import threading
@@ -54,7 +55,7 @@ def weights(run_dir: Path, step: int) -> dict[str, bytes]:
 
 
 def waits_for_a_segment(run_dir: Path) -> list[int]:
-    """The steps after which ranks said that they wait for a segment."""
+    """Returns the steps after which ranks reported waiting for a segment."""
     if not (run_dir / "metrics.jsonl").exists():
         return []
     waits = lines(run_dir, "data_wait")
@@ -62,7 +63,7 @@ def waits_for_a_segment(run_dir: Path) -> list[int]:
 
 
 def when_ranks_wait(run_dir: Path, act) -> threading.Thread:
-    """Acts in a thread once the ranks have said that they wait for data."""
+    """Acts in a thread once the ranks have reported waiting for data."""
 
     def watch() -> None:
         deadline = time.monotonic() + 60
@@ -77,7 +78,7 @@ def when_ranks_wait(run_dir: Path, act) -> threading.Thread:
 
 @pytest.fixture(scope="module")
 def afterwards(tmp_path_factory) -> Path:
-    """The run on the complete folder."""
+    """Returns the run on the complete folder."""
     folder = tmp_path_factory.mktemp("afterwards")
     made = begun(folder / "data")
     go_on(made)

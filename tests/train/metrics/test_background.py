@@ -1,4 +1,4 @@
-"""A sink on its own thread: no step waits for it, none fails because of it, and losses are logged."""
+"""A sink on its own thread delays and fails no step, and its losses are logged."""
 
 import pytest
 from fake_sink import FakeSink, in_background, line, wait_until

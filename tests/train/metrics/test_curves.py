@@ -1,4 +1,4 @@
-"""The names of curves, the same in every sink."""
+"""The names of curves, equal in every sink."""
 
 from pathlib import Path
 

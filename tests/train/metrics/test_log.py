@@ -1,4 +1,4 @@
-"""The log hands each line to all sinks, and metrics.jsonl has it at once."""
+"""The log passes each line to all sinks, and writes it to metrics.jsonl at once."""
 
 import json
 from pathlib import Path

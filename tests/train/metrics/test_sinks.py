@@ -1,5 +1,6 @@
-"""The sinks of a configuration: TensorBoard, W&B and MLflow get every step once, whatever restarts
-come between; a sink that cannot work is one clear error on all ranks before the first step.
+"""TensorBoard, W&B and MLflow get every step once, across restarts.
+
+A sink that cannot work is one clear error on all ranks before the first step.
 """
 
 import json
@@ -61,8 +62,8 @@ def test_tensorboard_shows_curves_hyper_parameters_and_events(tmp_path: Path) ->
 def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets this process number its event files from 0.
 
-    Files are read by name: second, host, process, number. Here all are of one second and process,
-    and a process's tenth file would come before its ninth.
+    Files are read by name: second, host, process, number. Here all have one second and process, and
+    a process's tenth file would sort before its ninth.
     """
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
@@ -97,7 +98,7 @@ def test_tensorboard_that_is_reopened_after_a_failure_hides_nothing(tmp_path: Pa
 
 
 class FakeRun:
-    """The part of W&B's run that we use."""
+    """Implements the part of W&B's run that we use."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -152,9 +153,9 @@ def test_wandb_continues_one_run_and_gets_no_step_twice(
 
 
 def stored_records(data: bytes) -> Iterator[bytes]:
-    """Reads a .wandb file: LevelDB's log format, after seven bytes that say which version.
+    """Reads a .wandb file: LevelDB's log format, after seven bytes with the version.
 
-    Blocks of 32 KiB; a record is a checksum, a length, whether it goes on, and so many bytes.
+    It has blocks of 32 KiB; a record is a checksum, a length, a continuation flag and the bytes.
     """
     place, record = 7, b""
     while place + 7 <= len(data):
@@ -198,7 +199,7 @@ def test_wandb_offline_writes_every_step_once(
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """MLflow's own client, with a store of files in place of a server."""
+    """Returns MLflow's own client on a file store instead of a server."""
     tracking = pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
@@ -272,7 +273,7 @@ def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
 
 
 def train_without_wandb(config: Config, run_dir: Path) -> str:
-    """Trains where rank 0 lacks W&B, which only rank 0 would use."""
+    """Trains without W&B, which only rank 0 would use."""
     sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
     return train(config, run_dir)
 

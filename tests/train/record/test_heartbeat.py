@@ -1,4 +1,4 @@
-"""What a rank says of itself on its page, and how others read it while it writes."""
+"""A rank's page: what it publishes, and how others read it during writes."""
 
 import mmap
 import os
@@ -26,7 +26,7 @@ from moebius.train.record.heartbeat import (
 
 @pytest.fixture
 def page(tmp_path) -> tuple[Heartbeat, Path]:
-    """A heartbeat on a file, and the file."""
+    """Returns a heartbeat on a file, and the file."""
     path = page_of(tmp_path, 0)
     path.write_bytes(bytes(PAGE_BYTES))
     with open(path, "r+b") as file:
@@ -84,7 +84,7 @@ def test_what_is_no_page_yet_is_none(tmp_path):
 
 
 def test_a_reader_never_sees_half_a_write(page):
-    """The step is written before its time: a torn page would mix those of two writes."""
+    """The step is written before its time, so a torn page would mix two writes."""
     beats, path = page
     done = threading.Event()
 

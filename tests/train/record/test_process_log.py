@@ -1,4 +1,4 @@
-"""A process's own log: rotated without losing or doubling a line, on a full disk, without secrets."""
+"""A process's log: rotated without losing or repeating a line, on a full disk, redacted."""
 
 import os
 import re
@@ -21,7 +21,7 @@ keep_log_of_rank(os.environ)
 
 
 def start_rank(run_dir: Path, code: str, limits: LogLimits, **more: str) -> subprocess.Popen[bytes]:
-    """A rank in a process of its own, whose log is already its standard output, as agents do it."""
+    """Starts a rank in its own process with its log as standard output, as agents do."""
     folder = run_dir / "logs" / "g001" / "node0"
     folder.mkdir(parents=True, exist_ok=True)
     environment = {LOG: limits.for_ranks(folder), "RANK": "0"} | more
@@ -35,7 +35,7 @@ def start_rank(run_dir: Path, code: str, limits: LogLimits, **more: str) -> subp
 
 
 def run_rank(run_dir: Path, code: str, limits: LogLimits, **more: str) -> str:
-    """Runs it to its end, and returns all that is left of its log."""
+    """Runs a rank to its end, and returns all that remains of its log."""
     rank = start_rank(run_dir, code, limits, **more)
     assert rank.wait(timeout=120) == 0, (run_dir / "logs/g001/node0/rank0.log").read_text()
     return "\n".join(line.text for line in follow_logs(run_dir))
@@ -58,7 +58,7 @@ talkers += [threading.Thread(target=talk_like_c, args=("c",))]
 
 
 def test_a_rank_that_writes_fast_is_followed_line_by_line(tmp_path: Path) -> None:
-    """While it writes from threads and past Python, and rotates about forty times."""
+    """It writes from threads and past Python, and rotates about forty times."""
     journal = Journal(tmp_path)
     journal.append(State.RUNNING, generation=1, reason="")
     rank = start_rank(tmp_path, FAST, LogLimits(max_bytes=12_000, pieces=1000))
@@ -91,7 +91,7 @@ def test_logs_are_bounded_and_the_newest_lines_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_lines_and_says_how_many(tmp_path: Path) -> None:
-    """A limit of the file's size stands for a full disk: the write fails in the same place."""
+    """A file size limit stands for a full disk: the write fails in the same place."""
     code = """
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -162,7 +162,7 @@ if pid:
 
 
 def test_a_rotation_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
-    """A process that was killed between two renames has left a piece without its name."""
+    """A process killed between two renames left an unnamed piece."""
     path = tmp_path / "rank0.log"
     path.write_text("old\n" * 100)
     path.with_name("rank0.log.next").write_text("last words\n")

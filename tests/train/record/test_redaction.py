@@ -1,6 +1,4 @@
-"""Secrets are blotted out of what is written, refused in what is configured, and ordinary words are
-neither.
-"""
+"""Secrets are redacted in output and refused in configurations; ordinary words stay."""
 
 import json
 import logging

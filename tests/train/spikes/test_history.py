@@ -1,4 +1,4 @@
-"""What is a spike, what is none, and that a resumed run judges alike."""
+"""Which steps are spikes, and that a resumed run judges alike."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def detector(**changes: Any) -> SpikeDetector:
 
 
 def noisy(number: int, seed: int = 0) -> list[tuple[float, float]]:
-    """Losses that fall slowly, and gradient norms with a long tail."""
+    """Returns slowly falling losses, and gradient norms with a long tail."""
     draw = random.Random(seed)
     return [
         (3.0 - step / 1000 + draw.gauss(0, 0.05), draw.lognormvariate(-1, 0.3))

@@ -1,5 +1,7 @@
-"""A run that goes back past a spike is, bit for bit, one that was started by hand from that checkpoint
-with those samples left out; and a restart at any moment changes nothing.
+"""A run that rolls back past a spike equals, bit for bit, one started by hand at that checkpoint
+without those samples.
+
+A restart at any moment changes nothing.
 """
 
 from dataclasses import replace
@@ -65,10 +67,10 @@ def train(
     damage: str = "",
     most_rollbacks: int = 10,
 ) -> str:
-    """Trains where rank 0's part of the loss of some samples is a thousand times what it should be.
+    """Trains with rank 0's part of the loss multiplied by `scale` for some samples.
 
-    The run dies before the step so many; the steps that a rollback repeats count again. `damage`: a
-    checkpoint that is damaged before step 7.
+    The run dies before step number `die_before`, counting repeated steps. `damage`: a checkpoint to
+    damage before step 7.
     """
     make_step, make_loss, made = loop.step, loop.micro_batch_loss, []
 
@@ -92,8 +94,8 @@ def train(
 
 
 def by_hand(config: Config, final: Path) -> bool:
-    """Tells whether a run has the weights of one that began at its checkpoint of step 4, with the
-    samples that follow the poison.
+    """Returns whether a run's weights equal those of a run from its checkpoint of step 4 with the
+    samples after the poison.
     """
     with start_process("cpu", timeout_s=30) as process:
         off = config.train.model_copy(update={"spikes": SpikeConfig()})
@@ -113,7 +115,7 @@ def by_hand(config: Config, final: Path) -> bool:
 
 
 def curve(run_dir: Path) -> dict[int, tuple[float, int]]:
-    """Loss and digest by step; of a repeated step the last one."""
+    """Returns loss and digest by step; the last ones of a repeated step."""
     return {line["step"]: (line["loss"], line["digest"]) for line in lines(run_dir, "train")}
 
 
@@ -128,7 +130,7 @@ def world(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def rolled_back(made: MadeFolder, world: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has gone back once, and that nothing else has happened to."""
+    """Returns a run that rolled back once, undisturbed otherwise."""
     run_dir = tmp_path_factory.mktemp(f"run{world}")
     config = config_of(made, keep_last=6)
     assert run_ranks(train, world, config, run_dir) == ["finished"] * world
@@ -168,7 +170,7 @@ def test_it_is_the_run_that_one_would_start_by_hand(
 def test_a_restart_at_any_moment_changes_nothing(
     made: MadeFolder, rolled_back: Path, world: int, tmp_path: Path, die_before: int
 ) -> None:
-    """Between the spikes; right after going back; and a few steps later."""
+    """Between the spikes, right after rolling back, and a few steps later."""
     config = config_of(made)
     with pytest.raises(RankFailed):
         run_ranks(train, world, config, tmp_path, die_before)
@@ -178,7 +180,7 @@ def test_a_restart_at_any_moment_changes_nothing(
 
 
 def train_until_saved(config: Config, run_dir: Path, poison: range) -> None:
-    """Trains until the run would roll back; it dies when its checkpoints are written."""
+    """Trains until the run would roll back, and dies once its checkpoints are written."""
 
     def die(run: Run) -> None:
         run.checkpoints.wait()
@@ -217,7 +219,7 @@ def test_another_number_of_ranks_leaves_out_the_same_samples(
 def test_a_checkpoint_remembers_what_was_left_out(
     made: MadeFolder, rolled_back: Path, world: int, tmp_path: Path
 ) -> None:
-    """The file with the rollbacks is lost between a checkpoint and the next start."""
+    """The rollbacks' file is lost between a checkpoint and the next start."""
     with pytest.raises(RankFailed):
         run_ranks(train, world, config_of(made), tmp_path, 12)
     (tmp_path / FILE).unlink()
@@ -249,7 +251,7 @@ def test_gradients_that_are_not_finite_count_as_spikes(made: MadeFolder, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_that_may_not_go_back_again_ends(made: MadeFolder, tmp_path: Path) -> None:
-    """Poison without an end is left out once, and then found again."""
+    """Endless poison is skipped once, and then found again."""
     config, poison = config_of(made), range(5 * BATCH, 1000 * BATCH)
     with pytest.raises(RankFailed, match=r"2 spikes within 4 steps"):
         run_ranks(train, 1, config, tmp_path, 0, poison, 1e3, "", 1)
