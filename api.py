@@ -12,8 +12,6 @@ It sits in the top layer beside the command line and does the same with the same
 imports it on first use of one of its names, so `import moebius` alone does not load torch.
 """
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -38,6 +36,7 @@ from .evaluation.zero_shot import ZeroShotReport, measure_tasks
 from .model.cost import Flops, Parameters, count_parameters, forward_flops
 from .model.initialise import initialise
 from .model.transformer import Transformer
+from .train.config.reference import toml_value
 from .train.config.resolve import resolve
 from .train.config.run_config import Config, ConfigError
 from .train.evaluate import Rows, read_rows
@@ -181,9 +180,9 @@ class Size:
 
     parameters: Parameters
     flops: Flops
-    """Of one token: `.forward`, and `.training` with the backward pass."""
+    """FLOPs of one token: `.forward`, and `.training` with the backward pass."""
     tokens: int
-    """Of the whole run."""
+    """Tokens of the whole run."""
 
     @property
     def training_flops(self) -> float:
@@ -360,30 +359,14 @@ def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterato
         key = section + name.replace("__", ".")
         if isinstance(value, Mapping):
             yield from _as_arguments(value, f"{key}.")
-        else:
-            yield f"{key}={_as_toml(value, key)}"
-
-
-def _as_toml(value: object, key: str) -> str:
-    """Returns a value as TOML, which is like JSON for strings, booleans and numbers, plus inf and
-    nan.
-    """
-    if value is None:
-        return "none"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_as_toml(each, key) for each in value)}]"
-    if isinstance(value, Mapping):
-        pairs = (f"{json.dumps(name)} = {_as_toml(each, key)}" for name, each in value.items())
-        return f"{{{', '.join(pairs)}}}"
-    try:
-        return json.dumps(value, default=os.fspath)
-    except TypeError:
-        raise ConfigError(
-            f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
-            "False, None, or a list of them"
-        ) from None
+            continue
+        try:
+            yield f"{key}={toml_value(value)}"
+        except TypeError:
+            raise ConfigError(
+                f"{key}: {value!r} is not a configuration value; give a number, a text, True or "
+                "False, None, or a list of them"
+            ) from None
 
 
 def _run_of(path: Path, step: int | None) -> tuple[Path, int | None]:

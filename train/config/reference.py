@@ -5,8 +5,9 @@ sections' classes, so it cannot differ from what a run accepts.
 """
 
 import json
+import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -99,12 +100,14 @@ def toml_value(value: Any) -> str:
         return "none"
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, dict):
+    if isinstance(value, float):
+        return repr(value)  # inf and nan too
+    if isinstance(value, Mapping):
         entries = (f"{json.dumps(key)} = {toml_value(entry)}" for key, entry in value.items())
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=os.fspath)
 
 
 def _key(path: str, info: FieldInfo) -> Key:

@@ -2,6 +2,8 @@
 moved experts, and models whose sizes the ranks do not divide.
 """
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ LAYOUTS = {  # name: ranks, model, mesh
     "alone, embedding": (1, "embedding", {}),
     "alone, few": (1, "few", {}),
     "replicas": (4, "buffers", {}),
+    "ep2 on 2": (2, "buffers", {"ep": 2}),
     "ep2": (4, "buffers", {"ep": 2, "dp_shard": 4}),
     "ep4": (4, "buffers", {"ep": 4}),
     "fsdp": (4, "buffers", {"dp_shard": 4, "sharding": "fsdp"}),
@@ -160,16 +163,38 @@ def model_of(name: str) -> str:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same state, saved by the ranks of every layout; one process's first."""
     folder = tmp_path_factory.mktemp("saved")
-    for world in (1, 3, 4):
+    for world in (1, 2, 3, 4):
         names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]
         run_ranks(save_states, world, folder, names + [MOVED] * (world == 4))
     return {name: folder / name / "step_00000007" for name in (*LAYOUTS, MOVED)}
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_layout_loads_every_other(world: int, saved: dict[str, Path]) -> None:
     names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]
     assert run_ranks(load_states, world, names, saved) == [[]] * world
+
+
+def test_checkpoints_of_all_layouts_have_the_same_tensors(saved: dict[str, Path]) -> None:
+    stored = {
+        name: {
+            key: (tensor.dtype, tensor.shape)
+            for key, tensor in open_checkpoint(path).index.tensors.items()
+        }
+        for name, path in saved.items()
+        if model_of(name) == "buffers"
+    }
+    assert all(tensors == stored["alone"] for tensors in stored.values())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_every_rank_of_a_sharded_run_writes_its_share(name: str, saved: dict[str, Path]) -> None:
+    elements: Counter[str] = Counter()
+    for tensor in open_checkpoint(saved[name]).index.tensors.values():
+        for chunk in tensor.chunks:
+            elements[chunk.file] += math.prod(chunk.sizes)
+    assert len(elements) == 4
+    assert max(elements.values()) < 1.1 * elements.total() / 4
 
 
 def test_of_a_routers_weights_fsdp_cuts_none(saved: dict[str, Path]) -> None:
