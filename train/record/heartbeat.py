@@ -12,9 +12,9 @@ be equal, and two reads must agree.
 Two more files beside it help when ranks hang (cluster/watching/):
 
 * rank3.stacks: on SIGUSR1 `faulthandler` writes the Python stacks of all threads there, from a
-signal handler in C, even while the main thread is in C++ code or another holds the GIL.
+  signal handler in C, even while the main thread is in C++ code or another holds the GIL.
 * rank3.calls: the collectives that the rank has issued and not completed, written by a thread when
-the file rank3.ask appears. It checks twice a second.
+  the file rank3.ask appears. It checks twice a second.
 """
 
 import faulthandler

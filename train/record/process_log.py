@@ -7,7 +7,7 @@ one file), and then renames. Nothing is lost or copied on any file system, and n
 takes part. Rejected alternatives:
 
 * A pipe to a rotating process: a rank must not wait for a stopped or dead process, and a pipe's
-contents, the ranks' last words, are lost with the machine's agent.
+  contents, the ranks' last words, are lost with the machine's agent.
 * Copying and truncating from outside loses what is written in between, by an unknown amount.
 
 The price: a process that is not our Python (a user's command) does not rotate, and a rank's
