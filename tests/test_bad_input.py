@@ -322,7 +322,7 @@ def test_a_damaged_checkpoint_is_named(trained: Path, moebius: Command) -> None:
 
 
 def test_texts_are_scored_and_empty_ones_are_refused(trained: Path, moebius: Command) -> None:
-    assert_refused(moebius, ["eval", "done", "--prompt", ""], "prompt of at least one token")
+    assert_refused(moebius, ["eval", "done", "--prompt", ""], "the prompt is empty")
     assert moebius("eval", "done", "--score", "").code == 2
     answer = moebius("eval", "done", "--score", "the band closes upon itself", "--draws", "3")
     assert answer.code == 0
