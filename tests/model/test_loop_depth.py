@@ -2,6 +2,7 @@
 
 import math
 from statistics import fmean
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -16,8 +17,8 @@ from moebius.train.recipes.smoke import RECIPES
 STEPS = 20_000
 
 
-def drawn(kind: str, mean: int, *, steps: int = STEPS, **given) -> list[int]:
-    depth = DepthConfig(kind=kind, **given)
+def drawn(kind: str, mean: int, *, steps: int = STEPS, **given: Any) -> list[int]:
+    depth = DepthConfig.model_validate({"kind": kind, **given})
     return [loops_of(depth, mean, 7, step, 0) for step in range(steps)]
 
 

@@ -118,7 +118,7 @@ class Huginn(Recording):
         given, width = self.given, self.given["n_embd"]
         prelude, core = given["n_layers_in_prelude"], given["n_layers_in_recurrent_block"]
         coda, channels = given["n_layers_in_coda"], width // given["n_heads"]
-        self.layers = {"prelude": 0, "core_block": prelude, "coda": prelude + core}
+        type(self).layers = {"prelude": 0, "core_block": prelude, "coda": prelude + core}
         self.config = ModelConfig.from_dotted(
             {
                 "vocab_size": given["vocab_size"],
@@ -334,11 +334,10 @@ def test_parcae_has_the_public_logits_in_evaluation(depth):
 def test_ouro_has_the_public_logits_of_every_loop_and_gradients():
     golden = Ouro()
     model = golden.model(golden.config)
-    for loop in range(3):
+    for loop, expected in enumerate(golden.tensor("logits")):
         model.num_loops = loop + 1
-        logits = model(golden.inputs).logits_BSV
-        torch.testing.assert_close(logits, golden.tensor("logits")[loop], **CLOSE)
-    golden.check(model, "last/", logits)
+        torch.testing.assert_close(model(golden.inputs).logits_BSV, expected, **CLOSE)
+    golden.check(model, "last/", model(golden.inputs).logits_BSV)
 
 
 # What every key must keep
@@ -446,6 +445,7 @@ class Masked(Loops):
 
     def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS):
         assert depth.of_sequence is not None
+        assert final_norm is not None
         has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
         before, after = schedule[: self.first], schedule[len(schedule) - self.config.coda :]
         for step in before:

@@ -1,14 +1,16 @@
 """Recomputation changes memory and nothing else: loss, gradients, side effects, random numbers."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_model
 from live_memory import LiveMemory
 from parts import layers
-from torch import Tensor
+from torch import Tensor, nn
 
 from moebius.model.execution.precision import forward_in
 from moebius.model.execution.recompute import Recompute, recomputing, run_recomputed, save_decision
@@ -141,10 +143,10 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     """Noise far above rounding, in the second run only: where the routers decided anew, routes
     would differ.
     """
-    norms, dispatch = (
-        {each: each.forward for each in (LayerNorm, RMSNorm)},
-        LocalDispatcher.dispatch,
-    )
+    norms: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
+        each: each.forward for each in (LayerNorm, RMSNorm)
+    }
+    dispatch = LocalDispatcher.dispatch
     noise = torch.Generator().manual_seed(8)
     first: list[tuple[Tensor, Tensor]] = []
     second: list[tuple[Tensor, Tensor]] = []
