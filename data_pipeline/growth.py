@@ -40,5 +40,5 @@ def given_up(directory: Path) -> str | None:
 
 
 def go_on(directory: Path) -> None:
-    """Withdraws `give_up`."""
+    """Takes back what `give_up` has declared."""
     (directory / UNFINISHED / _GIVEN_UP).unlink(missing_ok=True)

@@ -47,7 +47,7 @@ class LayoutPlan:
 
     @property
     def candidate(self) -> LayoutCandidate:
-        """Returns the planned layout."""
+        """Returns the layout of this plan."""
         return self.prediction.candidate
 
 

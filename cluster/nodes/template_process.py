@@ -226,7 +226,7 @@ class OrderedAgent:
         return self._code
 
     def has_ended(self, code: int) -> None:
-        """Records the exit code."""
+        """Records the exit code of an ended child."""
         self._code = code
         self.ended.set()
 

@@ -109,7 +109,7 @@ class SkipList:
         logger.warning("replacing the rows of a damaged record batch: %s", batch.error)
 
     def add_row(self, row: SkippedRow) -> None:
-        """Records a replaced row."""
+        """Records that one row was replaced."""
         if row.key not in self.rows:
             self._note(row)
             self._append({"row": asdict(row)})

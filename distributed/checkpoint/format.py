@@ -155,7 +155,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Reads a checkpoint's meta.json."""
+    """Reads the meta.json of a checkpoint."""
     return _read(path, "meta.json", CheckpointMeta)
 
 

@@ -115,7 +115,7 @@ class ExpertParallelDispatcher(ABC):
         return expert_map.seen_from(setup.group.rank())
 
     def stats(self) -> Counters:
-        """Returns this dispatcher's counters."""
+        """Returns the counters of this dispatcher."""
         return self.setup.counters
 
     def with_expert_map(self, expert_map: ExpertMap) -> Self:

@@ -164,7 +164,7 @@ class Task(Protocol):
 
     @property
     def title(self) -> str:
-        """Returns a readable title."""
+        """Returns a title that people can read."""
         ...
 
     @property

@@ -81,7 +81,7 @@ class DecayInjection(Injection):
         self.output = Linear(d_model, d_model, init=identity)
 
     def prepare(self, e_BSD: Tensor) -> Tensor:
-        """Returns Δ·(B·e), in float32."""
+        """Returns Δ·(B·e), which every loop adds, in float32."""
         return F.softplus(self.step_bias) * self.input(e_BSD).to(self.step_bias.dtype)
 
     def forward(self, s_BSD: Tensor, e_BSD: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class DecayInjection(Injection):
         return (s_BSD * decay_D + e_BSD).to(s_BSD.dtype)
 
     def finish(self, s_BSD: Tensor) -> Tensor:
-        """Returns C·s."""
+        """Returns C·s, which the coda reads."""
         return self.output(s_BSD).to(s_BSD.dtype)
 
 

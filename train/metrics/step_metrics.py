@@ -27,7 +27,7 @@ class StepMeter:
         self._exchanges: dict[str, Counters] = {}
 
     def add(self, result: MicroBatchLoss) -> None:
-        """Adds one micro-batch's report."""
+        """Adds the report of one micro-batch."""
         self._accumulate("loss", result.cross_entropy)
         self._accumulate("regularisation", result.regularisation)
         for name, value in result.auxiliary.items():
