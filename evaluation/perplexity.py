@@ -41,7 +41,12 @@ class Measurement:
 
 
 def measure(
-    run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    split: str = "validation",
+    max_rows: int = 0,
+    loops: int | None = None,
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
@@ -50,12 +55,13 @@ def measure(
         step: of the checkpoint; None: the newest.
         split: train or validation.
         max_rows: upper limit of rows; 0: all.
+        loops: repeats of the core; None: as trained.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
     """
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step)
+        restored = restore(run_dir, process, step=step, loops=loops)
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split)

@@ -27,7 +27,12 @@ class Restored:
 
 
 def restore(
-    run_dir: Path, process: Process, *, step: int | None = None, depth_steps: int | None = None
+    run_dir: Path,
+    process: Process,
+    *,
+    step: int | None = None,
+    depth_steps: int | None = None,
+    loops: int | None = None,
 ) -> Restored:
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
@@ -37,6 +42,7 @@ def restore(
         step: of the checkpoint; None: the newest.
         depth_steps: total number of layer applications, for a model that shares layers; None: as
             trained. The returned configuration has the same number.
+        loops: the same as a number of repeats; None: as trained.
 
     Raises:
         ConfigError: the run or the checkpoint does not exist, or the model cannot have that many
@@ -48,6 +54,8 @@ def restore(
             f"{run_dir}: is not a run folder (no config.json); `moebius status` lists runs"
         )
     config = Config.load(config_file)
+    if loops is not None:
+        depth_steps = len(config.model.schedule_of(loops))
     if depth_steps is not None:
         config = _with_depth(config, depth_steps)
     mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
@@ -82,15 +90,17 @@ def _with_depth(config: Config, depth_steps: int) -> Config:
         ConfigError: the model shares no layers, or the number is no multiple of the group.
     """
     model = config.model
-    group = model.layers_per_group
-    if depth_steps != model.num_layers and group == model.num_layers:
+    once, core = model.loops.prelude + model.loops.coda, model.core_layers
+    if depth_steps != model.num_layers and model.num_repeats == 1 and model.loops.is_plain:
         raise ConfigError(
-            f"{depth_steps} depth steps: the model shares no layers and always has {group}; only a "
+            f"{depth_steps} depth steps: the model shares no layers and always has {core}; only a "
             "model with repeated layers can change them"
         )
-    if depth_steps < 1 or depth_steps % group:
+    if depth_steps <= once or (depth_steps - once) % core:
+        around = f"{once} and a multiple" if once else "a multiple"
         raise ConfigError(
-            f"{depth_steps} depth steps must be a multiple of the group of {group} layers"
+            f"{depth_steps} depth steps must be {around} of the group of {core} layers, of which at "
+            "least one loop is made"
         )
     return config.model_copy(update={"model": model.model_copy(update={"num_layers": depth_steps})})
 

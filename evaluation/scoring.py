@@ -169,7 +169,7 @@ class Scorer:
         log_p, greedy = [], []
         chunk = max(1, _LOGITS // self._model.config.vocab_size)
         for first in range(0, len(target_N), chunk):
-            logits_NV = self._model.head(hidden_ND[first : first + chunk])
+            logits_NV = self._model.read_out(hidden_ND[first : first + chunk])
             logits_NV = logits_NV.to(wide_dtype(logits_NV))
             log_p_NV = logits_NV.double().log_softmax(-1)
             log_p.append(log_p_NV.gather(1, target_N[first : first + chunk, None])[:, 0])

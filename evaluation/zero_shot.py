@@ -104,6 +104,7 @@ def measure_tasks(
     draws: int = 1,
     seed: int = 0,
     per_item: Path | None = None,
+    loops: int | None = None,
     on_task: StartTask | None = None,
 ) -> ZeroShotReport | None:
     """Scores a checkpoint on tasks.
@@ -121,6 +122,7 @@ def measure_tasks(
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
         per_item: Parquet file for each item's scores (`item_rows`); None: none is written.
+        loops: repeats of the core; None: as trained.
         on_task: called when a task begins.
 
     Returns:
@@ -137,7 +139,7 @@ def measure_tasks(
         raise TaskError(f"--per-item {per_item}: the folder {per_item.parent} does not exist")
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process, ExitStack() as stack:
-        restored = restore(run_dir, process, step=step)
+        restored = restore(run_dir, process, step=step, loops=loops)
         refuse_pairs(restored)
         encoder = _encoder(restored, context, too_long)
         scorer = open_scorer(restored, stack, process, seed=seed)

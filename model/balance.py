@@ -22,7 +22,7 @@ in all (H·A), L depth steps, D documents of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -301,16 +301,6 @@ class RouterReport:
     # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
 
-    def emptied(self) -> "RouterReport":
-        """Returns the report of a depth step that had no row."""
-        return replace(
-            self,
-            load_N=None if self.load_N is None else torch.zeros_like(self.load_N),
-            starts_N1=None if self.starts_N1 is None else torch.zeros_like(self.starts_N1),
-            wanted=None if self.wanted is None else 0,
-            gate_sum=torch.zeros_like(self.gate_sum),
-        )
-
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
     """Builds a router's report for the monitor, together with its statistics."""
@@ -351,11 +341,33 @@ class DepthLoad:
     gate_sum_L: Tensor  # float32
 
 
-def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
-    """Stacks the reports of all depth steps by kind of router, skipping steps without it."""
-    kinds = {kind: None for step in steps for kind in step}
-    found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}
-    return {kind: _depth_load(reports) for kind, reports in found.items()}
+def collect_loads(
+    steps: Sequence[dict[str, RouterReport]], *, members: Sequence[int] | None = None
+) -> dict[str, DepthLoad]:
+    """Stacks the reports of all depth steps by kind of router, skipping steps without it.
+
+    With `members`, the layer of each depth step, the depth steps of one layer are added up: passes
+    of different depths then have loads of one shape.
+    """
+    found: dict[str, DepthLoad] = {}
+    for kind in {kind: None for step in steps for kind in step}:
+        load = _depth_load([step[kind] for step in steps if kind in step])
+        if members is not None:
+            own = [member for member, step in zip(members, steps, strict=True) if kind in step]
+            load = _load_of_layers(load, own)
+        found[kind] = load
+    return found
+
+
+def _load_of_layers(load: DepthLoad, members: Sequence[int]) -> DepthLoad:
+    layers = sorted(set(members))
+    index_L = torch.tensor([layers.index(member) for member in members]).to(load.load_LN.device)
+
+    def added(value_L: Tensor) -> Tensor:
+        zeros = value_L.new_zeros(len(layers), *value_L.shape[1:])
+        return zeros.index_add(0, index_L, value_L)
+
+    return DepthLoad(added(load.load_LN), added(load.wanted_L), added(load.gate_sum_L))
 
 
 def _depth_load(reports: Sequence[RouterReport]) -> DepthLoad:

@@ -313,18 +313,19 @@ class Transformer(nn.Module):
                     final_norm=self.final_norm,
                     positions_BS=positions_BS,
                 )
-        read_out = self._read_out(x_BSD, targets_BS, counted_C)
+        read_out = self.read_out(x_BSD, targets_BS, counted_C)
         regularisation_B, auxiliary, carried = self._losses(
             steps.reports, schedule, halted, tokens_BS
         )
-        if self.training and self.config.loops.depth.kind != "fixed":
+        drawn = self.config.loops.depth.kind != "fixed"
+        if self.training and drawn:
             loops = depth.of_sequence or (depth.num_loops,) * len(tokens_BS)
             auxiliary["loops"] = torch.tensor(loops, dtype=torch.float32, device=tokens_BS.device)
         if self.training and self.depth_losses and targets_BS is not None:
 
             def read_depth(state_BSD: Tensor) -> Tensor:
                 n_BSD = state_BSD if self.final_norm is None else self.final_norm(state_BSD)
-                total = self._read_out(n_BSD, targets_BS, counted_C)
+                total = self.read_out(n_BSD, targets_BS, counted_C)
                 return (total / targets_BS.numel()).expand(len(targets_BS))
 
             seen = DepthStates(tuple(steps.states), tokens_BS, targets_BS, loss_mask_BS, read_depth)
@@ -332,25 +333,14 @@ class Transformer(nn.Module):
                 value_B = loss.value(seen)
                 regularisation_B = regularisation_B + loss.weight * value_B
                 auxiliary[loss.name] = value_B.detach()
+        members = [step.member for step in schedule] if drawn else None
         return ModelOutput(
             read_out=read_out.to(wide_dtype(read_out)),
             regularisation_B=regularisation_B,
             auxiliary=auxiliary,
-            loads=collect_loads(self._with_empty_loops(steps.reports, depth)),
+            loads=collect_loads(steps.reports, members=members),
             carried=carried,
         )
-
-    def _with_empty_loops(
-        self, reports: list[dict[str, RouterReport]], depth: PassDepth
-    ) -> list[dict[str, RouterReport]]:
-        """Adds a report without routes for every depth step of the step's longest pass."""
-        missing = depth.of_step - depth.num_loops
-        if missing <= 0:
-            return reports
-        end = len(reports) - self.config.loops.coda
-        loop = reports[end - self.config.core_layers : end]
-        empty = [{kind: each.emptied() for kind, each in report.items()} for report in loop]
-        return [*reports[:end], *empty * missing, *reports[end:]]
 
     def new_cache(self) -> list[LayerCache]:
         """Returns an empty cache with one entry per depth step: a shared layer has new keys at
@@ -366,8 +356,8 @@ class Transformer(nn.Module):
 
     @property
     def schedule(self) -> tuple[DepthStep, ...]:
-        """Returns the depth steps of the next pass, or of its step's longest, as metrics have them."""
-        return self.config.schedule_of(max(self.depth.num_loops, self.depth.of_step))
+        """Returns the depth steps of the next pass."""
+        return self.config.schedule_of(self.depth.num_loops)
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
         """Yields (group member, kind, router) for every router."""
@@ -430,9 +420,13 @@ class Transformer(nn.Module):
         positions = positions.to(wide_dtype(x_BSD))
         return rotary_table(positions, attention.rotary_channels, attention.rotary_base)
 
-    def _read_out(
-        self, x_BSD: Tensor, targets_BS: Tensor | None, counted_C: Tensor | None
+    def read_out(
+        self, x_BSD: Tensor, targets_BS: Tensor | None = None, counted_C: Tensor | None = None
     ) -> Tensor:
+        """Returns the logits of rows that were normalised, (…, V); with targets their loss.
+
+        See `ReadOut.forward`.
+        """
         tied = None
         if self.config.tied_head:
             tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)

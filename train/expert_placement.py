@@ -79,7 +79,7 @@ class ExpertPlacement:
         """
         if not self.active:
             return
-        schedule = [step.member for step in self._model.schedule]
+        schedule = [step.member for step in self._model.config.load_steps]
         for kind, load_LE in loads.items():
             members = [member for member in schedule if (member, kind) in self._routed]
             index_L = torch.tensor(members[: len(load_LE)], device=load_LE.device)

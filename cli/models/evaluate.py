@@ -41,6 +41,7 @@ def _add_eval(commands: Commands) -> None:
         examples=[
             "eval runs/mine",
             "eval runs/mine --stride 64",
+            "eval runs/mine --loops 1,2,4,8",
             "eval runs/mine --tasks paper --data eval/ --limit 500",
             "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
@@ -54,6 +55,12 @@ def _add_eval(commands: Commands) -> None:
         type=int,
         metavar="N",
         help="use overlapping windows that move by N tokens; also prints bits per byte",
+    )
+    parser.add_argument(
+        "--loops",
+        type=_numbers,
+        metavar="N,…",
+        help="apply the repeated layers N times; several numbers give a table and a picture",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
     parser.add_argument(
@@ -115,6 +122,10 @@ def _eval(options: argparse.Namespace) -> int:
     asked = [f"--{name}" for name in _ONE_OF if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
+    if options.loops is not None and options.stride is not None:
+        raise ValueError("--loops and --stride cannot be combined: choose one")
+    if options.loops is not None and len(options.loops) > 1:
+        return _over_loops(options)
     if options.tasks is not None:
         return _tasks(options)
     for name in _OF_TASKS:
@@ -129,6 +140,46 @@ def _eval(options: argparse.Namespace) -> int:
         _measure_sliding(options)
     else:
         _measure(options)
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of loops, separated by commas."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers from 1 on, as in 1,2,4,8")
+    return numbers
+
+
+def _over_loops(options: argparse.Namespace) -> int:
+    """Measures the loss, or the tasks, with every number of loops."""
+    from rich.console import Console
+
+    from ...evaluation.over_loops import draw, measure_over_loops, table_of
+
+    for name in ("prompt", "score", "json", "per_item"):
+        if getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} takes one number of --loops: {options.loops[0]}, for example"
+            )
+    tasks = [] if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    if tasks and options.data is None:
+        raise ValueError("--tasks needs --data: the folder of the task files, or hub")
+    found = measure_over_loops(
+        options.run_dir,
+        options.loops,
+        step=options.step,
+        tasks=tasks,
+        data=options.data,
+        limit=options.limit,
+    )
+    console = Console()
+    console.print(table_of(found))
+    console.print(f"picture: {draw(found, options.run_dir)}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -157,6 +208,7 @@ def _tasks(options: argparse.Namespace) -> int:
             draws=options.draws,
             seed=options.seed,
             per_item=options.per_item,
+            loops=_loops(options),
             on_task=on_task,
         )
     if report is None:  # only rank 0 has it
@@ -171,7 +223,7 @@ def _tasks(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> None:
     from ...evaluation.perplexity import measure
 
-    print(measure(options.run_dir, step=options.step))
+    print(measure(options.run_dir, step=options.step, loops=_loops(options)))
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
@@ -220,7 +272,11 @@ def _restored(options: argparse.Namespace) -> "Restored":
     from ...evaluation.restore import restore
 
     with start_process("auto") as process:
-        return restore(options.run_dir, process, step=options.step)
+        return restore(options.run_dir, process, step=options.step, loops=_loops(options))
+
+
+def _loops(options: argparse.Namespace) -> int | None:
+    return None if options.loops is None else options.loops[0]
 
 
 def _lm_eval(options: argparse.Namespace) -> int:

@@ -243,9 +243,17 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return tuple(member for member in range(self.layers_per_group) if self.has_experts(member))
 
     @property
+    def load_steps(self) -> tuple[DepthStep, ...]:
+        """Returns the depth steps that loads are counted by.
+
+        Where the number of loops changes from step to step, one loop stands for all.
+        """
+        return self.schedule if self.loops.depth.kind == "fixed" else self.schedule_of(1)
+
+    @property
     def expert_depths(self) -> tuple[int, ...]:
         """Returns the depth steps, counted from 1, whose feed-forward has experts."""
-        return tuple(step.depth for step in self.schedule if self.has_experts(step.member))
+        return tuple(step.depth for step in self.load_steps if self.has_experts(step.member))
 
     def expert_counts(self) -> dict[str, int]:
         """Returns the number of experts of each kind of sparse layer: upper limits of expert

@@ -6,7 +6,7 @@ functions, so no version of a library changes them.
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from ..config.loops_config import DepthConfig
@@ -28,7 +28,6 @@ class PassDepth:
     no_gradient: int = 0  # of these, counted from the first
     of_sequence: tuple[int, ...] | None = None  # on this rank; None: all make `num_loops`
     kept: int | None = None  # loops of a sequence that have a gradient; None: all
-    of_step: int = 0  # of the step's longest pass, by which its metrics count depth steps
 
     def live(self, loop: int) -> list[int] | None:
         """Returns the sequences that take part in a loop of the pass; None: all."""
@@ -64,7 +63,7 @@ def depths_of_step(
     if depth.per == "step":
         loops = loops_of(depth, mean, seed, step, 0)
         without = model.loops.first_with_gradient(loops)
-        return [PassDepth(loops, without, of_step=loops)] * passes
+        return [PassDepth(loops, without)] * passes
     drawn = [
         loops_of(depth, mean, seed, step, sequence) for sequence in range(num_ranks * passes * rows)
     ]
@@ -78,8 +77,7 @@ def depths_of_step(
         without = max(map(model.loops.first_with_gradient, together))
         with_gradient = max(each - model.loops.first_with_gradient(each) for each in together)
         found.append(PassDepth(without + with_gradient, without, tuple(by_rank[rank]), kept))
-    most = max(each.num_loops for each in found)
-    return [replace(each, of_step=most) for each in found]
+    return found
 
 
 def loops_of(depth: DepthConfig, mean: int, seed: int, step: int, sequence: int) -> int:
