@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...model.cost import Flops, Parameters, count_parameters, forward_flops, is_upper_bound
+from ...model.loops.pair import BUDGETS, budgets
 from ...model.routers.router import Promises
 from ...train.config.resolve import resolve
 from ...train.config.run_config import Config
@@ -57,6 +58,23 @@ def catalogue(names: Sequence[str], recipes: Mapping[str, Callable[[], Config]])
     """
     configs = [(name, resolve(name, (), recipes)) for name in names or recipes]
     return (_entry(name, config, _first_line(recipes.get(name))) for name, config in configs)
+
+
+def arms_of(name: str) -> list[str]:
+    """Returns a looped recipe's name, and those of its unlooped partners."""
+    return [name, f"{name}@unlooped", *(f"{name}@unlooped-{each}" for each in BUDGETS[1:])]
+
+
+def differences(name: str, recipes: Mapping[str, Callable[[], Config]]) -> list[str]:
+    """Says how equal each unlooped partner is in the budget that it is made for."""
+    looped = resolve(name, (), recipes)
+    own = budgets(looped.model, looped.data.seq_len)
+    lines = []
+    for arm, budget in zip(arms_of(name)[1:], BUDGETS, strict=True):
+        partner = resolve(arm, (), recipes)
+        share = own.difference(budgets(partner.model, partner.data.seq_len), budget)
+        lines.append(f"{arm}: {budget} {'equal' if share == 0 else f'{share:+.3%}'}")
+    return lines
 
 
 def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:

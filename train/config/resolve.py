@@ -26,13 +26,34 @@ def resolve(
 ) -> Config:
     """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
 
+    `NAME@unlooped` is its partner without loops at equal FLOPs; `@unlooped-parameters` and
+    `@unlooped-cache` are equal in those (model/loops/pair.py).
+
     Raises:
         ConfigError: no such recipe or file, or a bad override; an unknown key comes with a
             suggestion.
     """
+    base, at, arm = name_or_file.rpartition("@")
+    if at and arm.startswith("unlooped"):
+        return _unlooped(resolve(base, overrides, recipes), arm, origin=name_or_file)
     values, given = _base_values(name_or_file, recipes)
     _take_from_folder(values, given, overrides)
     return _built_with(values, overrides, origin=name_or_file)
+
+
+def _unlooped(config: Config, arm: str, *, origin: str) -> Config:
+    from ...model.loops.pair import BUDGETS, unlooped  # which counts on a model
+
+    budget = arm.removeprefix("unlooped").removeprefix("-") or "flops"
+    if budget not in BUDGETS:
+        arms = ", ".join(["@unlooped", *(f"@unlooped-{each}" for each in BUDGETS)])
+        raise ConfigError(f"{origin}: there is no arm @{arm}; there are {arms}")
+    try:
+        model = unlooped(config.model, config.data.seq_len, budget)
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    values = config.model_dump(mode="json") | {"model": model.model_dump(mode="json")}
+    return validated(Config, values, origin=origin)
 
 
 def _base_values(
