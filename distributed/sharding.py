@@ -63,7 +63,8 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
             _shard(bank, experts, products, whole, free=once)
             bank.products_dtype = dtype
         _shard(member, dense, products, whole, free=once)
-    _shard(model.head, dense, products, whole, free=False)
+    if model.head.weight is not None:  # else it reads the embedding
+        _shard(model.head, dense, products, whole, free=False)
     _shard(model, dense, exact, whole, free=False)
     model.casts_weights = False
     _prefetch(model, banks_of)
@@ -175,9 +176,9 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
     """Makes each member prefetch its banks and the next member; in the backward the previous one."""
-    order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [
-        [model.head]
-    ]
+    order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)]
+    if isinstance(model.head, FSDPModule):
+        order.append([model.head])
     for (*banks, member), following in itertools.pairwise(order):
         member.set_modules_to_forward_prefetch([*banks, *reversed(following)])
         following[-1].set_modules_to_backward_prefetch([member, *banks])

@@ -312,6 +312,7 @@ class Transformer(nn.Module):
                     depth,
                     final_norm=self.final_norm,
                     positions_BS=positions_BS,
+                    num_positions=past + x_BSD.shape[1],
                 )
         read_out = self.read_out(x_BSD, targets_BS, counted_C)
         regularisation_B, auxiliary, carried = self._losses(

@@ -243,7 +243,7 @@ def test_what_is_wrong_with_a_part_is_one_clear_error(
         ),
         (
             {"model__feed_forward__activation": "os:sep?x=1"},
-            "is not an activation: choose relu, gelu",
+            "is not an activation: choose relu, relu2, gelu",
         ),
         (
             {"train__losses": {"smooth": 1.0}},

@@ -299,11 +299,13 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f"layers_per_group={self.layers_per_group}: set layers_per_group to at least {once + 1}"
             )
         if (self.num_layers - once) % core or self.num_layers <= once:
+            fewer = max(1, (self.num_layers - once) // core)
             parts = f"loops.prelude + loops.coda + R·{core} = {once} + R·{core}, R ≥ 1"
             fault = f"not {parts}" if once else f"not divisible by layers_per_group={core}"
             raise ValueError(
                 f"num_layers={self.num_layers} is {fault}: every layer of the core repeats "
-                f"equally often; choose num_layers={once + core} or {once + 2 * core}"
+                f"equally often; choose num_layers={once + fewer * core} or "
+                f"{once + (fewer + 1) * core}"
             )
         depth, repeats = self.loops.depth, self.num_repeats
         if depth.values and not min(depth.values) <= repeats <= max(depth.values):

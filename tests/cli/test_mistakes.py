@@ -43,7 +43,7 @@ train smoke model.d_model                       | write section.key=value, for e
 train smoke model.d_model=                      | model.d_model: Input should be a valid integer
 train smoke model.d_model=abc                   | (given: 'abc')
 train smoke model.d_model=-4                    | model.d_model: Input should be greater than 0 (given: -4)
-train smoke model.num_layers=5                  | choose num_layers as a multiple of 2
+train smoke model.num_layers=5                  | choose num_layers=4 or 6
 train smoke model.feed_forward.top_k=2          | has no key 'top_k'; it has
 train smoke model.feed_forward.router.kind=topk | kind='topk' is no router; there are sigmoid
 train smoke model.feed_forward.router.top_k=999 | router.top_k=999 is more than num_experts=16

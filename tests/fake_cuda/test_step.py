@@ -46,8 +46,10 @@ pytestmark = [
 def config_of(name: str, changes: Mapping[str, Any]) -> Config:
     """The recipe two depth steps deep, with one micro-batch on each rank."""
     found = FAMILY[name][1]()
-    member_layers = min(found.model.layers_per_group, 2)
-    model = found.model.changed({"num_layers": 2, "layers_per_group": member_layers})
+    around = found.model.loops.prelude + found.model.loops.coda
+    core = min(found.model.core_layers, 2)
+    depth = {"num_layers": around + 2, "layers_per_group": around + core, "loops.depth": {}}
+    model = found.model.changed(depth)
     ranks = RANKS if "mesh.ep" in changes else 1
     values = found.model_copy(update={"model": model}).model_dump(mode="json")
     every = {"train.micro_batch": 8, "train.global_batch": 8 * ranks, "mesh.dp_replicate": None}

@@ -206,7 +206,12 @@ def test_the_activations_are_what_their_names_say(activation: str) -> None:
     one = torch.ones(1, 1, 1, dtype=F64)
     routes = token_routes(torch.zeros(601, 1, dtype=torch.int64), torch.ones(601, 1), num_experts=1)
     erf, sigmoid = 0.5 * (1 + torch.special.erf(z / 2**0.5)), torch.special.expit(z)
-    expected = {"relu": z.clamp(min=0), "gelu": z * erf, "silu": z * sigmoid}
+    expected = {
+        "relu": z.clamp(min=0),
+        "relu2": z.clamp(min=0) ** 2,
+        "gelu": z * erf,
+        "silu": z * sigmoid,
+    }
     expected |= {"swiglu": expected["silu"] * -0.5 * z, "geglu": expected["gelu"] * -0.5 * z}
     w_up = torch.tensor([[[1.0, -0.5]]], dtype=F64) if activation in GATES else one
     for backend in ("reference", "segments"):

@@ -138,7 +138,10 @@ def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"activation": "tanh"}, "activation='tanh' is unknown: choose relu, gelu, silu, swiglu"),
+        (
+            {"activation": "tanh"},
+            "activation='tanh' is unknown: choose relu, relu2, gelu, silu, swiglu",
+        ),
         ({"activation": "swiglu"}, r"w_up has shape \(2, 4, 2\); .* needs \(2, 4, 4\)"),
         ({"b_up_EF": torch.zeros(2, 3)}, r"b_up_EF has shape \(2, 3\); .* needs \(2, 2\)"),
         ({"b_down_EO": torch.zeros(2, 3)}, r"b_down_EO has shape \(2, 3\); .* needs \(2, 4\)"),

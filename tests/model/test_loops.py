@@ -73,7 +73,7 @@ class Recording:
         model.load_state_dict(self.named("w/"))
         if "state" in self.values:
             state = self.tensor("state")
-            model.loops.start_state = lambda e_BSD, positions_BS: state  # pyright: ignore[reportAttributeAccessIssue]
+            model.loops.start_state = lambda *given: state  # pyright: ignore[reportAttributeAccessIssue]
         return model
 
     def check(self, model: Transformer, prefix: str, logits: Tensor) -> None:
@@ -443,7 +443,7 @@ def test_every_weight_has_a_gradient(name):
 class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 
-    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS):
+    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, num_positions):
         assert depth.of_sequence is not None
         assert final_norm is not None
         has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
@@ -454,7 +454,7 @@ class Masked(Loops):
         if self.injection is not None:
             e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
             e_BSD = self.injection.prepare(e_BSD)
-            x_BSD = self.start_state(x_BSD, positions_BS)
+            x_BSD = self.start_state(x_BSD, positions_BS, num_positions)
         for loop in range(depth.num_loops):
             places = [depth.place(loop, sequence) for sequence in range(num_sequences)]
             with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):
@@ -519,7 +519,7 @@ def test_a_sequence_of_its_own_depth_is_what_it_would_be_alone(name):
     model = program(name)
     experts = model.config.experts
     assert experts is not None
-    model.loops.start_state = lambda e_BSD, positions_BS: 0.5 * e_BSD  # pyright: ignore[reportAttributeAccessIssue]
+    model.loops.start_state = lambda e_BSD, *given: 0.5 * e_BSD  # pyright: ignore[reportAttributeAccessIssue]
     tokens, depths = some_tokens(1, 4), (3, 1, 5, 2)
     model.training_depth = own_depths(model, *depths)
     together = model(tokens)

@@ -153,7 +153,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "num_layers": 6,
             "layers_per_group": 4,
-            "feed_forward.num_experts": 14,
+            "feed_forward.num_experts": 16,
             "loops.prelude": 1,
             "loops.coda": 1,
         },

@@ -94,4 +94,4 @@ def test_another_wrong_kernel_is_named(
 def test_kernels_that_cannot_run_are_a_fault() -> None:
     finding = gpu_check.check_kernels(CPU, torch.bfloat16)  # which the interpreter computes wrongly
     assert not finding.is_ok
-    assert "Triton's cannot run" in finding.found
+    assert "Triton's kernels cannot run" in finding.found
