@@ -86,7 +86,7 @@ def measure_over_loops(
 def table_of(found: OverLoops) -> Table:
     """Returns the figures as a table, one number of loops a row."""
     title = f"step {found.step}, trained with {found.trained} loops"
-    table = Table(title=title, title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None, min_width=len(title))
     for name in ("loops", "FLOPs/token", *found.figures):
         table.add_column(name, justify="right")
     for index, number in enumerate(found.loops):
