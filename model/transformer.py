@@ -303,8 +303,6 @@ class Transformer(nn.Module):
                 x_BSD = halted.answer_BSD
                 x_BSD = x_BSD if self.final_norm is None else self.final_norm(x_BSD)
             else:
-                if positions_BS is None:
-                    positions_BS = past + torch.arange(x_BSD.shape[1], device=x_BSD.device)[None]
                 x_BSD = self.loops(
                     steps.apply_to_live,
                     x_BSD,
@@ -312,7 +310,7 @@ class Transformer(nn.Module):
                     depth,
                     final_norm=self.final_norm,
                     positions_BS=positions_BS,
-                    num_positions=past + x_BSD.shape[1],
+                    past=past,
                 )
         read_out = self.read_out(x_BSD, targets_BS, counted_C)
         regularisation_B, auxiliary, carried = self._losses(

@@ -326,7 +326,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                     'loops.residual_scale with loops.depth.per="sequence": the scale follows R, of '
                     'which every sequence has its own; set per="step", or leave the scale out'
                 )
-        if self.order == "aabb" and not self.loops.is_plain:
+        if self.order == "aabb" and (not self.loops.is_plain or depth.per == "sequence"):
             raise ValueError(
                 'order="aabb" repeats each layer by itself, and so there is no loop that '
                 'model.loops could describe: set order="abab"'
@@ -377,7 +377,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f'attention.kind="momha" (given {self.attention.kind!r}) and '
                 f'feed_forward.router.kind="sut" (given {router!r})'
             )
-        if not self.loops.is_plain:
+        if self.loops != LoopsConfig():
             raise ValueError("halting with model.loops: SUT repeats its one layer; leave loops out")
         if self.experts is not None and self.experts.num_shared_experts:
             raise ValueError(

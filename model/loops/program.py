@@ -157,8 +157,8 @@ class Loops(nn.Module):
         depth: PassDepth,
         *,
         final_norm: nn.Module | None,
-        positions_BS: Tensor,
-        num_positions: int,
+        positions_BS: Tensor | None,
+        past: int,
     ) -> Tensor:
         """Applies `layer(depth step, x, live)` at every depth step; returns what the read-out reads.
 
@@ -169,8 +169,8 @@ class Loops(nn.Module):
             schedule: the depth steps of the pass.
             depth: its loops.
             final_norm: of the model; None: it has none.
-            positions_BS: the position of every token in its document, (B, S) or (1, S).
-            num_positions: more than any of them.
+            positions_BS: the position of every token in its document; None: of one per row.
+            past: positions in the cache.
         """
         has_grad, e_BSD = torch.is_grad_enabled(), None
         live: Tensor | None = None
@@ -182,7 +182,7 @@ class Loops(nn.Module):
             if step.member == self.first and step.loop == 0 and self.injection is not None:
                 e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
                 e_BSD = self.injection.prepare(e_BSD)
-                x_BSD = self.start_state(x_BSD, positions_BS, num_positions)
+                x_BSD = self.start_state(x_BSD, positions_BS, past)
             with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
                 if step.member == self.first:
                     whole_BSD, places = x_BSD, depth.live(step.loop)
@@ -212,7 +212,7 @@ class Loops(nn.Module):
         num_core_steps = sum(each.loop is not None for each in schedule)
         return factor * num_core**0.5 / num_core_steps
 
-    def start_state(self, e_BSD: Tensor, positions_BS: Tensor, num_positions: int) -> Tensor:
+    def start_state(self, e_BSD: Tensor, positions_BS: Tensor | None, past: int) -> Tensor:
         """Returns the state before the first loop, (B, S, D).
 
         Drawn in training from the default generator; in evaluation by position alone, so that no
@@ -224,9 +224,11 @@ class Loops(nn.Module):
             return torch.zeros_like(e_BSD)
         if self.training:
             return self._noise(torch.empty_like(e_BSD, dtype=wide_dtype(e_BSD)), None).to(e_BSD)
-        generator = torch.Generator().manual_seed(0)
+        generator, num_positions = torch.Generator().manual_seed(0), past + e_BSD.shape[1]
         table_SD = self._noise(torch.empty(num_positions, e_BSD.shape[-1]), generator)
-        return table_SD.to(e_BSD)[positions_BS].expand_as(e_BSD)
+        if positions_BS is None:
+            return table_SD[past:].to(e_BSD).expand_as(e_BSD)
+        return table_SD.to(e_BSD)[positions_BS]
 
     def _noise(self, empty: Tensor, generator: torch.Generator | None) -> Tensor:
         """Fills a tensor from a normal distribution cut at 3 standard deviations.

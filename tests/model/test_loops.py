@@ -443,7 +443,7 @@ def test_every_weight_has_a_gradient(name):
 class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 
-    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, num_positions):
+    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, past):
         assert depth.of_sequence is not None
         assert final_norm is not None
         has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
@@ -454,7 +454,7 @@ class Masked(Loops):
         if self.injection is not None:
             e_BSD = x_BSD if self.input_norm is None else self.input_norm(x_BSD)
             e_BSD = self.injection.prepare(e_BSD)
-            x_BSD = self.start_state(x_BSD, positions_BS, num_positions)
+            x_BSD = self.start_state(x_BSD, positions_BS, past)
         for loop in range(depth.num_loops):
             places = [depth.place(loop, sequence) for sequence in range(num_sequences)]
             with torch.set_grad_enabled(has_grad and loop >= depth.no_gradient):
@@ -625,3 +625,16 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
 def test_a_program_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny_model("huginn_moe", changes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        ("moeut_aabb", {"loops.depth.per": "sequence"}, r'order="aabb" repeats each layer'),
+        ("sut", {"loops.depth.per": "sequence"}, "halting with model.loops"),
+        ("sut", {"loops.depth.per": "step"}, "halting with model.loops"),
+    ],
+)
+def test_a_depth_that_would_be_passed_over_is_refused(recipe, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(recipe, {"loops.depth.kind": "poisson", **changes})
