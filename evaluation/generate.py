@@ -25,6 +25,7 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     context_MS: Tensor | None = None,
+    cache_loops: int | None = None,
 ) -> Iterator[int]:
     """Yields `num_tokens` token ids that continue the prompt.
 
@@ -33,6 +34,8 @@ def generate(
         temperature: of sampling; 0, or a value too small for float32, takes the most likely token.
         context_MS: int64, `group_context_size(model)` rows, each at least as long as prompt and
             output without the last token; None if the model needs none.
+        cache_loops: loops of a layer whose keys and values are kept; later loops share with earlier
+            ones (`Transformer.new_cache`). None: all.
 
     Raises:
         ValueError: the prompt is empty, the temperature or the group context is invalid, or the
@@ -43,7 +46,7 @@ def generate(
     check_request(num_tokens, temperature)
     _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
-    cache, new_S, seen = model.new_cache(), prompt_S, 0
+    cache, new_S, seen = model.new_cache(cache_loops), prompt_S, 0
     for _ in range(num_tokens):
         beside_MS = None if context_MS is None else context_MS[:, seen : seen + len(new_S)]
         new_BS, row = in_group_context(new_S, beside_MS, key=(seed,))

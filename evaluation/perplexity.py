@@ -17,6 +17,7 @@ import numpy as np
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.read.rows import SplitReader
 from ..distributed.process.process import start_process
+from ..model.loops.exits import ExitRule
 from ..train.evaluate import Evaluation, evaluate
 from .batches import rolling_rows
 from .restore import refuse_pairs, restore, tokenizer_of_run
@@ -34,9 +35,11 @@ class Measurement:
     result: Evaluation
 
     def __str__(self) -> str:
+        loops = self.result.loops
         return (
             f"step {self.step}, {self.split}: loss {self.result.loss:.4f} nats per token, "
             f"perplexity {self.result.perplexity:.2f}, over {self.result.tokens:,} tokens"
+            f"{'' if loops is None else f', with {loops:.2f} loops on average'}"
         )
 
 
@@ -47,6 +50,7 @@ def measure(
     split: str = "validation",
     max_rows: int = 0,
     loops: int | None = None,
+    exit_rule: ExitRule | None = None,
 ) -> Measurement:
     """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
 
@@ -56,12 +60,17 @@ def measure(
         split: train or validation.
         max_rows: upper limit of rows; 0: all.
         loops: repeats of the core; None: as trained.
+        exit_rule: when a sequence leaves before; None: never.
 
     Raises:
-        ValueError: the run, its checkpoint or its data cannot be read.
+        ValueError: the run, its checkpoint or its data cannot be read, or the model cannot follow
+            the exit rule.
     """
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step, loops=loops)
+        if exit_rule is not None:
+            exit_rule.check(restored.config.model)
+            restored.model.exit_rule = exit_rule
         train = restored.config.train.model_copy(update={"eval_rows": max_rows})
         config = restored.config.model_copy(update={"train": train})
         result = evaluate(restored.model, config, process, split=split)

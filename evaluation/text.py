@@ -20,11 +20,18 @@ from .scoring import open_scorer
 
 
 def write_text(
-    restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
+    restored: Restored,
+    prompt: str,
+    *,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    cache_loops: int | None = None,
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the generated text.
 
-    A piece is held back until its last bytes form a whole character.
+    A piece is held back until its last bytes form a whole character. For the options see
+    `generate`.
 
     Raises:
         ValueError: the run's data cannot be read, or the model cannot generate.
@@ -43,6 +50,7 @@ def write_text(
         temperature=temperature,
         seed=seed,
         context_MS=None if context_MS is None else context_MS.to(device),
+        cache_loops=cache_loops,
     ):
         ids.append(token)
         text = tokenizer.decode(ids)

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..model.block import Layer
 from ..model.config.attention_config import SwitchHeadConfig
 from ..model.execution.precision import forward_in, products_dtype
 from ..model.layers import wide_dtype
-from ..model.transformer import Layer, Transformer
+from ..model.transformer import Transformer
 from ..train.evaluate import Rows
 from ..train.record.route_tap import RoutedCall, tap
 from .restore import Restored

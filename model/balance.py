@@ -300,9 +300,12 @@ class RouterReport:
     wanted: int | None  # requested routes; None: equal to the served ones
     # float32 scalar: Σ of gate weights; for a mixture Σ of every slot's largest merge weight
     gate_sum: Tensor
+    chosen_TE: Tensor | None = None  # bool: which experts serve a row; None: not asked for
 
 
-def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
+def report_routing(
+    routing: Routing, sums: dict[str, Tensor], *, marks: bool = False
+) -> RouterReport:
     """Builds a router's report for the monitor, together with its statistics."""
     device = routing.logits_THA.device
     if isinstance(routing.plan, Mixture):
@@ -314,10 +317,16 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
     if routing.wanted_TK is not None:
         num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
         wanted = num_rows * routing.wanted_TK.shape[1:].numel()
+    chosen_TE = None
+    if marks:
+        shape = routes.num_targets, routes.num_experts
+        chosen_TE = torch.zeros(shape, dtype=torch.bool, device=device)
+        chosen_TE[routes.target_N, routes.expert_N] = True
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
-    return RouterReport(sums, load_N, starts_N1, wanted, routes.weight_N.detach().sum())
+    gate_sum = routes.weight_N.detach().sum()
+    return RouterReport(sums, load_N, starts_N1, wanted, gate_sum, chosen_TE)
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

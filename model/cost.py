@@ -23,11 +23,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..kernels.reference import columns_of
+from .block import Layer
 from .config.attention_config import MoMHAConfig, SwitchHeadConfig
 from .config.feed_forward_config import ExpertsConfig
 from .config.model_config import ModelConfig
 from .moe import SparseFeedForward, SparseLayer
-from .transformer import Layer, Transformer
+from .transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,20 @@ class Flops:
     routing: float
     injection: float  # the input of every loop
     read_out: float
-    no_gradient: float  # not a part: what the backward pass leaves out, in loops without gradient
+    # not parts: what the loss reads of loops before the last, and what the backward pass leaves out
+    earlier_reads: float
+    no_gradient: float
 
     @property
     def forward(self) -> float:
-        """Returns the FLOPs of the forward pass, all parts together."""
-        parts = [field.name for field in fields(self) if field.name != "no_gradient"]
+        """Returns the FLOPs of the forward pass in evaluation, all parts together."""
+        parts = [field.name for field in fields(self)][:-2]
         return sum(getattr(self, part) for part in parts)
 
     @property
     def training(self) -> float:
         """Returns the FLOPs of the forward and the backward pass."""
-        return 3 * self.forward - self.no_gradient
+        return 3 * (self.forward + self.earlier_reads) - self.no_gradient
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
@@ -97,7 +100,7 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
         + (sparse if sparse and config.has_experts(step.member) else _dense(config))
         for step in schedule
     ]
-    parts = [*layers, _injection(config)]
+    parts = [*layers, _injection(config), _earlier_reads(config, layers)]
     first = config.loops.first_with_gradient(config.num_repeats)
     parts += [
         _flops(no_gradient=2 * layer.forward)
@@ -125,8 +128,8 @@ def counted_flops(config: ModelConfig, seq_len: int) -> float:
         model = Transformer(config, backend="segments")
         tokens_BS = torch.zeros(batch, seq_len, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter:
-            output = model(tokens_BS)
-            (output.logits_BSV.sum() + output.regularisation_B.sum()).backward()
+            output = model(tokens_BS, targets_BS=tokens_BS)
+            (output.cross_entropy + output.regularisation_B.sum()).backward()
     return counter.get_total_flops() / (batch * seq_len)
 
 
@@ -186,6 +189,19 @@ def _injection(config: ModelConfig) -> Flops:
         injection=(1 + config.num_repeats) * product,
         no_gradient=(2 * first + state_is_given) * product,
     )
+
+
+def _earlier_reads(config: ModelConfig, layers: list[Flops]) -> Flops:
+    """Computes the FLOPs of reading loops before the last one, and of the exit gate."""
+    loops, d_model = config.loops, config.d_model
+    each = 2 * d_model * config.vocab_size + (2 * d_model**2 if loops.inject == "decay" else 0)
+    each += sum(layer.forward for layer in layers[len(layers) - loops.coda :])
+    found = (len(loops.read_loops(config.num_repeats)) - 1) * each
+    if loops.exit_entropy is None:
+        return _flops(earlier_reads=found)
+    # the last loop takes what is left, and its gate has no gradient
+    gates = 2 * d_model * config.num_repeats
+    return _flops(earlier_reads=found + gates, no_gradient=2 * 2 * d_model)
 
 
 def _dense(config: ModelConfig) -> Flops:

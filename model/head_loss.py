@@ -56,17 +56,21 @@ class ReadOut(Linear):
         targets: Tensor | None = None,
         counted_C: Tensor | None = None,
         tied_VD: Tensor | None = None,
+        share_BS: Tensor | None = None,
     ) -> Tensor:
         """Computes logits, (B, S, V) in the weight's dtype; with targets their cross-entropy.
 
         Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64. For `counted_C`
-        see `head_loss`.
+        see `head_loss`. With `share_BS` the loss is Σ share · cross-entropy, differentiable in both.
         """
         weight_VD = self.weight if tied_VD is None else tied_VD
         if targets is None:
             bias = None if self.bias is None else self.bias.to(weight_VD.dtype)
             return F.linear(x.to(weight_VD.dtype), weight_VD, bias)
-        return head_loss(x.flatten(0, -2), weight_VD, self.bias, targets.flatten(), counted_C)
+        share_T = None if share_BS is None else share_BS.flatten()
+        return head_loss(
+            x.flatten(0, -2), weight_VD, self.bias, targets.flatten(), counted_C, share_T=share_T
+        )
 
 
 def head_loss(
@@ -77,6 +81,7 @@ def head_loss(
     counted_C: Tensor | None = None,
     *,
     rows: int | None = None,
+    share_T: Tensor | None = None,
 ) -> Tensor:
     """Sums cross_entropy(W·x + b, target) over tokens without materialising all logits.
 
@@ -89,14 +94,20 @@ def head_loss(
         targets_T: int64, 0 … V−1.
         counted_C: int64, ascending: the tokens whose targets count; None: all.
         rows: tokens of a chunk; None: chosen for the device.
+        share_T: float32 or float64, what each token's loss is multiplied by; None: 1.
     """
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, weight_VD, bias_V)
     )
     if rows is None:
         rows = rows_of_chunk(weight_VD.shape[0], weight_VD.device.type)
-    loss, *_ = _head_loss(x_TD, weight_VD, bias_V, targets_T, counted_C, rows, wanted)
-    return loss
+    held_T = None if share_T is None else share_T.detach()
+    given = (x_TD, weight_VD, bias_V, targets_T, counted_C, held_T, rows, wanted)
+    loss, losses_T, *_ = _head_loss(*given)
+    if share_T is None:
+        return loss
+    of_share = (share_T * losses_T).sum()  # whose value is in `loss`
+    return loss + of_share - of_share.detach()
 
 
 def rows_of_chunk(vocab_size: int, device_type: str) -> int:
@@ -105,8 +116,8 @@ def rows_of_chunk(vocab_size: int, device_type: str) -> int:
     return max(_LEAST_ROWS, logits // vocab_size // _TILE * _TILE)
 
 
-# The op returns the loss and its gradients: of x in its dtype, of weight and bias in float32. They
-# are empty unless wanted.
+# The op returns the loss, each token's if they have shares, and the gradients: of x in its dtype, of
+# weight and bias in float32. They are empty unless wanted.
 
 
 @torch.library.custom_op("moebius::head_loss", mutates_args=())
@@ -116,11 +127,12 @@ def _head_loss(
     bias: Tensor | None,
     targets: Tensor,
     counted: Tensor | None,
+    share: Tensor | None,
     rows: int,
     wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide, low = wide_dtype(weight), None if bias is None else bias.to(weight.dtype)
-    loss, *grads = outputs = _outputs(x, weight, bias, wanted)
+    loss, losses, *grads = outputs = _outputs(x, weight, bias, share, wanted)
     if counted is not None:
         grads[0].zero_()  # uncounted rows are in no chunk
     for first in range(0, len(targets if counted is None else counted), rows):
@@ -129,24 +141,31 @@ def _head_loss(
             part = counted[part]
         x_RD, targets_R1 = x[part].to(weight.dtype), targets[part][:, None]
         log_p_RV = F.linear(x_RD, weight, low).log_softmax(-1, dtype=wide)
-        loss -= log_p_RV.gather(1, targets_R1).sum()
+        log_p_R1 = log_p_RV.gather(1, targets_R1)
+        if share is not None:
+            losses[part] = -log_p_R1[:, 0]
+            log_p_R1 = log_p_R1 * share[part][:, None]
+        loss -= log_p_R1.sum()
         if wanted:
             grad_RV = log_p_RV.exp_()  # of the logits: softmax minus one at the target
             grad_RV.scatter_(1, targets_R1, grad_RV.gather(1, targets_R1) - 1)
+            if share is not None:
+                grad_RV *= share[part][:, None]
             _add_gradients(grads, part, grad_RV, x_RD, weight)
     return outputs
 
 
 def _outputs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocates the loss and the gradients of x, weight and bias.
+    x: Tensor, weight: Tensor, bias: Tensor | None, share: Tensor | None, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocates the loss, each token's, and the gradients of x, weight and bias.
 
     All but the gradient of x start at 0, being sums over chunks.
     """
     wide = wide_dtype(weight)
     return (
         weight.new_zeros((), dtype=wide),
+        weight.new_zeros(0 if share is None else len(x), dtype=wide),
         x.new_empty(x.shape if wanted else 0),
         weight.new_zeros(weight.shape if wanted else 0, dtype=wide),
         weight.new_zeros(weight.shape[0] if wanted and bias is not None else 0, dtype=wide),
@@ -169,14 +188,14 @@ def _add_gradients(
 
 
 @_head_loss.register_fake
-def _(x, weight, bias, targets, counted, rows, wanted):
-    return _outputs(x, weight, bias, wanted)
+def _(x, weight, bias, targets, counted, share, rows, wanted):
+    return _outputs(x, weight, bias, share, wanted)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, weight, bias, *_ = inputs
-    _, *grads = output
-    ctx.mark_non_differentiable(*grads)
+    _, losses, *grads = output
+    ctx.mark_non_differentiable(losses, *grads)
     ctx.set_materialize_grads(False)  # no zeros for non-differentiable outputs
     ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(*grads)
@@ -185,7 +204,7 @@ def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
 @once_differentiable  # the saved gradients have no history
 def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     if grad is None:
-        return (None,) * 7
+        return (None,) * 8
     grad_x, grad_weight, grad_bias = ctx.saved_tensors
     weight_dtype, bias_dtype = ctx.dtypes
     bias = None if bias_dtype is None else (grad_bias * grad).to(bias_dtype)
@@ -193,10 +212,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
         (grad_x * grad).to(grad_x.dtype),
         (grad_weight * grad).to(weight_dtype),
         bias,
-        None,
-        None,
-        None,
-        None,
+        *(None,) * 5,
     )
 
 
@@ -204,6 +220,6 @@ _head_loss.register_autograd(_gradients, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.moebius.head_loss)
-def _(x, weight, bias, targets, counted, rows, wanted, **_kwargs) -> int:
+def _(x, weight, bias, targets, counted, share, rows, wanted, **_kwargs) -> int:
     tokens = x[0] if counted is None else counted[0]
     return 2 * tokens * weight[0] * weight[1] * (3 if wanted else 1)

@@ -18,9 +18,8 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 = L/G repeats.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -28,24 +27,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.gradients import accumulate_weight_gradients
-from .attention.attention import make_attention
 from .attention.base import DepthContext, LayerCache
-from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
+from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads
+from .block import Layer
 from .config.model_config import DepthStep, ModelConfig, ScaledInitialisationConfig
 from .documents import Documents
 from .execution.depth_losses import DepthStates, WeightedLoss
-from .execution.recompute import Recompute, run_recomputed
+from .execution.recompute import Recompute
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
-from .layers import NORM, DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
+from .layers import NORM, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .loops.depth import PassDepth
+from .loops.exits import ExitRule, Exits, expected_loss
+from .loops.measures import LoopMeasures
 from .loops.program import Loops
-from .moe import SparseFeedForward
-from .residual import Reader, read_residual
 from .routers.router import Router
-from .routing import Routing
 
 
 @dataclass(frozen=True)
@@ -75,145 +73,6 @@ class ModelOutput:
         """Returns the summed cross-entropy of a pass with targets, a scalar in nats."""
         assert self.read_out.ndim == 0, "only a pass with targets has a loss"
         return self.read_out
-
-
-class Layer(nn.Module):
-    """Applies attention and feed-forward with their residual connections.
-
-    Peri-layernorm normalises only the input of maps that end in a softmax or sigmoid (queries,
-    keys, routers). Values and experts read the raw residual, so an update scales with the residual
-    it joins. Pre-layernorm: everything reads the normalised rows. Post-layernorm: everything reads
-    the residual, and the norm follows the addition.
-    """
-
-    def __init__(
-        self, config: ModelConfig, initializers: Initializers, member: int, *, backend: str
-    ) -> None:
-        super().__init__()
-        self.norm = config.norm
-        self.backend = backend
-        self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
-        make_norm = NORM.get(config.norm_layer)
-        self.attention_norm = make_norm(config.d_model)
-        self.attention = make_attention(config, initializers, backend=backend)
-        sparse = config.has_experts(member)
-        # A dense feed-forward has no softmax or sigmoid, so peri-layernorm adds no norm there.
-        self.feed_forward_norm = (
-            make_norm(config.d_model) if sparse or config.norm != "peri" else None
-        )
-        if sparse:
-            self.feed_forward = SparseFeedForward(config, initializers, backend=backend)
-        else:
-            self.feed_forward = DenseMLP(
-                config.d_model,
-                config.feed_forward.d_feed_forward,
-                activation=config.feed_forward.activation,
-                bias=config.feed_forward.dense_bias,
-                up_init=initializers.dense(config.d_model),
-                down_init=initializers.dense(config.feed_forward.d_feed_forward, is_output=True),
-            )
-        self.attention_output_norm = self.feed_forward_output_norm = None
-        if config.norm in ("sandwich", "branch"):
-            self.attention_output_norm = make_norm(config.d_model)
-            self.feed_forward_output_norm = make_norm(config.d_model)
-
-        routes = bool(self.attention.routers())
-        self._attends: tuple[Reader, ...] = ("queries", "values", *(("routers",) if routes else ()))
-        self._feeds: tuple[Reader, ...] = ("values", *(("routers",) if sparse else ()))
-
-    def routers(self) -> dict[str, Router]:
-        """Returns this layer's routers by kind."""
-        found = self.attention.routers()
-        if isinstance(self.feed_forward, SparseFeedForward):
-            found["feed_forward"] = self.feed_forward.router
-        return found
-
-    def forward(
-        self, x_BSD: Tensor, context: DepthContext
-    ) -> tuple[Tensor, dict[str, RouterReport]]:
-        """Computes one depth step, (B, S, D) to (B, S, D), both in the residual's dtype.
-
-        Returns:
-            The new residual stream, and the routers' reports by kind.
-        """
-        if self.recompute == "none" or context.cache is not None or not torch.is_grad_enabled():
-            return self._step(context, x_BSD)
-        unhalted = context.unhalted
-        halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
-        step = partial(self._step, replace(context, unhalted=None))
-        return run_recomputed(self.recompute, self, step, x_BSD, *halting)
-
-    def _step(
-        self, context: DepthContext, x_BSD: Tensor, *halting: Tensor
-    ) -> tuple[Tensor, dict[str, RouterReport]]:
-        if halting:  # the step is recomputed
-            context = replace(context, unhalted=Unhalted(*halting))
-        is_post = self.norm == "post"
-        read = self._read(x_BSD, None, None if is_post else self.attention_norm, self._attends)
-        y_BSD, routings = self.attention(
-            read["values"],
-            read["queries"],
-            context,
-            router_input_BSD=read.get("routers"),
-        )
-        norm = self.attention_norm if is_post else self.feed_forward_norm
-        x_BSD, y_BSD = self._after(
-            read["residual"], y_BSD, self.attention_output_norm, context.residual_scale
-        )
-        read = self._read(x_BSD, y_BSD, norm, self._feeds)
-        if isinstance(self.feed_forward, SparseFeedForward):
-            y_BSD, routings["feed_forward"] = self.feed_forward(
-                read["values"], read["routers"], context.unhalted, context.rows
-            )
-        else:
-            y_BSD = self.feed_forward(read["values"])
-        x_BSD, y_BSD = self._after(
-            read["residual"], y_BSD, self.feed_forward_output_norm, context.residual_scale
-        )
-        read = self._read(x_BSD, y_BSD, self.feed_forward_norm if is_post else None)
-        return read["residual"], self._reports(routings, x_BSD.shape[0])
-
-    def _after(
-        self, x_BSD: Tensor, y_BSD: Tensor, output_norm: nn.Module | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream and what is still to be added to it."""
-        if output_norm is not None and self.norm == "branch":
-            y_BSD = output_norm(y_BSD)
-        if scale != 1:
-            y_BSD = scale * y_BSD
-        if output_norm is None or self.norm == "branch":
-            return x_BSD, y_BSD
-        return output_norm(x_BSD + y_BSD), None
-
-    def _read(
-        self,
-        x_BSD: Tensor,
-        y_BSD: Tensor | None,
-        norm: nn.Module | None,
-        readers: Collection[Reader] = (),
-    ) -> dict[Reader, Tensor]:
-        """Adds y, normalises, and returns the rows for the next map and the residual."""
-        return read_residual(
-            x_BSD,
-            y_BSD,
-            norm,
-            order=self.norm if self.norm in ("peri", "post") else "pre",
-            readers=readers,
-            low=self.attention.dtype,
-            backend=self.backend,
-        )
-
-    def _reports(self, routings: dict[str, Routing], batch_size: int) -> dict[str, RouterReport]:
-        routers = self.routers()
-        return {
-            kind: report_routing(
-                routing,
-                routers[kind].statistics(routing, batch_size)
-                if self.training and batch_size
-                else {},
-            )
-            for kind, routing in routings.items()
-        }
 
 
 class Transformer(nn.Module):
@@ -246,6 +105,8 @@ class Transformer(nn.Module):
         self.loops = Loops(config, initializers)
         self.num_loops = config.num_repeats  # of a pass in evaluation; may be set
         self.training_depth: PassDepth | None = None  # of the next pass in training; None: as there
+        self.exit_rule: ExitRule | None = None  # of evaluation; may be set
+        self.measures_loops = False  # whether training passes compare their loops; may be set
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         has_final_norm = config.final_norm and config.norm != "post"
         self.final_norm = NORM.get(config.norm_layer)(config.d_model) if has_final_norm else None
@@ -278,12 +139,17 @@ class Transformer(nn.Module):
             documents: of the tokens (`mark_documents`); None: every row is one document.
 
         Raises:
-            ValueError: documents together with a cache, or more positions than the model has
-                learned.
+            ValueError: documents together with a cache, a cache of another number of loops, or
+                more positions than the model has learned.
         """
         if cache is not None and documents is not None:
             raise ValueError(
                 "a pass with a cache continues one document per row: leave documents out"
+            )
+        if cache is not None and len(cache) != len(self.schedule):
+            raise ValueError(
+                f"the cache has {len(cache)} depth steps, and a pass of {self.depth.num_loops} loops "
+                f"has {len(self.schedule)}: make a new one with model.new_cache()"
             )
         counted_C = None
         if loss_mask_BS is not None:
@@ -294,16 +160,18 @@ class Transformer(nn.Module):
         context = DepthContext(self._rotary(x_BSD, past, positions_BS), documents=documents)
         depth = self.depth
         schedule = self.config.schedule_of(depth.num_loops)
-        steps = _DepthSteps(self, schedule, context, cache, len(tokens_BS))
-        halted = None
+        steps = _DepthSteps(self, depth, context, cache, len(tokens_BS))
+        halted, exits, gates = None, None, []
+        if self.exit_rule is not None and not self.training:
+            exits = Exits(self.exit_rule, len(tokens_BS), documents)
         with accumulate_weight_gradients():
             if self.halting is not None:
                 real_BS = None if documents is None else documents.real_BS
                 halted = self.halting(steps.apply, x_BSD, schedule, real_BS=real_BS)
                 x_BSD = halted.answer_BSD
-                x_BSD = x_BSD if self.final_norm is None else self.final_norm(x_BSD)
+                rows = [x_BSD if self.final_norm is None else self.final_norm(x_BSD)]
             else:
-                x_BSD = self.loops(
+                rows, gates = self.loops(
                     steps.apply_to_live,
                     x_BSD,
                     schedule,
@@ -311,15 +179,28 @@ class Transformer(nn.Module):
                     final_norm=self.final_norm,
                     positions_BS=positions_BS,
                     past=past,
+                    exits=exits,
+                    predict=self.read_out,
+                    measures=steps.measures,
                 )
-        read_out = self.read_out(x_BSD, targets_BS, counted_C)
-        regularisation_B, auxiliary, carried = self._losses(
-            steps.reports, schedule, halted, tokens_BS
-        )
+        regularisation_B, auxiliary, carried = self._losses(steps, halted, tokens_BS)
+        reads_loops = self.training and targets_BS is not None
+        if reads_loops and gates:
+            read_out, entropy_B, loops_B = self._expected_loss(rows, gates, targets_BS, counted_C)
+            weight = self.config.loops.exit_entropy or 0.0
+            regularisation_B = regularisation_B - weight * entropy_B
+            auxiliary |= {"exit_entropy": entropy_B.detach(), "loops": loops_B}
+        elif reads_loops:
+            losses = [self.read_out(each_BSD, targets_BS, counted_C) for each_BSD in rows]
+            read_out = torch.stack(losses).mean()
+        else:
+            read_out = self.read_out(rows[-1], targets_BS, counted_C)
         drawn = self.config.loops.depth.kind != "fixed"
-        if self.training and drawn:
+        if self.training and drawn and not gates:
             loops = depth.of_sequence or (depth.num_loops,) * len(tokens_BS)
             auxiliary["loops"] = torch.tensor(loops, dtype=torch.float32, device=tokens_BS.device)
+        if exits is not None and exits.loops_B is not None:
+            auxiliary["loops"] = exits.loops_B
         if self.training and self.depth_losses and targets_BS is not None:
 
             def read_depth(state_BSD: Tensor) -> Tensor:
@@ -332,7 +213,9 @@ class Transformer(nn.Module):
                 value_B = loss.value(seen)
                 regularisation_B = regularisation_B + loss.weight * value_B
                 auxiliary[loss.name] = value_B.detach()
-        members = [step.member for step in schedule] if drawn else None
+        members = None
+        if drawn or len(steps.done) != len(schedule):  # a coda may run after several loops
+            members = [step.member for step in steps.done]
         return ModelOutput(
             read_out=read_out.to(wide_dtype(read_out)),
             regularisation_B=regularisation_B,
@@ -341,11 +224,17 @@ class Transformer(nn.Module):
             carried=carried,
         )
 
-    def new_cache(self) -> list[LayerCache]:
+    def new_cache(self, shared_loops: int | None = None) -> list[LayerCache]:
         """Returns an empty cache with one entry per depth step: a shared layer has new keys at
         every repeat.
+
+        With `shared_loops` m, loop r of a layer shares its entry with loop r mod m, and the later
+        one's keys stay: 1 keeps those of the last loop (Huginn, arXiv 2502.05171, §6).
         """
-        return [LayerCache() for _ in self.schedule]
+        entries: dict[tuple[int, int | None], LayerCache] = {}
+        for step in self.schedule:
+            entries.setdefault(_slot(step, shared_loops), LayerCache())
+        return [entries[_slot(step, shared_loops)] for step in self.schedule]
 
     @property
     def depth(self) -> PassDepth:
@@ -420,7 +309,11 @@ class Transformer(nn.Module):
         return rotary_table(positions, attention.rotary_channels, attention.rotary_base)
 
     def read_out(
-        self, x_BSD: Tensor, targets_BS: Tensor | None = None, counted_C: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        targets_BS: Tensor | None = None,
+        counted_C: Tensor | None = None,
+        share_BS: Tensor | None = None,
     ) -> Tensor:
         """Returns the logits of rows that were normalised, (…, V); with targets their loss.
 
@@ -429,17 +322,30 @@ class Transformer(nn.Module):
         tied = None
         if self.config.tied_head:
             tied = self.embedding.to(cast(Layer, self.group[0]).attention.dtype)
-        return self.head(x_BSD, targets_BS, counted_C, tied)
+        return self.head(x_BSD, targets_BS, counted_C, tied, share_BS)
+
+    def _expected_loss(
+        self,
+        rows: list[Tensor],
+        gates: list[Tensor],
+        targets_BS: Tensor | None,
+        counted_C: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Ouro's loss, and each sequence's mean entropy of exits and expected loops, (B,)."""
+
+        def loss_of(rows_BSD: Tensor, share_BS: Tensor) -> Tensor:
+            return self.read_out(rows_BSD, targets_BS, counted_C, share_BS)
+
+        loss, entropy_BS, loops_BS = expected_loss(gates, rows, loss_of)
+        return loss, entropy_BS.mean(1), loops_BS.mean(1)
 
     def _losses(
-        self,
-        reports: list[dict[str, RouterReport]],
-        schedule: Sequence[DepthStep],
-        halted: Halted | None,
-        tokens_BS: Tensor,
+        self, steps: "_DepthSteps", halted: Halted | None, tokens_BS: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Sums the auxiliary losses of all routers, each over all repeats of its weights, and of
         halting.
+
+        With `loops.balance="each"` a layer's loss is the mean of those of its loops.
 
         Evaluation mode has none. MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per
         sequence (arXiv 2405.16039, §2.2).
@@ -450,20 +356,31 @@ class Transformer(nn.Module):
         carried: dict[str, Tensor] = {}
         if not self.training:
             return regularisation_B, auxiliary, carried
-        by_member: dict[int, list[dict[str, RouterReport]]] = {}
-        for report, step in zip(reports, schedule, strict=True):
-            by_member.setdefault(step.member, []).append(report)
+        each = config.loops.balance == "each"
+        reports: dict[int, dict[int | None, list[dict[str, RouterReport]]]] = {}
+        for step, report in zip(steps.done, steps.reports, strict=True):
+            scopes = reports.setdefault(step.member, {})
+            scopes.setdefault(step.loop if each else None, []).append(report)
         for member, kind, router in self.routers():
-            sums = add_sums([report[kind].sums for report in by_member[member]])
+            scopes = {
+                loop: add_sums([report[kind].sums for report in found])
+                for loop, found in reports[member].items()
+            }
             for name in router.carried:
-                carried[f"{member}/{kind}/{name}"] = sums[name].detach().sum(0)
-            for loss in router.losses(sums, self.running.named(f"{member}/{kind}")):
-                share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
-                regularisation_B = regularisation_B + loss.coefficient * share * loss.value_B
-                label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
-                value_B = loss.value_B.detach()
-                value_B = value_B if share == 1 else share * value_B
-                auxiliary[label] = auxiliary[label] + value_B if label in auxiliary else value_B
+                total = add_sums(list(scopes.values()))[name]
+                carried[f"{member}/{kind}/{name}"] = total.detach().sum(0)
+            for loop, sums in scopes.items():
+                scope = f"{member}/{kind}" if loop is None else f"{member}/{kind}/{loop}"
+                for loss in router.losses(sums, self.running.named(scope)):
+                    share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
+                    share /= len(scopes)
+                    regularisation_B = regularisation_B + loss.coefficient * share * loss.value_B
+                    label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
+                    value_B = loss.value_B.detach()
+                    value_B = value_B if share == 1 else share * value_B
+                    auxiliary[label] = auxiliary[label] + value_B if label in auxiliary else value_B
+        if steps.measures is not None:
+            auxiliary |= steps.measures.values()
         if self.halting is not None and halted is not None:
             regularisation_B = regularisation_B + self.halting.config.loss * halted.loss_B
             auxiliary |= {"halting": halted.loss_B.detach(), "depth": halted.depth_B}
@@ -476,15 +393,21 @@ class _DepthSteps:
     def __init__(
         self,
         model: Transformer,
-        schedule: Sequence[DepthStep],
+        depth: PassDepth,
         context: DepthContext,
         cache: list[LayerCache] | None,
         batch_size: int,
     ) -> None:
         self._model, self._context, self._cache = model, context, cache
-        self._schedule, self._batch_size = schedule, batch_size
+        self._schedule, self._batch_size = model.config.schedule_of(depth.num_loops), batch_size
+        self._past = 0 if cache is None else cache[0].length
         self._keeps_states = model.training and bool(model.depth_losses)
-        self.reports: list[dict[str, RouterReport]] = []
+        self.done: list[DepthStep] = []
+        self.reports: list[dict[str, RouterReport]] = []  # of `done`
+        compares = model.measures_loops and model.training and model.config.order == "abab"
+        self.measures = None
+        if compares and model.halting is None and depth.of_sequence is None and depth.num_loops > 1:
+            self.measures = LoopMeasures(batch_size)
         self.states: list[Tensor] = []  # only losses on depth steps need them
 
     def apply(self, step: DepthStep, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
@@ -500,13 +423,26 @@ class _DepthSteps:
         self, step: DepthStep, x_BSD: Tensor, context: DepthContext, live: Tensor | None
     ) -> Tensor:
         cache = None if self._cache is None else self._cache[step.index]
+        if cache is not None:
+            cache.forget_from(self._past)  # what an earlier loop has left in a shared entry
         scale = self._model.loops.residual_scale(step, self._schedule)
-        context = replace(context, cache=cache, residual_scale=scale)
+        marks = self.measures is not None
+        context = replace(context, cache=cache, residual_scale=scale, marks_choices=marks)
         x_BSD, report = self._model.group[step.member](x_BSD, context)
+        if self.measures is not None:
+            self.measures.see_routes(step, report.get("feed_forward"))
+        self.done.append(step)
         self.reports.append(report if live is None else _of_batch(report, live, self._batch_size))
         if self._keeps_states:
             self.states.append(x_BSD)
         return x_BSD
+
+
+def _slot(step: DepthStep, shared_loops: int | None) -> tuple[int, int | None]:
+    """Returns the layer of a depth step, and which of its cache's entries it uses."""
+    if step.loop is None or shared_loops is None:
+        return step.member, step.loop
+    return step.member, step.loop % shared_loops
 
 
 def _of_batch(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.reference import columns_of
+from ..model.block import Layer
 from ..model.config.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
 from ..model.config.feed_forward_config import ExpertsConfig
 from ..model.config.model_config import ModelConfig
@@ -30,7 +31,7 @@ from ..model.moe import SparseFeedForward, SparseLayer
 from ..model.routers.mixture import TokenMixingConfig
 from ..model.routers.soft import SlotMixingConfig
 from ..model.routers.transition import TransitionConfig
-from ..model.transformer import Layer, Transformer
+from ..model.transformer import Transformer
 
 # Sent with a row, per route: expert, row, target (int32) and gate weight (float32).
 ROUTE_BYTES = 16

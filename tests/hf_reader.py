@@ -55,7 +55,11 @@ def answers_of(folder: Path) -> dict[str, torch.Tensor]:
     stored = {}
     for file in folder.glob("*.safetensors"):
         stored |= load_file(file)
-    other = [key for key, value in model.state_dict().items() if value.dtype != stored[key].dtype]
+    other = [
+        key
+        for key, value in model.state_dict().items()
+        if key in stored and value.dtype != stored[key].dtype
+    ]
     answers = {"logits": model(tokens).logits, "other_dtypes": torch.tensor(len(other))}
     answers["cached"], entries = cached(model, tokens)
     answers["cache_entries"] = torch.tensor(entries)
@@ -69,6 +73,13 @@ def answers_of(folder: Path) -> dict[str, torch.Tensor]:
     beams = {**greedy, "max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2}
     answers["beams"] = model.generate(**short, **beams)
     answers["beams_without_cache"] = model.generate(**short, **beams, use_cache=False)
+    if (
+        model.config.model["layers_per_group"] < model.config.model["num_layers"]
+        and model.halting is None
+    ):
+        for loops in (1, 3):
+            answers[f"loops{loops}"] = model(tokens, num_loops=loops).logits
+            answers[f"generated{loops}"] = model.generate(**short, **greedy, num_loops=loops)
     model.train()
     with torch.enable_grad():
         loss = model(tokens, labels=tokens).loss

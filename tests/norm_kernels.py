@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moebius.kernels.fused import norm
-from moebius.model import residual
+from moebius.model import block
 
 
 def add_norm(
@@ -81,6 +81,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> list[t
 
     if kernels:
         monkeypatch.setattr(norm, "_kernels", lambda: sys.modules[__name__])
-    monkeypatch.setattr(residual, "runs_fused", runs_fused)
+    monkeypatch.setattr(block, "runs_fused", runs_fused)
     monkeypatch.setattr(norm, "runs_fused", lambda *given: True)
     return calls

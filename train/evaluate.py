@@ -26,6 +26,8 @@ class Evaluation:
 
     loss: float
     tokens: int
+    loops: float | None = None
+    """Mean over the sequences, where they leave the loops early."""
 
     @property
     def perplexity(self) -> float:
@@ -120,7 +122,7 @@ def evaluate(
         ValueError: no target of the split counts.
     """
     dtype = products_dtype(config.train.precision)
-    sums = torch.zeros(2, dtype=torch.float64, device=process.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=process.device)
     model.eval()
     for rows in read_rows(
         config,
@@ -130,21 +132,24 @@ def evaluate(
         rank=process.rank,
         num_ranks=process.world_size,
     ):
-        logits_BSV = forward_in(model, dtype, rows.tokens_BS, documents=rows.documents).logits_BSV
+        output = forward_in(model, dtype, rows.tokens_BS, documents=rows.documents)
         losses = F.cross_entropy(
-            logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
+            output.logits_BSV.flatten(0, 1), rows.targets_BS.flatten(), reduction="none"
         )
         asked_BS = rows.asked_BS.to(process.device)
         # not by index, whose length the host would wait for
         losses_BS = losses.view_as(asked_BS).where(asked_BS, 0.0)
         sums[0] += losses_BS.sum(1, dtype=torch.float64).sum()
         sums[1] += asked_BS.sum()
+        if "loops" in output.auxiliary:
+            sums[2] += output.auxiliary["loops"][: rows.num_rows].sum()
+            sums[3] += rows.num_rows
     model.train()
     dist.all_reduce(sums)
-    loss, tokens = sums.tolist()
+    loss, tokens, loops, num_rows = sums.tolist()
     if not tokens:
         raise ValueError(
             f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
             "there is nothing to measure: check the data's loss mask (prompts without answers?)"
         )
-    return Evaluation(loss=loss / tokens, tokens=int(tokens))
+    return Evaluation(loss / tokens, int(tokens), loops / num_rows if num_rows else None)

@@ -27,7 +27,7 @@ def log_step(run: Run, result: StepResult) -> None:
     """
     run.clock.count_step()
     number, train = run.progress.step, run.config.train
-    if not (number == run.first_step or result.is_last or due(number, train.log_every)):
+    if not (result.is_last or is_logged(run, number)):
         return
     step_s, data_wait_s = run.clock.read(waited_s=run.loader.wait_s)
     sums = result.meter.reduce(digest=result.batch.digest, data_wait_s=data_wait_s)
@@ -51,6 +51,11 @@ def log_step(run: Run, result: StepResult) -> None:
         **exchange_metrics(sums, ep=run.mesh.layout.ep, on_host=run.process.device.type == "cpu"),
     )
     run.restart_clock()
+
+
+def is_logged(run: Run, number: int) -> bool:
+    """Returns whether a step will be logged, unless it is the last, which always is."""
+    return number == run.first_step or due(number, run.config.train.log_every)
 
 
 def log_spike(run: Run, result: StepResult) -> None:

@@ -25,7 +25,7 @@ from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
 from ..model.execution.precision import forward_in, products_dtype
 from .config.run_config import Config
-from .hooks import HOOKS, evaluate_run, finish
+from .hooks import HOOKS, evaluate_run, finish, is_logged
 from .loss import micro_batch_loss
 from .metrics.run_lines import open_log
 from .metrics.sinks import check_sinks
@@ -116,6 +116,7 @@ def step(
     counted_targets = count_targets(micro_batches, device)
 
     run.model.before_step(run.progress.step)
+    run.model.measures_loops = is_logged(run, run.progress.step + 1)
     run.optimizer.zero_grad()
     began_s = time.perf_counter()
     meter = StepMeter()

@@ -42,6 +42,7 @@ def _add_eval(commands: Commands) -> None:
             "eval runs/mine",
             "eval runs/mine --stride 64",
             "eval runs/mine --loops 1,2,4,8",
+            "eval runs/mine --exit kl=0.01",
             "eval runs/mine --tasks paper --data eval/ --limit 500",
             "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
@@ -61,6 +62,17 @@ def _add_eval(commands: Commands) -> None:
         type=_numbers,
         metavar="N,…",
         help="apply the repeated layers N times; several numbers give a table and a picture",
+    )
+    parser.add_argument(
+        "--exit",
+        metavar="RULE",
+        help="let a sequence leave the loops early: kl=X, state=X or gate=Q (docs/evaluate.md)",
+    )
+    parser.add_argument(
+        "--cache-loops",
+        type=int,
+        metavar="M",
+        help="with --prompt: keep keys and values of M loops, each shared by loops r mod M",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
     parser.add_argument(
@@ -124,6 +136,14 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"{asked[0]} and {asked[1]} cannot be combined: choose one")
     if options.loops is not None and options.stride is not None:
         raise ValueError("--loops and --stride cannot be combined: choose one")
+    if options.exit is not None and (asked or len(options.loops or ()) > 1):
+        raise ValueError(
+            f"--exit measures the loss, with one number of loops: omit {[*asked, '--loops 1,2'][0]}"
+        )
+    if options.cache_loops is not None and (options.prompt is None or options.cache_loops < 1):
+        raise ValueError(
+            f"--cache-loops {options.cache_loops} must be at least 1, and needs --prompt"
+        )
     if options.loops is not None and len(options.loops) > 1:
         return _over_loops(options)
     if options.tasks is not None:
@@ -222,8 +242,10 @@ def _tasks(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> None:
     from ...evaluation.perplexity import measure
+    from ...model.loops.exits import ExitRule
 
-    print(measure(options.run_dir, step=options.step, loops=_loops(options)))
+    rule = None if options.exit is None else ExitRule.parse(options.exit)
+    print(measure(options.run_dir, step=options.step, loops=_loops(options), exit_rule=rule))
 
 
 def _measure_sliding(options: argparse.Namespace) -> None:
@@ -261,6 +283,7 @@ def _write(options: argparse.Namespace) -> None:
         num_tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
+        cache_loops=options.cache_loops,
     ):
         print(piece, end="", flush=True)
     print()

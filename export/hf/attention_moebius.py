@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from .configuration_moebius import MoebiusConfig
 from .experts_moebius import Experts, Linear, SigmoidRouter, SutRouter, of_active, wide
@@ -31,6 +32,8 @@ class Past:
         """Stores the new positions' keys and values, and returns those of all positions."""
         if self.cache is None:
             return k_BHSC, v_BHSC
+        while len(self.cache.layers) <= self.step:  # more loops than the model was trained with
+            self.cache.layers.append(DynamicLayer())
         k_BHMC, v_BHMC = self.cache.update(k_BHSC, v_BHSC, self.step)
         if k_BHMC.shape[2] != self.visible.shape[-1]:
             raise ValueError(
@@ -102,12 +105,26 @@ class RotaryAttention(nn.Module):
         self.num_heads, self.d_head = self.settings["num_heads"], self.settings["d_head"]
         self.query = Linear(d_model, self.num_heads * self.d_head, bias=False)
         self.key = Linear(d_model, self.num_heads * self.d_head, bias=False)
+        self.qk_bias = None
+        if self.settings.get("qk_bias"):
+            self.qk_bias = nn.Parameter(torch.zeros(2, self.num_heads, 1, self.d_head))
+
+    def prepare(self, x_BSW: Tensor, place: int, table: RotaryTable) -> Tensor:
+        """Returns queries (place 0) or keys (1) as they meet, (B, H, S, C)."""
+        x_BHSC = split_heads(x_BSW, self.num_heads)
+        if self.qk_bias is not None:
+            x_BHSC = x_BHSC + self.qk_bias[place].to(x_BHSC.dtype)
+        if self.settings.get("qk_norm"):
+            x_BHSC = F.rms_norm(x_BHSC, (self.d_head,))
+        if self.settings.get("positions", {}).get("pairs") == "neighbours":
+            pairs, rest = x_BHSC.split((width := table[0].shape[-1], self.d_head - width), -1)
+            x_BHSC = torch.cat((pairs[..., ::2], pairs[..., 1::2], rest), -1)
+        return rotate(x_BHSC * self.d_head**-0.25, table)  # the scale, on queries and keys each
 
     def attend(self, n_BSD: Tensor, v_BHSC: Tensor, table: RotaryTable, past: Past) -> Tensor:
         """Returns softmax(rope(q)·rope(k)ᵀ / √C)·v over visible positions, (B, H, S, C)."""
-        scale = self.d_head**-0.25  # on queries and keys each
-        q_BHSC = rotate(split_heads(self.query(n_BSD), self.num_heads) * scale, table)
-        k_BHSC = rotate(split_heads(self.key(n_BSD), self.num_heads) * scale, table)
+        q_BHSC = self.prepare(self.query(n_BSD), 0, table)
+        k_BHSC = self.prepare(self.key(n_BSD), 1, table)
         k_BHMC, v_BHMC = past.append(k_BHSC, v_BHSC.to(q_BHSC.dtype))
         return F.scaled_dot_product_attention(
             q_BHSC, k_BHMC, v_BHMC, attn_mask=past.visible, scale=1.0

@@ -1,7 +1,7 @@
 """Configures a moebius model for transformers, read from config.json.
 
 `model` is the model's own resolved configuration, with every key that modeling_moebius.py reads,
-under moebius' names. `schedule` and `sparse_members` are derived from it. The usual names repeat
+under moebius' names. `sparse_members` are derived from it. The usual names repeat
 some values for tools that look for them. Needs only transformers.
 """
 
@@ -14,8 +14,7 @@ class MoebiusConfig(PreTrainedConfig):
     """Describes one model of the family: MoEUT (arXiv 2405.16039), its baselines and relatives.
 
     A shared layer is applied several times, so `num_hidden_layers` counts depth steps, and a cache
-    has as many entries. `schedule` says which of the `model["layers_per_group"]` distinct layers
-    each depth step applies, and `sparse_members` which of them have experts in the feed-forward.
+    has as many entries. `sparse_members` are the layers with experts in the feed-forward.
     """
 
     model_type = "moebius"
@@ -27,7 +26,6 @@ class MoebiusConfig(PreTrainedConfig):
         vocab_size: int | None = None,
         max_position_embeddings: int = 1024,
         use_cache: bool = True,
-        schedule: list[int] | None = None,
         sparse_members: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -36,7 +34,6 @@ class MoebiusConfig(PreTrainedConfig):
         self.vocab_size = self.model["vocab_size"] if vocab_size is None else vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
-        self.schedule = [0, 1, 2, 3] if schedule is None else schedule
         self.sparse_members = sparse_members or []
         for name, value in {
             "hidden_size": self.model["d_model"],
@@ -47,6 +44,32 @@ class MoebiusConfig(PreTrainedConfig):
             kwargs.pop(name, None)
             setattr(self, name, value)
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+    @property
+    def loops(self) -> dict[str, Any]:
+        """Returns what happens between the repeats of the layers."""
+        return self.model["loops"]
+
+    def schedule(self, num_loops: int | None = None) -> list[tuple[int, int | None]]:
+        """Returns the layer of every depth step, and its loop, counted from 0; None: none.
+
+        Args:
+            num_loops: repeats of the layers that repeat; None: as trained.
+
+        Raises:
+            ValueError: it is below 1, or the model repeats no layer.
+        """
+        first, total = self.loops["prelude"], self.model["layers_per_group"]
+        last = total - self.loops["coda"]
+        trained = (self.model["num_layers"] - first - self.loops["coda"]) // (last - first)
+        number = trained if num_loops is None else num_loops
+        if number < 1 or (number != trained and self.model["halting"] is not None):
+            raise ValueError(f"num_loops={num_loops} must be at least 1, and halting sets its own")
+        core = [(member, loop) for loop in range(number) for member in range(first, last)]
+        if self.model["order"] == "aabb":
+            core.sort()
+        before = [(member, None) for member in range(first)]
+        return [*before, *core, *((member, None) for member in range(last, total))]
 
 
 # transformers builds every configuration without arguments too, to save only the differences.
@@ -69,6 +92,21 @@ _DEFAULT: dict[str, Any] = {
         "dense_bias": True,
     },
     "halting": None,
+    "loops": {
+        "prelude": 0,
+        "coda": 0,
+        "start": "embedding",
+        "inject": "none",
+        "input_norm": False,
+        "condition": "none",
+        "residual_scale": None,
+        "final_norm": "once",
+        "exit_entropy": None,
+    },
+    "order": "abab",
+    "norm_layer": "layernorm",
+    "tied_head": False,
+    "scale_embedding": False,
     "final_norm": True,
     "head_bias": True,
 }

@@ -44,11 +44,32 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Divides rows by their root mean square in float32, with eps 1e-6."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes (…, D) in any dtype to (…, D) float32."""
+        x = wide(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def make_norm(config: MoebiusConfig) -> nn.Module:
+    """Builds the model's norm of a row."""
+    d_model = config.model["d_model"]
+    return (
+        RMSNorm(d_model, eps=1e-6)
+        if config.model["norm_layer"] == "rmsnorm"
+        else LayerNorm(d_model)
+    )
+
+
 def activate(z: Tensor, activation: str) -> Tensor:
     """Applies an activation; gated ones use the first half of the columns as gate."""
     if activation in ("swiglu", "geglu"):
         gate, content = z.chunk(2, dim=-1)
         return activate(gate, {"swiglu": "silu", "geglu": "gelu"}[activation]) * content
+    if activation == "relu2":
+        return torch.relu(z).square()
     return {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}[activation](z)
 
 

@@ -35,6 +35,7 @@ CODE = (
     "configuration_moebius.py",
     "experts_moebius.py",
     "attention_moebius.py",
+    "loops_moebius.py",
     "modeling_moebius.py",
 )
 
@@ -97,32 +98,6 @@ def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(row) for row in rows]
 
 
-def _check_blocks(model: ModelConfig) -> None:
-    """Checks that the code of the exported folder has every block of the model; else ConfigError."""
-    attention, default = model.attention, ModelConfig()
-    used = {
-        "model.loops": not model.loops.is_plain,
-        f"model.norm={model.norm!r}": model.norm not in ("peri", "pre", "post"),
-        f"model.norm_layer={model.norm_layer!r}": model.norm_layer != default.norm_layer,
-        "model.tied_head": model.tied_head,
-        "model.scale_embedding": model.scale_embedding,
-        "model.attention.qk_bias": getattr(attention, "qk_bias", False),
-        "model.attention.qk_norm": getattr(attention, "qk_norm", False),
-        "model.attention.positions.pairs": getattr(
-            getattr(attention, "positions", None), "pairs", "halves"
-        )
-        != "halves",
-        f"model.feed_forward.activation={model.feed_forward.activation!r}": (
-            model.feed_forward.activation == "relu2"
-        ),
-    }
-    if missing := [key for key, is_used in used.items() if is_used]:
-        raise ConfigError(
-            f"{' and '.join(missing)} cannot be exported to Hugging Face yet; use --format "
-            "safetensors, or moebius itself (`moebius eval`)"
-        )
-
-
 def check_promises(model: ModelConfig) -> None:
     """Checks that a model's outputs depend only on the sequence and on no later position.
 
@@ -142,7 +117,6 @@ def check_promises(model: ModelConfig) -> None:
             "moebius' own code; use --format safetensors, or moebius itself (`moebius eval`, "
             "`generate`)"
         )
-    _check_blocks(model)
     promises = model.evaluation_promises
     broken = []
     if not promises.causal:

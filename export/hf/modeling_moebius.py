@@ -6,7 +6,7 @@ and mixtures without a capacity (top-k, DeepSeek, X-MoE, Multi-Head MoE, GShard 
 
     x = Emb[tokens]
     for member in schedule:                  # a shared layer is applied repeatedly
-        x = group[member](x)
+        x = group[member](x)                 # between loops: loops_moebius.py
     logits = head(norm(x))
 
 A cache has one entry per depth step, not per layer. Routers, norms, biases, embeddings and the
@@ -36,14 +36,16 @@ from .configuration_moebius import MoebiusConfig
 from .experts_moebius import (
     CosineRouter,
     DenseMLP,
-    LayerNorm,
     Linear,
     LinearRouter,
     SparseFeedForward,
+    make_norm,
     wide,
 )
+from .loops_moebius import Loops
 
 NOT_SPLIT, NOT_MOVED = ["Layer"], ["past_key_values"]  # with several devices
+TIED = {"head.weight": "embedding.weight"}  # if config.json ties them
 # Parts of the names of modules and parameters that stay float32 in a bfloat16 model.
 FLOAT32 = ["router", "norm", "halting", "embedding", "bias"]
 
@@ -52,7 +54,8 @@ class Layer(nn.Module):
     """Applies attention and feed-forward with their residual connections.
 
     Peri-norm: a norm only before what ends in a softmax or sigmoid. Pre-norm: everything reads
-    normalized rows. Post-norm: the norm follows the addition.
+    normalized rows. Post-norm: the norm follows the addition. Sandwich and branch add to pre-norm a
+    norm after the addition or before it.
     """
 
     def __init__(self, config: MoebiusConfig, member: int) -> None:
@@ -60,10 +63,14 @@ class Layer(nn.Module):
         self.norm, d_model = config.model["norm"], config.model["d_model"]
         section = config.model["feed_forward"]
         self.is_sparse = member in config.sparse_members
-        self.attention_norm = LayerNorm(d_model)
+        self.attention_norm = make_norm(config)
         self.attention = make_attention(config)
         has_norm = self.is_sparse or self.norm != "peri"
-        self.feed_forward_norm = LayerNorm(d_model) if has_norm else None
+        self.feed_forward_norm = make_norm(config) if has_norm else None
+        self.attention_output_norm = self.feed_forward_output_norm = None
+        if self.norm in ("sandwich", "branch"):
+            self.attention_output_norm = make_norm(config)
+            self.feed_forward_output_norm = make_norm(config)
         if self.is_sparse:
             self.feed_forward = SparseFeedForward(config)
         else:
@@ -81,6 +88,7 @@ class Layer(nn.Module):
         past: Past,
         memory_BSD: Tensor | None = None,
         active_BS: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Computes one depth step, (B, S, D) to (B, S, D).
 
@@ -90,25 +98,39 @@ class Layer(nn.Module):
             past: the cache of this depth step, and the visible positions.
             memory_BSD: under halting, input of keys and values; None: x.
             active_BS: under halting, tokens that still compute; None: all.
+            scale: of what is added to the residual stream.
         """
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
         values_BSD = values_BSD if memory_BSD is None else memory_BSD
         y_BSD = self.attention(values_BSD, n_BSD, table, past, active_BS)
-        x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
+        norms = self.attention_norm, self.attention_output_norm
+        x_BSD = self._add(x_BSD, y_BSD, *norms, scale)
         n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
         read = (values_BSD, n_BSD, active_BS) if self.is_sparse else (values_BSD,)
         y_BSD = self.feed_forward(*read)
-        return self._add(x_BSD, y_BSD, self.feed_forward_norm)
+        norms = self.feed_forward_norm, self.feed_forward_output_norm
+        return self._add(x_BSD, y_BSD, *norms, scale)
 
-    def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
+    def _inputs(self, x_BSD: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
         """Returns the input of queries, keys and routers, and the input of values and experts."""
         if self.norm == "post" or norm is None:
             return x_BSD, x_BSD
         n_BSD = norm(x_BSD)
         return n_BSD, x_BSD if self.norm == "peri" else n_BSD
 
-    def _add(self, x_BSD: Tensor, y_BSD: Tensor, norm: LayerNorm | None) -> Tensor:
-        return norm(x_BSD + y_BSD) if self.norm == "post" and norm is not None else x_BSD + y_BSD
+    def _add(
+        self,
+        x_BSD: Tensor,
+        y_BSD: Tensor,
+        norm: nn.Module | None,
+        output_norm: nn.Module | None,
+        scale: float,
+    ) -> Tensor:
+        if self.norm == "branch" and output_norm is not None:
+            y_BSD = output_norm(y_BSD)
+        x_BSD = x_BSD + (y_BSD if scale == 1 else scale * y_BSD)
+        after = {"post": norm, "sandwich": output_norm}.get(self.norm)
+        return x_BSD if after is None else after(x_BSD)
 
 
 class Halting(nn.Module):
@@ -130,6 +152,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MoebiusConfig
     config: MoebiusConfig
+    _tied_weights_keys = TIED
     _no_split_modules = NOT_SPLIT
     _supports_sdpa = True
     _skip_keys_device_placement = NOT_MOVED
@@ -148,7 +171,8 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         )
         self.halting = None if model["halting"] is None else Halting(d_model)
         has_final_norm = model["final_norm"] and model["norm"] != "post"
-        self.final_norm = LayerNorm(d_model) if has_final_norm else None
+        self.final_norm = make_norm(config) if has_final_norm else None
+        self.loops = Loops(config)
         self.head = Linear(d_model, config.vocab_size, bias=model["head_bias"])
         self.post_init()
 
@@ -171,7 +195,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """Returns the head, which is not tied to the embedding."""
+        """Returns the head."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -188,6 +212,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        num_loops: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Computes the next token's logits, (B, S, V) float32, and with `labels` the loss.
@@ -201,6 +226,8 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
             labels: int64 (B, S): the tokens themselves, −100 where none counts.
             use_cache: return a cache, created if none is given.
             logits_to_keep: number of last positions, 0 for all, or their indices.
+            num_loops: how often the repeated layers are applied; None: as trained. `generate` takes
+                it too.
             kwargs: `num_items_in_batch`, which divides the loss; others are ignored.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -213,9 +240,7 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         visible = visible_positions(attention_mask, past, x_BSD)
         if position_ids is None:
             position_ids = _count_positions(attention_mask, past, x_BSD)
-        x_BSD = self._decode(x_BSD, position_ids, visible, past_key_values)
-        if self.final_norm is not None:
-            x_BSD = self.final_norm(x_BSD)
+        x_BSD = self._decode(x_BSD, position_ids, visible, past_key_values, num_loops)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BSV = wide(self.head(x_BSD[:, kept]))
         loss = None
@@ -230,24 +255,53 @@ class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _decode(
-        self, x_BSD: Tensor, position_BS: Tensor, visible: Tensor, cache: Cache | None
+        self,
+        x_BSD: Tensor,
+        position_BS: Tensor,
+        visible: Tensor,
+        cache: Cache | None,
+        num_loops: int | None,
     ) -> Tensor:
-        model = self.config.model
+        """Returns the rows that the head reads."""
+        model, final_norm = self.config.model, self.final_norm or nn.Identity()
         if self.position_embedding is not None:
             learned = self.position_embedding.num_embeddings
             if (last := int(position_BS.max()) + 1) > learned:
                 raise ValueError(f"{last} positions exceed the model's {learned} learned ones")
             x_BSD = x_BSD + self.position_embedding(position_BS)
+        if model["scale_embedding"]:
+            x_BSD = x_BSD * model["d_model"] ** 0.5
         if model["norm"] == "post":
             x_BSD = F.layer_norm(wide(x_BSD) * model["d_model"] ** 0.5, x_BSD.shape[-1:], eps=1e-5)
         attention = {"positions": {"kind": "none"}, **model["attention"]}
         table = rotary_table(position_BS, attention, wide(x_BSD).dtype)
-        pasts = [Past(cache, step, visible) for step in range(len(self.config.schedule))]
+        schedule = self.config.schedule(num_loops)
+        pasts = [Past(cache, step, visible) for step in range(len(schedule))]
         if self.halting is not None:
-            return self._decode_halting(self.halting, x_BSD, table, pasts)
-        for member, past in zip(self.config.schedule, pasts, strict=True):
-            x_BSD = self.group[member](x_BSD, table, past)
-        return x_BSD
+            return final_norm(self._decode_halting(self.halting, x_BSD, table, pasts))
+        program, e_BSD = self.config.loops, None
+        first, last = program["prelude"], model["layers_per_group"] - program["coda"] - 1
+        core = [loop for _, loop in schedule if loop is not None]
+        scale = 1.0
+        if program["residual_scale"] is not None:
+            scale = program["residual_scale"] * (last - first + 1) ** 0.5 / len(core)
+        for (member, loop), past in zip(schedule, pasts, strict=True):
+            if member == first and loop is not None:
+                if loop == 0:
+                    x_BSD, e_BSD = self.loops.start(x_BSD, position_BS)
+                x_BSD = self.loops.begin(x_BSD, e_BSD, loop, max(core) + 1)
+            x_BSD = self.group[member](x_BSD, table, past, scale=1.0 if loop is None else scale)
+            if member < last or loop is None:
+                continue
+            if program["final_norm"] == "every_loop":
+                x_BSD = final_norm(x_BSD)
+            if loop == max(core) and self.loops.injection is not None:
+                x_BSD = self.loops.injection.finish(x_BSD)
+            if loop == max(core) and program["final_norm"] == "around_coda":
+                x_BSD = final_norm(x_BSD)
+        if program["final_norm"] == "every_loop" and not program["coda"]:
+            return x_BSD
+        return final_norm(x_BSD)
 
     def _decode_halting(
         self, gate: Halting, x_BSD: Tensor, table: RotaryTable, pasts: list[Past]

@@ -39,6 +39,11 @@ class LayerCache:
         self.keys, self.values = keys, values
         return keys, values
 
+    def forget_from(self, length: int) -> None:
+        """Drops the positions from `length` on."""
+        if self.keys is not None and self.values is not None and self.length > length:
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+
 
 @dataclass(frozen=True)
 class DepthContext:
@@ -51,6 +56,7 @@ class DepthContext:
     # Visibility and padding; None: each position sees all before it, no padding. Excludes a cache.
     documents: Documents | None = None
     residual_scale: float = 1.0  # of what the layer adds to the residual stream
+    marks_choices: bool = False  # whether the feed-forward's report has `chosen_TE`
 
     def of_sequences(self, live: Tensor) -> "DepthContext":
         """Returns what some of the sequences read."""

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -96,12 +97,29 @@ class LoopsConfig(BaseModel):
     """Loops, counted from the last, that gradients pass through; none: all. Earlier ones keep
     nothing for the backward pass (Huginn)."""
 
+    read_out: tuple[PositiveInt, ...] = ()
+    """Loops, counted from 1, that the training loss reads beside the last: it is their mean."""
+
+    exit_entropy: NonNegativeFloat | None = None
+    """β of Ouro's loss, which learns when to leave: the cross-entropy expected over the exits that a
+    gate gives, minus β times their entropy. None: no gate."""
+
+    balance: Literal["all", "each"] = "all"
+    """What an auxiliary loss of a router covers: a layer's loops together, or each, and their mean."""
+
     depth: DepthConfig = DepthConfig()
 
     @property
     def is_plain(self) -> bool:
         """Returns whether a pass only repeats the group, as MoEUT's does."""
         return self.model_copy(update={"depth": DepthConfig()}) == LoopsConfig()
+
+    def read_loops(self, num_loops: int) -> tuple[int, ...]:
+        """Returns the loops of so many that a training pass reads out, counted from 0."""
+        if self.exit_entropy is not None:
+            return tuple(range(num_loops))
+        chosen = {loop - 1 for loop in self.read_out if loop < num_loops}
+        return (*sorted(chosen), num_loops - 1)
 
     def first_with_gradient(self, num_loops: int) -> int:
         """Returns the first loop of so many, counted from 0, that gradients pass through."""
@@ -122,6 +140,22 @@ class LoopsConfig(BaseModel):
             raise ValueError(
                 f'gradient_loops={self.gradient_loops} with inject="none": gradients reach the '
                 "prelude and the embedding through the injection alone; set inject, or leave it out"
+            )
+        if self.exit_entropy is not None and self.read_out:
+            raise ValueError(
+                f"exit_entropy={self.exit_entropy} with read_out={list(self.read_out)}: the expected "
+                "loss reads every loop; leave one of them out"
+            )
+        reads = self.exit_entropy is not None or bool(self.read_out)
+        if reads and self.gradient_loops is not None:
+            raise ValueError(
+                f"read_out or exit_entropy with gradient_loops={self.gradient_loops}: the loops that "
+                "are read need a gradient; leave gradient_loops out"
+            )
+        if self.depth.per == "sequence" and (reads or self.balance == "each"):
+            raise ValueError(
+                'depth.per="sequence" with read_out, exit_entropy or balance="each": a loop that only '
+                'some sequences make has no loss of its own; set depth.per="step"'
             )
         if self.final_norm == "around_coda" and not self.coda:
             raise ValueError(

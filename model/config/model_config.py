@@ -313,6 +313,11 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
                 f"loops.depth.values={list(depth.values)} never reaches the R={repeats} loops that "
                 f"num_layers={self.num_layers} gives evaluation: choose values around it"
             )
+        if depth.kind == "fixed" and max(self.loops.read_out, default=1) > repeats:
+            raise ValueError(
+                f"loops.read_out={list(self.loops.read_out)} names a loop that a pass of R={repeats} "
+                "loops does not make: loops are counted from 1"
+            )
         if depth.per == "sequence":
             kept = self.promises
             if not (kept.causal and kept.batch_invariant):

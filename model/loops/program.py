@@ -13,6 +13,7 @@ e the injected input, s the state.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from ..config.model_config import DepthStep, ModelConfig
 from ..initialise import Initializers, constant, identity, parameter, zeros
 from ..layers import NORM, Linear, wide_dtype
 from .depth import PassDepth
+from .exits import ExitGate, Exits
+from .measures import LoopMeasures
 
 _FREQUENCIES = 8  # of r/R and of 1/R, π·2⁰ … π·2⁷
 _START_DECAY = math.sqrt(1 / 5)  # of the state per loop, at the start (Parcae)
@@ -148,6 +151,7 @@ class Loops(nn.Module):
         if program.condition != "none":
             scales = program.condition == "scale_shift"
             self.condition = Condition(config.d_model, scales=scales)
+        self.exit_gate = None if program.exit_entropy is None else ExitGate(config.d_model)
 
     def forward(
         self,
@@ -159,8 +163,11 @@ class Loops(nn.Module):
         final_norm: nn.Module | None,
         positions_BS: Tensor | None,
         past: int,
-    ) -> Tensor:
-        """Applies `layer(depth step, x, live)` at every depth step; returns what the read-out reads.
+        exits: Exits | None = None,
+        predict: Callable[[Tensor], Tensor],
+        measures: LoopMeasures | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Applies `layer(depth step, x, live)` at every depth step.
 
         `live` are the sequences that x has, (B',) int64; None: all.
 
@@ -171,11 +178,23 @@ class Loops(nn.Module):
             final_norm: of the model; None: it has none.
             positions_BS: the position of every token in its document; None: of one per row.
             past: positions in the cache.
+            exits: decides in evaluation which sequences leave early.
+            predict: the read-out, for `exits`.
+            measures: is shown the state around every loop.
+
+        Returns:
+            The rows that the read-out reads, (B, S, D): of the last loop, in training also of the
+            others that the loss reads, in their order; and g of the exit gate for each, (B, S).
         """
         has_grad, e_BSD = torch.is_grad_enabled(), None
         live: Tensor | None = None
-        whole_BSD = x_BSD
-        for step in schedule:
+        whole_BSD = before_BSD = x_BSD
+        coda = [step for step in schedule if step.member > self.last]
+        read = partial(self._read, layer, coda, final_norm)
+        last = depth.num_loops - 1
+        wanted = self.config.read_loops(depth.num_loops) if self.training else (last,)
+        rows: list[Tensor] = []
+        for step in schedule[: len(schedule) - len(coda)]:
             if step.loop is None:
                 x_BSD = layer(step, x_BSD, None)
                 continue
@@ -185,24 +204,51 @@ class Loops(nn.Module):
                 x_BSD = self.start_state(x_BSD, positions_BS, past)
             with torch.set_grad_enabled(has_grad and step.loop >= depth.no_gradient):
                 if step.member == self.first:
-                    whole_BSD, places = x_BSD, depth.live(step.loop)
-                    live = None
-                    if places is not None:
-                        live = torch.tensor(places, dtype=torch.int64, device=x_BSD.device)
-                    x_BSD = x_BSD if live is None else x_BSD[live]
+                    whole_BSD = x_BSD
+                    if exits is not None:
+                        live = exits.enter(x_BSD.device)
+                    else:
+                        places = depth.live(step.loop)
+                        live = None
+                        if places is not None:
+                            live = torch.tensor(places, dtype=torch.int64, device=x_BSD.device)
+                    before_BSD = x_BSD = x_BSD if live is None else x_BSD[live]
                     x_BSD = self._begin(x_BSD, e_BSD, step.loop, depth, live)
                 x_BSD = layer(step, x_BSD, live)
                 if step.member < self.last:
                     continue
                 if self.config.final_norm == "every_loop" and final_norm is not None:
                     x_BSD = final_norm(x_BSD)
+                if exits is not None and step.loop < last:
+                    exits.leave(before_BSD, x_BSD, read, predict, self.exit_gate)
+                if measures is not None:
+                    measures.see_state(step.loop, before_BSD, x_BSD)
                 if live is not None:
                     x_BSD = whole_BSD.index_copy(0, live, x_BSD.to(whole_BSD.dtype))
-            if step.loop == depth.num_loops - 1:
-                x_BSD = self._finish(x_BSD, final_norm)
-        if final_norm is None or (self.config.final_norm == "every_loop" and not self.config.coda):
-            return x_BSD
-        return final_norm(x_BSD)
+                if step.loop in wanted:
+                    rows.append(read(x_BSD, None))
+        if self.exit_gate is None or not self.training:
+            return rows, []
+        return rows, [self.exit_gate(each) for each in rows]
+
+    def _read(
+        self,
+        layer: Callable[[DepthStep, Tensor, Tensor | None], Tensor],
+        coda: Sequence[DepthStep],
+        final_norm: nn.Module | None,
+        s_BSD: Tensor,
+        live: Tensor | None,
+    ) -> Tensor:
+        """Returns the rows of a state that the read-out reads."""
+        if self.injection is not None:
+            s_BSD = self.injection.finish(s_BSD)
+        if self.config.final_norm == "around_coda" and final_norm is not None:
+            s_BSD = final_norm(s_BSD)
+        for step in coda:
+            s_BSD = layer(step, s_BSD, live)
+        if final_norm is None or (self.config.final_norm == "every_loop" and not coda):
+            return s_BSD
+        return final_norm(s_BSD)
 
     def residual_scale(self, step: DepthStep, schedule: Sequence[DepthStep]) -> float:
         """Returns what a layer's updates are multiplied by at a depth step."""
@@ -255,10 +301,3 @@ class Loops(nn.Module):
             [depth.place(loop, each) for each in sequences],
             [depth.of_sequence[each] for each in sequences],
         )
-
-    def _finish(self, s_BSD: Tensor, final_norm: nn.Module | None) -> Tensor:
-        if self.injection is not None:
-            s_BSD = self.injection.finish(s_BSD)
-        if self.config.final_norm == "around_coda" and final_norm is not None:
-            s_BSD = final_norm(s_BSD)
-        return s_BSD

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ PROMISED = (
     *("dense", "naive_ut", "moeut", "moeut_g1", "moeut_aabb", "moeut_pre", "moeut_post"),
     *("sigma_moe", "sigma_moe_original", "switchhead", "sut", "sut_no_act", "gshard", "top_k"),
     *("deepseek", "x_moe", "mh_moe", "mh_moe_parity"),
+    *("huginn_small", "huginn_moe", "parcae_small", "parcae_moe", "ouro_moe"),
+    *("moeut_sandwich", "middle_half_twice"),
 )
 # Not in any recipe: learned positions or none, one gated head, gated units, shared experts.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
@@ -106,6 +109,16 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "sphere_released": ("mh_moe", {"feed_forward.router.behaviour": "torchscale"}),
+    "conditioned": (
+        "moeut_sandwich",
+        {
+            "loops.inject": "add",
+            "loops.start": "zero",
+            "loops.condition": "scale_shift",
+            "loops.residual_scale": 0.7,
+            "loops.exit_entropy": 0.1,
+        },
+    ),
     "far": ("sut", {"attention.max_distance": 4, "feed_forward.activation": "gelu"}),
 }
 ALL = (*PROMISED, *VARIANTS)
@@ -171,8 +184,10 @@ def answers(folders: Path) -> dict[str, dict[str, Tensor]]:
     return {path.stem: load_file(path) for path in folders.glob("*.answers")}
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+def close(found: Tensor, expected: Tensor, name: str = "") -> None:
+    # ouro_moe: in float64 both agree to 4e-14, and in float32 each is 1.7e-5 away from that
+    atol = 4e-5 if name == "ouro_moe" else 1e-5
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.slow
@@ -181,12 +196,12 @@ def test_transformers_gives_our_logits(name: str, answers: dict[str, dict[str, T
     found, expected = answers[name], logits(model_for(name))
     assert expected.abs().max() > 0.5
     for how in ("logits", "cached", "again", "embedded"):
-        close(found[how], expected)
-    close(found["last"], expected[:, -1:])
+        close(found[how], expected, name)
+    close(found["last"], expected[:, -1:], name)
     assert found["cache_entries"] == model_for(name).config.num_layers
     for row, length in enumerate(LENGTHS):
-        close(found["left"][row, max(LENGTHS) - length :], expected[row, :length])
-        close(found["right"][row, :length], expected[row, :length])
+        close(found["left"][row, max(LENGTHS) - length :], expected[row, :length], name)
+        close(found["right"][row, :length], expected[row, :length], name)
 
 
 @pytest.mark.slow
@@ -201,6 +216,19 @@ def test_transformers_writes_what_we_write(
         assert found["generated"][row, -6:].tolist() == written
     assert torch.equal(found["beams"], found["beams_without_cache"])
     assert len(found["beams"]) == 2 * len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moeut", "huginn_moe", "parcae_moe", "ouro_moe", "conditioned"])
+@pytest.mark.parametrize("loops", [1, 3])
+def test_transformers_takes_the_number_of_loops(
+    name: str, loops: int, answers: dict[str, dict[str, Tensor]]
+) -> None:
+    model = deepcopy(model_for(name))
+    model.num_loops = loops
+    close(answers[name][f"loops{loops}"], logits(model), name)
+    written = list(generate(model, TOKENS[0, :8], num_tokens=6, temperature=0))
+    assert answers[name][f"generated{loops}"][0, -6:].tolist() == written
 
 
 @pytest.mark.slow
@@ -295,7 +323,9 @@ def test_the_folder_holds_code_tokenizer_and_card_and_no_pickle(exported: Path) 
     }
     for name in CODE:
         imported = re.findall(r"^(?:from|import) (\S+)", (exported / name).read_text(), re.M)
-        assert {one.split(".")[0] for one in imported} <= {"torch", "transformers", "typing", ""}
+        assert {one.split(".")[0] for one in imported} <= {
+            *("math", "torch", "transformers", "typing", "")
+        }
     described = json.loads((exported / "config.json").read_text())
     assert described["architectures"] == ["MoebiusForCausalLM"]
     assert described["num_hidden_layers"] == model_of("moeut").config.num_layers

@@ -20,6 +20,7 @@ from torch import Tensor
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.execution.recompute import Recompute
 from moebius.model.loops.depth import PassDepth
+from moebius.model.loops.exits import exit_log_probabilities
 from moebius.model.loops.program import Loops
 from moebius.model.transformer import Transformer
 
@@ -67,10 +68,10 @@ class Recording:
         part, number, rest = name.split(".", 2)
         return {f"group.{self.layers[part] + int(number)}.{self.inner[rest]}": value}
 
-    def model(self, config: ModelConfig) -> Transformer:
+    def model(self, config: ModelConfig, *, strict: bool = True) -> Transformer:
         """The recorded model; the state before its first loop is the recorded one."""
         model = Transformer(config)
-        model.load_state_dict(self.named("w/"))
+        model.load_state_dict(self.named("w/"), strict=strict)
         if "state" in self.values:
             state = self.tensor("state")
             model.loops.start_state = lambda *given: state  # pyright: ignore[reportAttributeAccessIssue]
@@ -231,6 +232,8 @@ class Ouro(Recording):
         "embed_tokens.weight": "embedding",
         "lm_head.weight": "head.weight",
         "norm.weight": "final_norm.weight",
+        "early_exit_gate.weight": "loops.exit_gate.weight",
+        "early_exit_gate.bias": "loops.exit_gate.bias",
     }
     inner: ClassVar[dict[str, str]] = {
         "input_layernorm.weight": "attention_norm.weight",
@@ -261,6 +264,7 @@ class Ouro(Recording):
             "feed_forward.dense_bias": False,
             "head_bias": False,
             "loops.final_norm": "every_loop",
+            "loops.exit_entropy": 0.05,
         }
     )
 
@@ -275,8 +279,6 @@ class Ouro(Recording):
         return super().named(prefix)
 
     def translate(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        if name.startswith("model.early_exit_gate"):
-            return {}
         if name.endswith("mlp.both.weight"):
             down = name.replace("both", "down_proj")
             layer = next(iter(super().translate(down, value)))
@@ -331,12 +333,38 @@ def test_parcae_has_the_public_logits_in_evaluation(depth):
     torch.testing.assert_close(logits, golden.tensor(f"eval/r{depth}"), **CLOSE)
 
 
-def test_ouro_has_the_public_logits_of_every_loop_and_gradients():
+def test_ouro_has_the_public_logits_gates_loss_and_gradients():
     golden = Ouro()
     model = golden.model(golden.config)
     for loop, expected in enumerate(golden.tensor("logits")):
         model.num_loops = loop + 1
         torch.testing.assert_close(model(golden.inputs).logits_BSV, expected, **CLOSE)
+    gates: list[Any] = []
+    assert model.loops.exit_gate is not None
+    model.loops.exit_gate.register_forward_hook(lambda module, given, gate: gates.append(gate))
+    output = model(golden.inputs, targets_BS=golden.targets)
+    torch.testing.assert_close(torch.stack(gates), golden.tensor("gates"), **CLOSE)
+    log_p = exit_log_probabilities(gates)
+    torch.testing.assert_close(log_p.exp(), golden.tensor("exit"), **CLOSE)
+    loss = output.cross_entropy / golden.targets.numel() + output.regularisation_B.mean()
+    loss.backward()
+    torch.testing.assert_close(loss, golden.tensor("loss"), **CLOSE)
+    expected = golden.named("g/")
+    found = {key: value.grad for key, value in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, **CLOSE)
+    # a token leaves at the first loop where the share that has left reaches the threshold
+    for threshold in (0.3, 0.6, 1.0):
+        left_RBS = log_p.exp().cumsum(0)
+        loops_BS = (left_RBS[:-1] < threshold).sum(0)
+        logits = golden.tensor("logits").take_along_dim(loops_BS[None, ..., None], 0)[0]
+        torch.testing.assert_close(logits, golden.tensor(f"threshold/{threshold}"), **CLOSE)
+
+
+def test_ouro_has_the_public_gradients_of_the_last_loop_alone():
+    golden = Ouro()
+    model = golden.model(golden.config.changed({"loops.exit_entropy": None}), strict=False)
     golden.check(model, "last/", model(golden.inputs).logits_BSV)
 
 
@@ -355,8 +383,20 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm around the coda": ("middle_half_twice", {"loops.final_norm": "around_coda"}),
     "no coda": (
         "ouro_moe",
-        {"num_layers": 7, "layers_per_group": 3, "loops.prelude": 1, "loops.inject": "add"},
+        {
+            "num_layers": 7,
+            "layers_per_group": 3,
+            "loops.prelude": 1,
+            "loops.inject": "add",
+            "loops.exit_entropy": None,
+        },
     ),
+    "losses of three loops": (
+        "huginn_moe",
+        {"loops.gradient_loops": None, "loops.read_out": (1, 3), "loops.depth": {}},
+    ),
+    "losses of every loop": ("ouro_moe", {"loops.exit_entropy": 0.1}),
+    "each loop balanced": ("moeut_sandwich", {"loops.balance": "each"}),
     "dense prelude": ("moeut_sandwich", {"feed_forward.sparse_layers": (1, 2, 3)}),
 }
 POSITIONS = 7
@@ -443,7 +483,7 @@ def test_every_weight_has_a_gradient(name):
 class Masked(Loops):
     """The slow reference: every loop computes all sequences, and those that are done keep theirs."""
 
-    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, past):
+    def forward(self, layer, x_BSD, schedule, depth, *, final_norm, positions_BS, past, **unused):
         assert depth.of_sequence is not None
         assert final_norm is not None
         has_grad, num_sequences = torch.is_grad_enabled(), len(x_BSD)
@@ -477,7 +517,9 @@ class Masked(Loops):
             x_BSD = final_norm(x_BSD)
         for step in after:
             x_BSD = layer(step, x_BSD, None)
-        return x_BSD if self.config.final_norm == "every_loop" and not after else final_norm(x_BSD)
+        if self.config.final_norm == "every_loop" and not after:
+            return [x_BSD], []
+        return [final_norm(x_BSD)], []
 
 
 def own_depths(model: Transformer, *depths: int, num_loops: int = 0) -> PassDepth:
@@ -488,7 +530,9 @@ def own_depths(model: Transformer, *depths: int, num_loops: int = 0) -> PassDept
     return PassDepth(loops, max(first), depths, model.config.loops.gradient_loops)
 
 
-LEAVING = [name for name in PROGRAMS if "scaled" not in name]  # refused: R is no sequence's own
+LEAVING = [  # the others are refused: R is no sequence's own, or every loop has a loss
+    name for name in PROGRAMS if not name.startswith(("scaled", "losses", "each loop"))
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -619,6 +663,23 @@ def test_memory_grows_with_the_loops_that_have_a_gradient_and_with_no_others():
         ),
         ({"loops.coda": 0, "num_layers": 10}, r'final_norm="around_coda" with coda=0'),
         ({"order": "aabb"}, r'order="aabb" repeats each layer by itself'),
+        ({"loops.read_out": (1,)}, "read_out or exit_entropy with gradient_loops=2"),
+        (
+            {"loops.read_out": (5,), "loops.gradient_loops": None, "loops.depth": {}},
+            r"read_out=\[5\] names a loop that a pass of R=4",
+        ),
+        (
+            {"loops.read_out": (1,), "loops.gradient_loops": None, "loops.exit_entropy": 0.1},
+            r"exit_entropy=0.1 with read_out=\[1\]",
+        ),
+        (
+            {
+                "loops.exit_entropy": 0.1,
+                "loops.gradient_loops": None,
+                "loops.depth.per": "sequence",
+            },
+            "a loop that only some sequences make has no loss of its own",
+        ),
         ({"feed_forward.sparse_layers": (1, 4)}, r"sparse_layers=\[1, 4\] names layer 4"),
     ],
 )

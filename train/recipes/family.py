@@ -143,6 +143,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_bias": False,
             "attention.positions.width": 32,
             "loops.final_norm": "every_loop",
+            "loops.exit_entropy": 0.05,
         }
         | _SPARSE_CORE
         | {"feed_forward.activation": "swiglu", "feed_forward.sparse_layers": "all"},

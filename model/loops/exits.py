@@ -1,0 +1,211 @@
+"""When a sequence may leave the loops: Ouro's gate, trained, and the exit rules of evaluation.
+
+A gate gives g_r after every loop; λ_r = σ(g_r) is the probability of leaving there. A token leaves
+at loop r with p_r = λ_r·Π_{j<r}(1 − λ_j), and the last loop takes the rest (arXiv 2510.25741, §3.2).
+Everything is computed from ln λ and ln(1 − λ) in float32 at least: a saturated gate then never
+rounds the chance to go on to exactly 0.
+
+Legend: R loops, B sequences, S positions, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config.model_config import ModelConfig
+from ..documents import Documents
+from ..initialise import parameter, zeros
+from ..layers import wide_dtype
+
+Kind = Literal["kl", "state", "gate"]
+
+
+class ExitGate(nn.Module):
+    """Computes g from the rows that the read-out reads; half of the tokens would leave at first."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.weight = parameter(1, d_model, init=zeros)
+        self.bias = parameter(1, init=zeros)
+
+    def forward(self, rows_BSD: Tensor) -> Tensor:
+        """Returns g, (B, S), in float32 or float64."""
+        wide = wide_dtype(rows_BSD)
+        return F.linear(rows_BSD.to(wide), self.weight.to(wide), self.bias.to(wide)).squeeze(-1)
+
+
+def exit_log_probabilities(gates_R: Sequence[Tensor]) -> Tensor:
+    """Returns ln p of leaving at each loop, (R, B, S); the last loop's gate is not read."""
+    left_RBS = _log_left(gates_R[:-1], like=gates_R[-1])
+    leave = [F.logsigmoid(gate_BS) for gate_BS in gates_R[:-1]]
+    return left_RBS + torch.stack([*leave, torch.zeros_like(gates_R[-1])])
+
+
+def _log_left(gates_R: Sequence[Tensor], *, like: Tensor) -> Tensor:
+    """Returns ln of the share that has not left before each loop, and after the last one given."""
+    stay = [F.logsigmoid(-gate_BS) for gate_BS in gates_R]
+    return torch.stack([torch.zeros_like(like), *stay]).cumsum(0)
+
+
+def expected_loss(
+    gates_R: Sequence[Tensor],
+    rows_R: Sequence[Tensor],
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the cross-entropy expected over exits, H(p), and the expected loops.
+
+    Args:
+        gates_R: g of every loop, (B, S).
+        rows_R: what the read-out reads of every loop, (B, S, D).
+        loss_of: of such rows and each token's share (B, S), the weighted sum of cross-entropies.
+
+    Returns:
+        The loss as a sum over tokens, and the others by token, (B, S).
+    """
+    log_p_RBS = exit_log_probabilities(gates_R)
+    p_RBS = log_p_RBS.exp()
+    losses = [loss_of(rows_BSD, p_BS) for rows_BSD, p_BS in zip(rows_R, p_RBS, strict=True)]
+    loops_R = torch.arange(1, len(losses) + 1, device=p_RBS.device)
+    return (
+        torch.stack(losses).sum(),
+        -(p_RBS * log_p_RBS).sum(0),
+        (loops_R.view(-1, 1, 1) * p_RBS.detach()).sum(0),
+    )
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """Says when a sequence leaves the loops in evaluation: a measure's mean over its positions.
+
+    kl      KL divergence of a loop's prediction from the previous one's, nats: below the threshold
+    state   ‖s_r − s_(r−1)‖ / ‖s_r‖: below the threshold
+    gate    the probability to have left, by the trained gate: above the threshold
+
+    The mean reads the whole sequence, also behind a position, so a loss with early exits is that of
+    a scored text, not of one that is being written.
+    """
+
+    kind: Kind
+    threshold: float
+
+    @staticmethod
+    def parse(text: str) -> "ExitRule":
+        """Reads a rule like `kl=0.01`.
+
+        Raises:
+            ValueError: the measure is unknown, or the threshold out of range.
+        """
+        kind, _, number = text.partition("=")
+        try:
+            rule = ExitRule(kind, float(number))  # pyright: ignore[reportArgumentType]
+        except ValueError:
+            rule = ExitRule("kl", 0)
+        most = 1.0 if kind == "gate" else float("inf")
+        if kind not in get_args(Kind) or not 0 < rule.threshold <= most:
+            raise ValueError(
+                f"{text!r} is no exit rule: write kl=X or state=X with X above 0, or gate=Q with Q "
+                "from 0 to 1; at gate=1 no sequence leaves early"
+            )
+        return rule
+
+    def check(self, config: ModelConfig) -> None:
+        """Checks that sequences of a model can leave by this rule.
+
+        Raises:
+            ValueError: it has no loops to leave, no gate, or a router that reads other sequences.
+        """
+        fault, kept = "", config.evaluation_promises
+        if config.num_repeats == 1 or config.order == "aabb" or config.halting is not None:
+            fault = "the model makes no loops that a sequence could leave"
+        elif not (kept.causal and kept.batch_invariant):
+            fault = "the router reads other sequences, which would miss those that have left"
+        elif self.kind == "gate" and config.loops.exit_entropy is None:
+            fault = "the model has no gate: use kl or state, or train with model.loops.exit_entropy"
+        if fault:
+            raise ValueError(
+                f"the exit rule {self.kind}={self.threshold:g} cannot be used: {fault}"
+            )
+
+
+class Exits:
+    """Follows the sequences of one pass: which of them still loop, and how often they have."""
+
+    def __init__(self, rule: ExitRule, batch_size: int, documents: Documents | None) -> None:
+        self._rule, self._batch_size = rule, batch_size
+        self._real_BS = None if documents is None else documents.real_BS
+        self.live: Tensor | None = None  # (B',) int64; None: all
+        self.loops_B: Tensor | None = None
+        self._log_p_BSV: Tensor | None = None  # of the previous loop
+        self._gates: list[Tensor] = []  # of the live sequences
+
+    def enter(self, device: torch.device) -> Tensor | None:
+        """Counts a loop of the sequences that take part, and returns them, (B',); None: all."""
+        if self.loops_B is None:
+            self.loops_B = torch.zeros(self._batch_size, device=device)
+        self.loops_B[slice(None) if self.live is None else self.live] += 1
+        return self.live
+
+    def leave(
+        self,
+        before_BSD: Tensor,
+        s_BSD: Tensor,
+        read: Callable[[Tensor, Tensor | None], Tensor],
+        predict: Callable[[Tensor], Tensor],
+        gate: ExitGate | None,
+    ) -> None:
+        """Removes the sequences that leave after a loop.
+
+        Args:
+            before_BSD: the state before it, of the live sequences.
+            s_BSD: their state after it.
+            read: returns the rows of a state of these sequences that the read-out reads.
+            predict: returns the logits of such rows, (…, V).
+            gate: of the model.
+        """
+        stays_B = ~self._leaves(before_BSD, s_BSD, read, predict, gate)
+        self.live = stays_B.nonzero().squeeze(1) if self.live is None else self.live[stays_B]
+        self._gates = [gate_BS[stays_B] for gate_BS in self._gates]
+        if self._log_p_BSV is not None:
+            self._log_p_BSV = self._log_p_BSV[stays_B]
+
+    def _leaves(
+        self,
+        before_BSD: Tensor,
+        s_BSD: Tensor,
+        read: Callable[[Tensor, Tensor | None], Tensor],
+        predict: Callable[[Tensor], Tensor],
+        gate: ExitGate | None,
+    ) -> Tensor:
+        """Returns which of the live sequences leave, (B',) bool."""
+        threshold = self._rule.threshold
+        if self._rule.kind == "state":
+            return self._mean(state_change(before_BSD, s_BSD)) < threshold
+        rows_BSD = read(s_BSD, self.live)
+        if self._rule.kind == "gate":
+            assert gate is not None, "ExitRule.check refuses it"
+            self._gates.append(gate(rows_BSD))
+            left_BS = _log_left(self._gates, like=self._gates[-1])[-1].exp()
+            return self._mean(left_BS) < 1 - threshold
+        before = self._log_p_BSV
+        self._log_p_BSV = now = predict(rows_BSD).log_softmax(-1, dtype=wide_dtype(rows_BSD))
+        if before is None:
+            return torch.zeros(len(s_BSD), dtype=torch.bool, device=s_BSD.device)
+        return self._mean((before.exp() * (before - now)).sum(-1)) < threshold
+
+    def _mean(self, value_BS: Tensor) -> Tensor:
+        """Returns the mean over each live sequence's positions without padding, (B',)."""
+        if self._real_BS is None:
+            return value_BS.mean(1)
+        real_BS = self._real_BS if self.live is None else self._real_BS[self.live]
+        return value_BS.where(real_BS, 0).sum(1) / real_BS.sum(1).clamp_min(1)
+
+
+def state_change(before_BSD: Tensor, after_BSD: Tensor) -> Tensor:
+    """Returns ‖after − before‖ / ‖after‖ at every position, (B, S)."""
+    wide = wide_dtype(after_BSD)
+    change_BS = (after_BSD.to(wide) - before_BSD.to(wide)).norm(dim=-1)
+    return change_BS / after_BSD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)

@@ -1,0 +1,324 @@
+"""Sequences leave the loops by an exit rule; losses, balancing and measures of several loops."""
+
+import math
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from family import VOCABULARY, make_uneven, tiny_config, tiny_model
+from torch import Tensor
+
+from moebius.model.balance import RouterReport
+from moebius.model.documents import mark_documents
+from moebius.model.loops.exits import ExitRule, exit_log_probabilities
+from moebius.model.transformer import Transformer
+from moebius.train.record.route_tap import tap
+
+R, SEQUENCES, POSITIONS = 6, 5, 9
+GATED = {"loops.exit_entropy": 0.1}
+
+
+def looped(recipe: str, changes: dict[str, Any] | None = None) -> Transformer:
+    """With R loops that differ, and a gate that answers otherwise for every token."""
+    config = tiny_config(recipe, changes or {})
+    once = config.loops.prelude + config.loops.coda
+    number = {"num_layers": once + R * config.core_layers}
+    model = make_uneven(tiny_model(recipe, {**(changes or {}), **number}))
+    if model.loops.exit_gate is not None:
+        generator = torch.Generator().manual_seed(5)
+        weight = model.loops.exit_gate.weight
+        weight.data.add_(torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def some_tokens(seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=generator)
+
+
+# Exit rules -----------------------------------------------------------------------------------------------------------
+
+
+def measures_by_hand(model: Transformer, tokens: Tensor, kind: str) -> Tensor:
+    """The slow reference, (R − 1, B): all loops of all sequences, and their measures afterwards."""
+    states: list[Any] = []
+    gates: list[Any] = []
+    logits: list[Tensor] = []
+    model.group[model.loops.last].register_forward_hook(
+        lambda module, given, result: states.append(result[0])
+    )
+    if model.loops.exit_gate is not None:
+        model.loops.exit_gate.register_forward_hook(lambda module, given, gate: gates.append(gate))
+        model.train()(tokens)
+        model.eval()
+    for loops in range(1, R + 1):
+        model.num_loops = loops
+        states.clear()
+        logits.append(model(tokens).logits_BSV.log_softmax(-1))
+    left = torch.ones(SEQUENCES, POSITIONS)
+    found = []
+    for loop in range(R - 1):
+        if kind == "gate":
+            left = left * (1 - gates[loop].sigmoid())
+            found.append(1 - left)
+        elif loop == 0:
+            found.append(torch.full_like(left, torch.inf))  # nothing to compare with
+        elif kind == "state":
+            change = (states[loop] - states[loop - 1]).norm(dim=-1)
+            found.append(change / states[loop].norm(dim=-1))
+        else:
+            before, now = logits[loop - 1], logits[loop]
+            found.append((before.exp() * (before - now)).sum(-1))
+    return torch.stack(found).mean(-1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "kind"),
+    [
+        ("huginn_moe", {}, "kl"),
+        ("huginn_moe", {"loops.start": "zero"}, "state"),
+        ("parcae_moe", {}, "kl"),
+        ("ouro_moe", GATED, "gate"),
+        ("ouro_moe", GATED, "state"),
+        ("moeut", {}, "kl"),
+    ],
+)
+@torch.no_grad()
+def test_a_sequence_leaves_where_the_rule_says_and_equals_a_pass_of_that_depth(
+    recipe, changes, kind
+):
+    tokens = some_tokens()
+    if recipe == "ouro_moe" and kind == "state":  # without a norm that ends the loop
+        changes = changes | {"loops.final_norm": "once"}
+    measures = measures_by_hand(looped(recipe, changes).eval(), tokens, kind)
+    in_the_middle = measures[2].sort().values[1:3].mean().item()  # some leave after the third loop
+    done = measures > in_the_middle if kind == "gate" else measures < in_the_middle
+    wanted = [rows.index(True) + 1 if any(rows) else R for rows in done.T.tolist()]
+    assert len(set(wanted)) > 1, "every sequence leaves at once, so nothing is compared"
+
+    model = looped(recipe, changes).eval()
+    model.exit_rule = ExitRule(kind, in_the_middle)
+    model.exit_rule.check(model.config)
+    rows: list[int] = []
+    hook = model.group[model.loops.first].register_forward_hook(
+        lambda module, given, result: rows.append(len(given[0]))
+    )
+    output = model(tokens)
+    hook.remove()
+    assert output.auxiliary["loops"].tolist() == wanted
+    assert rows == [sum(loops > loop for loops in wanted) for loop in range(R)]
+    model.exit_rule = None
+    for row, loops in enumerate(wanted):
+        model.num_loops = loops
+        assert torch.equal(model(tokens).logits_BSV[row], output.logits_BSV[row])
+
+
+def test_a_saturated_gate_never_rounds_the_chance_to_go_on_to_nothing():
+    gates = [torch.full((1, 1), value) for value in (200.0, -200.0, 5.0, 9.0)]
+    log_p = exit_log_probabilities(gates).flatten()
+    assert torch.isfinite(log_p).all()
+    assert log_p[0] == pytest.approx(0, abs=1e-6)
+    assert log_p[1] == pytest.approx(-400)
+    assert log_p[3] == pytest.approx(-205, abs=0.1)
+    random = [torch.randn(3, 4) for _ in range(5)]
+    torch.testing.assert_close(exit_log_probabilities(random).exp().sum(0), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_at_a_threshold_of_one_no_sequence_leaves_early(dtype):
+    model = looped("ouro_moe", GATED).eval().to(dtype)
+    assert model.loops.exit_gate is not None
+    model.loops.exit_gate.bias.fill_(3e4)
+    model.exit_rule = ExitRule("gate", 1.0)
+    seen: list[Any] = []
+    model.loops.exit_gate.register_forward_hook(lambda module, given, gate: seen.append(gate))
+    assert model(some_tokens()).auxiliary["loops"].tolist() == [R] * SEQUENCES
+    assert {gate.dtype for gate in seen} == {torch.float32}
+    model.exit_rule = ExitRule("gate", 0.999)
+    assert model(some_tokens()).auxiliary["loops"].tolist() == [1] * SEQUENCES
+
+
+@torch.no_grad()
+def test_padding_does_not_decide_when_a_sequence_leaves():
+    model = looped("huginn_moe").eval()
+    model.exit_rule = ExitRule.parse("state=0.3")
+    tokens, ids = some_tokens(), torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
+    ids[:, 5:] = -1
+    documents = mark_documents(ids, torch.device("cpu"), attention=True, balance=False)
+    found = model(tokens, documents=documents).auxiliary["loops"]
+    other = tokens.clone()
+    other[:, 5:] = some_tokens(seed=2)[:, 5:]
+    assert torch.equal(model(other, documents=documents).auxiliary["loops"], found)
+    assert torch.equal(model(tokens[:, :5]).auxiliary["loops"], found)
+
+
+@pytest.mark.parametrize(
+    "text", ["kl", "kl=0", "state=-1", "gate=1.5", "gate=nan", "entropy=1", "kl=x"]
+)
+def test_a_rule_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="is no exit rule: write kl=X or state=X with X above 0"):
+        ExitRule.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule", "message"),
+    [
+        ("dense", "kl=1", "makes no loops"),
+        ("sut", "kl=1", "makes no loops"),
+        ("moeut_aabb", "kl=1", "makes no loops"),
+        ("huginn_moe", "gate=0.5", "the model has no gate: use kl or state"),
+    ],
+)
+def test_a_rule_that_a_model_cannot_follow_is_refused(recipe, rule, message):
+    with pytest.raises(ValueError, match=message):
+        ExitRule.parse(rule).check(tiny_config(recipe))
+
+
+# Losses and balancing of several loops --------------------------------------------------------------------------------
+
+
+def loss_of(model: Transformer) -> Tensor:
+    torch.manual_seed(0)  # the state before the first loop
+    return model(some_tokens(), targets_BS=some_tokens(seed=2)).cross_entropy
+
+
+def test_the_loss_of_chosen_loops_is_their_mean():
+    model = looped("huginn_moe", {"loops.gradient_loops": None, "loops.depth": {}})
+    losses = []
+    for loops in (1, 4, R):
+        model.num_loops = loops
+        losses.append(loss_of(model))
+    values = {
+        **dict.fromkeys(["loops.gradient_loops"]),
+        "loops.depth": {},
+        "loops.read_out": (1, 4),
+    }
+    chosen = looped("huginn_moe", values)
+    chosen.load_state_dict(model.state_dict())
+    torch.testing.assert_close(loss_of(chosen), torch.stack(losses).mean())
+    chosen.num_loops = 2  # a pass that does not reach the fourth
+    model.num_loops = 2
+    torch.testing.assert_close(loss_of(chosen), (losses[0] + loss_of(model)) / 2)
+
+
+def test_each_loop_is_balanced_by_itself_if_asked():
+    reports: list[tuple[int, dict[str, RouterReport]]] = []
+    model = looped("moeut", {"loops.balance": "each"})
+
+    def keep(member: int, module: Any, given: Any, result: Any) -> None:
+        reports.append((member, result[1]))
+
+    for member, layer in enumerate(model.group):
+        layer.register_forward_hook(partial(keep, member))
+    output = model(some_tokens(), targets_BS=some_tokens(seed=2))
+    expected = torch.zeros(SEQUENCES)
+    for member, kind, router in model.routers():
+        for _, report in (each for each in reports if each[0] == member):
+            for loss in router.losses(report[kind].sums, model.running):
+                share = 1 / len(model.config.sparse_members) if loss.mean_over_layers else 1
+                expected += loss.coefficient * share * loss.value_B / R
+    torch.testing.assert_close(output.regularisation_B, expected)
+    together = looped("moeut")(some_tokens(), targets_BS=some_tokens(seed=2)).regularisation_B
+    assert not torch.allclose(together, expected, rtol=1e-3)
+
+
+# Measures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["moeut_sandwich", "moeut", "switch"])
+def test_the_measures_of_loops_are_those_of_the_routes(recipe):
+    changes = {} if recipe != "switch" else {"layers_per_group": 2}
+    model, tokens = looped(recipe, changes), some_tokens()
+    model.measures_loops = True
+    states: list[Tensor] = []
+    model.group[model.loops.last].register_forward_hook(
+        lambda module, given, result: states.append(result[0])
+    )
+    with tap(model) as calls:
+        found = model(tokens, targets_BS=some_tokens(seed=2)).auxiliary
+    experts = model.config.experts
+    assert experts is not None
+    pairs: dict[int, list[list[tuple[int, int]]]] = {}  # by layer and loop: (row, expert)
+    for call in calls:
+        step = model.config.schedule[call.id.depth - 1]
+        if call.id.kind == "feed_forward" and step.loop is not None:
+            routes = zip(call.routes.target_N.tolist(), call.routes.expert_N.tolist(), strict=True)
+            pairs.setdefault(step.member, []).append(list(routes))
+    for row in range(SEQUENCES):
+        kept, divergences = [], []
+        for loops in pairs.values():
+            first, second = (
+                [pair for pair in loops[loop] if pair[0] // POSITIONS == row] for loop in (0, 1)
+            )
+            kept.append(len(set(first) & set(second)) / max(len(second), 1))
+            loads = [Counter(expert for _, expert in each) for each in (first, second)]
+            counts = [[load[e] for e in range(experts.num_experts)] for load in loads]
+            divergences.append(jensen_shannon(*counts))
+        assert found["kept_experts/2"][row].item() == pytest.approx(sum(kept) / len(kept), rel=1e-5)
+        mean = sum(divergences) / len(divergences)
+        assert found["routing_divergence/2"][row].item() == pytest.approx(mean, rel=1e-4)
+    change = (states[2] - states[1]).norm(dim=-1) / states[2].norm(dim=-1)
+    torch.testing.assert_close(found["state_change/3"], change.mean(1).detach())
+    assert f"kept_experts/{R}" in found
+    assert f"kept_experts/{R + 1}" not in found
+
+
+def jensen_shannon(first: list[int], second: list[int]) -> float:
+    def entropy(counts: list[float]) -> float:
+        return -sum(x / sum(counts) * math.log(x / sum(counts)) for x in counts if x)
+
+    if not sum(first) * sum(second):
+        return 0.0
+    p, q = ([x / sum(counts) for x in counts] for counts in (first, second))
+    both = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+    return entropy(both) - (entropy(list(p)) + entropy(list(q))) / 2
+
+
+def test_loops_are_measured_on_request_alone():
+    output = looped("moeut")(some_tokens(), targets_BS=some_tokens(seed=2))
+    assert not [name for name in output.auxiliary if "/" in name]
+
+
+# Caches that loops share ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["huginn_moe", "moeut"])
+@pytest.mark.parametrize("shared", [1, 2, R])
+@torch.no_grad()
+def test_a_shared_cache_gives_every_loop_the_keys_of_the_last_one_that_wrote(recipe, shared):
+    model, tokens = looped(recipe).eval(), some_tokens()
+    prompt, new = tokens[:, :6], tokens[:, 6:7]
+    full = model.new_cache()
+    first = model(prompt, full).logits_BSV
+    cache = model.new_cache(shared)
+    torch.testing.assert_close(model(prompt, cache).logits_BSV, first, rtol=0, atol=1e-6)
+    core = model.config.core_layers
+    assert len({id(entry) for entry in cache}) == len(cache) - (R - shared) * core
+    # by hand: caches of their own, whose past is that of the last loop with the same rest
+    by_hand = model.new_cache()
+    for step in model.schedule:
+        loop = step.loop
+        if loop is not None:
+            loop = max(other for other in range(R) if other % shared == loop % shared)
+        [source] = [s.index for s in model.schedule if s.member == step.member and s.loop == loop]
+        by_hand[step.index].keys = full[source].keys
+        by_hand[step.index].values = full[source].values
+    expected = model(new, by_hand).logits_BSV
+    torch.testing.assert_close(model(new, cache).logits_BSV, expected, rtol=0, atol=1e-6)
+    same = torch.allclose(model(new, full).logits_BSV, expected, rtol=0, atol=1e-6)
+    assert same == (shared == R)
+    assert cache[0].length == 7
+
+
+@torch.no_grad()
+def test_a_cache_of_another_number_of_loops_is_refused():
+    model = looped("huginn_moe").eval()
+    cache = model.new_cache()
+    model.num_loops = 2
+    with pytest.raises(
+        ValueError, match=r"the cache has 14 depth steps, and a pass of 2 loops has 6"
+    ):
+        model(some_tokens(), cache)
