@@ -319,9 +319,10 @@ def report_routing(
         wanted = num_rows * routing.wanted_TK.shape[1:].numel()
     chosen_TE = None
     if marks:
+        index_N = routes.target_N * routes.num_experts + routes.expert_N
         shape = routes.num_targets, routes.num_experts
-        chosen_TE = torch.zeros(shape, dtype=torch.bool, device=device)
-        chosen_TE[routes.target_N, routes.expert_N] = True
+        chosen = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device)
+        chosen_TE = chosen.index_fill_(0, index_N, True).view(shape)
     load_N, starts_N1 = None, routes.known_starts()
     if starts_N1 is None:
         load_N = routes.counts()
