@@ -14,7 +14,7 @@ from typing import Any
 
 from .cluster.job import JOURNAL, METRICS, parse_entries
 from .cluster.report.json_lines import JsonLinesTail
-from .cluster.report.run_list import find_runs as _find_runs
+from .cluster.report.run_report import find_runs as _find_runs
 
 Record = dict[str, Any]
 

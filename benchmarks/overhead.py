@@ -139,9 +139,7 @@ def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[s
     open_run(config, run_dir)
     watcher = MemoryWatcher(sample_every_s)
     watcher.start()
-    status = submit(
-        config, run_dir, console=Console(file=(run_dir / "console.log").open("w")), live=False
-    )
+    status = submit(config, run_dir, console=Console(file=(run_dir / "console.log").open("w")))
     watcher.stop()
     if status.exit_code:
         raise SystemExit(f"the job failed: {status.reason}; logs in {run_dir}")

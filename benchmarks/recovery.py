@@ -70,7 +70,6 @@ PHASES = (
 NOT_COUNTED = ("program", "next_step")
 STEPS_BETWEEN = 4  # more than a checkpoint's interval: the next recovery begins from a newer one
 WAIT_S = 90.0
-_CLUSTER = f"recovery-{os.getpid()}"
 _SUBMIT = """
 import sys, time
 from pathlib import Path
@@ -213,10 +212,10 @@ class Bench:
         cluster = self._cluster_that_is_up()
         data = self._folder / "data"
         if self._observer is None and not (victim == SUBMIT_AGAIN and is_prepared(data)):
-            self._submit(victim, data, address=f"simulated:{_CLUSTER}")
+            self._submit(victim, data, address="simulated")
         if victim == SUBMIT_AGAIN:
             self.end_job()
-            return self._submit(victim, data, address=f"simulated:{_CLUSTER}")
+            return self._submit(victim, data, address="simulated")
         assert self._observer is not None
         self._observer.await_steps(STEPS_BETWEEN)
         return self._kill(victim, cluster, self._observer)
@@ -239,7 +238,7 @@ class Bench:
     def _cluster_that_is_up(self) -> StandingCluster:
         if self._cluster is None or not self._cluster.is_alive():
             self._observer = None
-            self._cluster = start_cluster(3, cpus_per_node=3, name=_CLUSTER)
+            self._cluster = start_cluster(3, cpus_per_node=3)
         return self._cluster
 
     def _new_folder(self, name: str) -> Path:

@@ -28,6 +28,7 @@ from .report.json_lines import JsonLinesTail
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 GENERATION = "generation"
+SUPERVISOR = "supervisor"
 RESULT = "result.json"
 STOP = "stop"
 PAUSE = "pause"  # set by the supervisor when a generation must make way for another
@@ -36,7 +37,7 @@ SCALE = "scale.json"
 EXIT_PREEMPTED = 75
 _LOOK_S = 0.2  # between two looks for a heartbeat
 _USUAL_SILENCE_S = 2.0  # between two heartbeats on a busy machine
-THIS_MACHINE, SIMULATED = "this machine", "simulated"  # of Launch.where
+THIS_MACHINE, SIMULATED = "this machine", "simulated for this job"  # of Launch.where
 
 
 class JobError(ValueError):
@@ -412,6 +413,50 @@ def read_generation(run_dir: Path) -> int:
     known = [entry.generation for entry in Journal(run_dir).entries()]
     known += [int(path.name[1:]) for path in (run_dir / "logs").glob("g[0-9][0-9][0-9]*")]
     return max(known, default=0) + 1
+
+
+class Superseded(Exception):
+    """Says that another supervisor has announced a newer generation."""
+
+
+class ReplacedError(Exception):
+    """Says that another supervisor has taken over this one's nodes."""
+
+
+@dataclass(frozen=True)
+class SupervisorNumber:
+    """Identifies one supervisor of a run; each takes the next number when it begins.
+
+    One that finds a higher number has a successor: it writes and ends nothing more, and nodes refuse calls with
+    a lower number than the last caller's. (The generation's number fences ranks. A generation may outlive its
+    supervisor, so supervisors have their own number.)
+    """
+
+    run_dir: Path
+    number: int
+
+    @classmethod
+    def take(cls, run_dir: Path) -> "SupervisorNumber":
+        """Takes the next number, which replaces all earlier supervisors."""
+        number = last_supervisor(run_dir) + 1
+        write_atomically(run_dir / SUPERVISOR, str(number))
+        return cls(run_dir, number)
+
+    def check(self) -> None:
+        """Raises ReplacedError if this supervisor has a successor."""
+        if (current := last_supervisor(self.run_dir)) > self.number:
+            raise ReplacedError(f"supervisor {self.number} was replaced by {current}")
+
+
+def last_supervisor(run_dir: Path) -> int:
+    """Returns the number of the last supervisor, 0 before the first; JobError if the file is damaged."""
+    path = run_dir / SUPERVISOR
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
+    except ValueError as error:
+        raise JobError(f"{path}: is damaged ({error}): remove it, and `moebius resume`") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,20 +1,47 @@
-"""Turns a configuration into a launch: resources, inherited environment, and the journal's first line."""
+"""Turns a configuration into a launch, and records the code that runs.
 
+`environment.json` holds moebius' version and commit (`changed`: the checkout differs from it; null: unknown), the
+versions of Python and all packages, and the host. It contains no environment variables and no command lines, so no
+secrets. Cost: about 20 ms, most of it for git.
+"""
+
+import json
 import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 
+from .. import __version__
 from ..own_parts import FOLDER, folder_of_job
 from ..train.config.resize import layouts_for
 from ..train.config.run_config import Config
 from ..train.record.run_folder import open_run
-from .job import SIMULATED, THIS_MACHINE, JobError, Launch, begin_submission, refuse_if_running
-from .shipped_code import Shipment, record_environment
+from .job import (
+    SIMULATED,
+    THIS_MACHINE,
+    JobError,
+    Launch,
+    begin_submission,
+    refuse_if_running,
+    write_atomically,
+)
 from .supervise.background_data import prepares_beside
+
+ENVIRONMENT = "environment.json"
+ROOT = Path(__file__).resolve().parents[1]
+_GIT_TIMEOUT_S = 10.0
 
 # Variables of the submitter's shell that ranks inherit. FI_ belongs to libfabric, which NCCL may use.
 FORWARDED = ("MOEBIUS_", "NCCL_", "FI_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "OMP_")
@@ -70,9 +97,23 @@ def open_folder(config: Config, run_dir: Path, console: Console) -> None:
     open_run(config, run_dir)
 
 
-def begin_job(launch: Launch, shipment: Shipment | None = None) -> None:
-    """Opens the job's journal and records the code that runs, which may be shipped."""
-    begin_submission(launch, **record_environment(Path(launch.run_dir), shipment))
+def begin_job(launch: Launch) -> None:
+    """Opens the job's journal and records the code that runs in environment.json."""
+    code = code_here()
+    record = {
+        "time": time.time(),
+        "moebius": asdict(code),
+        "python": platform.python_version(),
+        "packages": installed_packages(),
+        "host": {
+            "name": socket.gethostname(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+    write_atomically(Path(launch.run_dir) / ENVIRONMENT, json.dumps(record, indent=1))
+    begin_submission(launch, commit=code.words())
 
 
 def simulated_gpus(config: Config) -> int:
@@ -136,3 +177,62 @@ def _forwarded(config: Config) -> dict[str, str]:
         for key, value in os.environ.items()
         if (key.startswith(prefixes) or key in FORWARDED_NAMES) and key != _NEVER
     }
+
+
+# The code that runs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Code:
+    """Identifies the code of this process."""
+
+    version: str
+    commit: str | None
+    changed: bool | None  # None: not known
+
+    def words(self) -> str | None:
+        """Returns the commit for `status`, with "+changes" for a modified checkout."""
+        return None if self.commit is None else self.commit + ("+changes" if self.changed else "")
+
+
+def code_here() -> Code:
+    """Returns the version and commit of this process's code."""
+    top = _git("rev-parse", "--show-toplevel")
+    if top is not None and Path(top).resolve() == ROOT:  # not a project that it is installed in
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+        return Code(__version__, _git("rev-parse", "HEAD"), bool(changes))
+    return Code(__version__, _installed_from(), None)
+
+
+def installed_packages() -> dict[str, str]:
+    """Returns the version of every package on the path, by the names of their folders."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        for path in Path(folder or ".").glob("*.dist-info"):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(re.sub("[-_.]+", "-", name).lower(), version)
+    return dict(sorted(found.items()))
+
+
+def _git(*words: str) -> str | None:
+    """Returns git's output about the checkout; None without git or a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _installed_from() -> str | None:
+    """Returns the commit that pip installed from (PEP 610); None if unknown."""
+    try:
+        text = metadata.distribution("moebius").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    return json.loads(text or "{}").get("vcs_info", {}).get("commit_id")

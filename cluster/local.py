@@ -19,9 +19,7 @@ from .supervise.background_data import BackgroundData, workers_beside
 from .supervise.job_supervisor import supervise
 
 
-def train_here(
-    config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None
-) -> JobStatus:
+def train_here(config: Config, run_dir: Path, *, console: Console | None = None) -> JobStatus:
     """Prepares the data, trains with all ranks on this machine, and shows the run.
 
     Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
@@ -40,18 +38,16 @@ def train_here(
     this_machine = ThisMachine(launch)  # imports while the data is prepared
     try:
         if not launch.prepares_data:
-            with show_preparation(console, live=live) as on_progress:
+            with show_preparation(console) as on_progress:
                 prepare(config.prepare, config.data.directory, on_progress=on_progress)
-        status = _run_and_show(launch, this_machine, console, live)
+        status = _run_and_show(launch, this_machine, console)
     finally:
         this_machine.release()
     show_end(status, console)
     return status
 
 
-def _run_and_show(
-    launch: Launch, this_machine: ThisMachine, console: Console, live: bool | None
-) -> JobStatus:
+def _run_and_show(launch: Launch, this_machine: ThisMachine, console: Console) -> JobStatus:
     """Runs the job in this thread, which receives Ctrl-C, and shows it from another one."""
     run_dir = Path(launch.run_dir)
     begin_job(launch)
@@ -59,7 +55,7 @@ def _run_and_show(
     screen = threading.Thread(
         target=follow,
         args=(run_dir,),
-        kwargs={"console": console, "live": live, "until": lambda _: ended.is_set()},
+        kwargs={"console": console, "until": lambda _: ended.is_set()},
     )
     screen.start()
     data = None

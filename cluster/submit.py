@@ -15,7 +15,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +34,6 @@ from .places.standing import cluster_at
 from .ray_tasks import RayPool
 from .report.live import follow, show_preparation
 from .report.summary import show_end
-from .shipped_code import Shipment
 from .stop import interrupts_stop_the_job
 from .supervise.background_data import prepares_beside
 
@@ -49,9 +47,7 @@ def submit(
     address: str | None = None,
     detach: bool = False,
     command: Sequence[str] = (),
-    shipment: Shipment | None = None,
     console: Console | None = None,
-    live: bool | None = None,
 ) -> JobStatus:
     """Runs a job on a cluster, including data preparation, and shows it; returns how it ended.
 
@@ -59,12 +55,10 @@ def submit(
 
     Args:
         config: `config.data.directory` must be absolute and, like `run_dir`, visible on every node.
-        address: host:port of a Ray cluster's head, "auto", or "simulated[:NAME]" of `moebius cluster up`;
+        address: host:port of a Ray cluster's head, "auto", or "simulated" of `moebius cluster up`;
             None simulates `config.job.num_nodes` nodes here.
         detach: return as soon as the supervisor is up; needs a cluster that outlives this process.
         command: of one rank, instead of the training loop.
-        shipment: code for the nodes, inside `shipping` (shipped_code.py).
-        live: redraw in place or write lines; default: as the console can.
 
     Raises:
         JobError: Ray is missing, the cluster cannot be used, or a job is running in this folder.
@@ -77,8 +71,13 @@ def submit(
     console = console or Console()
     run_dir = run_dir.absolute()
     open_folder(config, run_dir, console)
-    data = _Data(config, console, live)
-    with _connected(config, address, console, meanwhile=data.prepare_early):
+    prepare_once = _preparation(config, console)
+
+    def meanwhile() -> None:
+        if needs_no_cluster(config.prepare):
+            prepare_once(None)
+
+    with _connected(config, address, console, meanwhile=meanwhile):
         import ray
 
         from .supervise.actor import place_ahead, start_supervisor
@@ -87,8 +86,8 @@ def submit(
         if address is None:  # nobody else needs these nodes
             launch = place_ahead(launch)
         with RayPool(capacity=os.cpu_count() if address is None else None) as pool:
-            data.prepare(pool)
-        begin_job(launch, shipment)
+            prepare_once(pool)
+        begin_job(launch)
         if address is not None:
             launch = place_ahead(launch)
         with interrupts_stop_the_job(run_dir):
@@ -96,7 +95,7 @@ def submit(
             if detach:
                 return read_status(run_dir)
             ray.shutdown()  # Ray ends its clients if the control store dies; files remain readable
-            status = follow(run_dir, console=console, live=live)
+            status = follow(run_dir, console=console)
             _await_release(run_dir)
     show_end(status, console)
     return status
@@ -132,27 +131,21 @@ def needs_no_cluster(config: PrepareConfig) -> bool:
     return all({*one.input, *one.validation_input} == {EMBEDDED} for one in config.all_sources)
 
 
-class _Data:
-    """Prepares a run's data once, and shows it."""
+def _preparation(config: Config, console: Console) -> Callable[[TaskPool | None], None]:
+    """Returns a function that prepares a run's data once, and shows it.
 
-    def __init__(self, config: Config, console: Console, live: bool | None) -> None:
-        self._config = config
-        self._show = partial(show_preparation, console, live=live)
-        self._is_done = prepares_beside(config)  # the supervisor's process does it
+    It does nothing for data that a process beside the ranks prepares.
+    """
+    is_done = prepares_beside(config)
 
-    def prepare_early(self) -> None:
-        """Prepares the data in this process if it needs no cluster."""
-        if needs_no_cluster(self._config.prepare):
-            self.prepare(None)
+    def prepare_once(pool: TaskPool | None) -> None:
+        nonlocal is_done
+        if not is_done:
+            with show_preparation(console) as on_progress:
+                prepare(config.prepare, config.data.directory, pool=pool, on_progress=on_progress)
+            is_done = True
 
-    def prepare(self, pool: TaskPool | None) -> None:
-        """Prepares the data, unless it is done or left to a process beside the ranks."""
-        if self._is_done:
-            return
-        directory = self._config.data.directory
-        with self._show() as on_progress:
-            prepare(self._config.prepare, directory, pool=pool, on_progress=on_progress)
-        self._is_done = True
+    return prepare_once
 
 
 def _await_release(run_dir: Path) -> None:

@@ -68,14 +68,12 @@ def run_here(launch: Launch) -> JobStatus:
 
 
 @contextlib.contextmanager
-def standing_cluster(
-    folder: Path, nodes: int, *, cpus: int, name: str
-) -> Iterator[StandingCluster]:
+def standing_cluster(folder: Path, nodes: int, *, cpus: int) -> Iterator[StandingCluster]:
     """Starts a simulated cluster known only in this folder."""
     pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        cluster = start_cluster(nodes, cpus_per_node=cpus, name=name)
+        cluster = start_cluster(nodes, cpus_per_node=cpus)
         try:
             yield cluster
         finally:
@@ -91,8 +89,9 @@ def begin(launch: Launch) -> Path:
     return Path(launch.run_dir)
 
 
-def begin_on(cluster: StandingCluster, launch: Launch) -> Path:
-    with cluster_at(f"simulated:{cluster.name}"):
+def begin_standing(launch: Launch) -> Path:
+    """Hands a job to a supervisor in the simulated cluster that is up."""
+    with cluster_at("simulated"):
         return begin(launch)
 
 

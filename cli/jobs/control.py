@@ -1,7 +1,6 @@
 """`moebius train`, `submit` and `resume` start a job, `scale` changes its size, `stop` ends it."""
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,18 +76,11 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help='a Ray cluster: HOST:PORT of its head, "auto", or "simulated[:NAME]" of '
+        help='a Ray cluster: HOST:PORT of its head, "auto", or "simulated" of '
         "`moebius cluster up`; default: simulate one for this job",
     )
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor runs (needs --address)"
-    )
-    parser.add_argument(
-        "--ship",
-        type=Path,
-        metavar="WHEEL",
-        help="run this wheel's code on the nodes, whatever they have installed (`pip wheel "
-        "--no-deps -w dist .` builds one)",
     )
     add_unauthenticated(parser)
 
@@ -126,18 +118,10 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _submit_to(options: argparse.Namespace, config: "Config", run_dir: Path) -> int:
-    """Submits to the cluster in the options, with the code of their wheel."""
-    from ...cluster.shipped_code import shipping
+    """Submits to the cluster in the options."""
     from ...cluster.submit import submit
 
-    with shipping(options.ship) if options.ship else contextlib.nullcontext() as shipment:
-        return submit(
-            config,
-            run_dir,
-            address=options.address,
-            detach=options.detach,
-            shipment=shipment,
-        ).exit_code
+    return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -205,7 +189,7 @@ def _add_scale(commands: Commands) -> None:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from ...cluster.scale import request_scale
+    from ...cluster.supervise.placing import request_scale
 
     request_scale(options.run_dir, options.num_nodes)
     print(

@@ -36,7 +36,7 @@ def add_commands(commands: Commands) -> None:
         "--address",
         metavar="HOST:PORT",
         help='check every node of a Ray cluster: HOST:PORT of its head, "auto", or '
-        '"simulated[:NAME]"; default: this machine',
+        '"simulated"; default: this machine',
     )
     parser.add_argument(
         "--gpu",
@@ -90,7 +90,7 @@ def _examine_cluster(options: argparse.Namespace) -> "Examination":
 
     allow_unauthenticated(options)
     with Console(stderr=True).status("connecting") as status, cluster_at(options.address):
-        from ...cluster.check.ray_probes import probes
+        from ...cluster.check.probe import probes
 
         with probes(LIMIT_S) as (nodes, silent):
             return _examine(options, nodes, silent=silent, tell=status.update)

@@ -95,7 +95,7 @@ def _list_runs(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...cluster.job import JobError
-    from ...cluster.report.run_list import find_runs, is_recent, read_reports, run_table
+    from ...cluster.report.run_report import find_runs, is_recent, read_reports, run_table
 
     for folder in options.folders:
         if folder != RUNS and not folder.is_dir():
@@ -114,7 +114,7 @@ def _list_runs(options: argparse.Namespace) -> int:
         console = Console(width=_WIDTH_OF_A_PIPE)
     root = options.folders[0].absolute()
     if shown:
-        console.print(run_table(shown, root, width=console.width))
+        console.print(run_table(shown, root))
     if hidden := len(reports) - len(shown):
         console.print(f"{hidden} more ended over a week ago; --all shows them", highlight=False)
     elif not shown:

@@ -2,7 +2,7 @@
 
     nodes answer → facts of each → clocks → ports between all → the shared folder → the self-test
 
-Nodes are those of a Ray cluster (ray_probes.py), or this machine as the only node. A node that is silent or
+Nodes are those of a Ray cluster (probe.py), or this machine as the only node. A node that is silent or
 cannot do what it is asked becomes a finding and takes no further part. The self-test runs ranks under the
 job's own agents.
 """
@@ -13,17 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..job import Launch
 from ..nodes.assignment import AgentReport, Assignment
-from .facts import NodeFacts
+from ..nodes.node_check import token_in
 from .findings import (
     Finding,
-    FolderTrial,
-    Offset,
-    Reached,
-    Written,
     judge_clocks,
     judge_folder,
     judge_gpus,
@@ -34,17 +31,15 @@ from .findings import (
     judge_silent,
     judge_versions,
 )
-from .probe import PREFIX, NodeFault, NodeSilent, Probe, Seen
+from .probe import NodeFacts, NodeFault, NodeSilent, Probe
 
 T = TypeVar("T")
 
-CONNECT_LIMIT_S = 5.0
 RANKS_PER_NODE = 2  # of the self-test
 _AT_ONCE = 64  # nodes that are asked at the same time
 _CLOCK_ASKED = 8  # times; the quickest answer is the most exact
 _EXCHANGE_LIMIT_S = 180.0
 _POLL_S = 0.2
-_SEEN_LIMIT_S = 5.0  # how late a network file system may show a new file
 _FAULTS = (NodeSilent, NodeFault, OSError)
 
 
@@ -67,14 +62,11 @@ class _Nodes:
     def names(self) -> list[str]:
         return list(self.alive)
 
-    def ask(
-        self, what: Callable[[str, Any], T], *, of: Sequence[str] | None = None
-    ) -> dict[str, T]:
-        """Asks nodes (default: all) concurrently; a silent node takes no further part."""
-        asked = [name for name in (self.names if of is None else of) if name in self.alive]
+    def ask(self, what: Callable[[str, Any], T]) -> dict[str, T]:
+        """Asks all nodes concurrently; a silent node takes no further part."""
         given: dict[str, T] = {}
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            answers = {name: pool.submit(what, name, self.alive[name]) for name in asked}
+            answers = {name: pool.submit(what, name, node) for name, node in self.alive.items()}
             for name, answer in answers.items():
                 try:
                     given[name] = answer.result()
@@ -111,7 +103,7 @@ def examine(
         tell("ports between all nodes")
         done.findings.append(judge_ports(_try_ports(group)))
         tell("the shared folder")
-        done.findings += judge_folder(_try_folder(group, run_dir), run_dir)
+        done.findings += _try_folder(group, run_dir)
         tell("self-test: ranks on all nodes")
         _self_test(done, group)
     num_nodes = len(nodes) + len(silent or {})
@@ -124,90 +116,38 @@ def _judge_facts(facts: list[NodeFacts]) -> list[Finding]:
     return [judge(facts) for judge in judges]
 
 
-def _offset(node: Any) -> Offset:
-    """Reads a node's clock by Cristian's method: half the shortest round trip bounds the error."""
-    best = Offset(0.0, float("inf"))
+def _offset(node: Any) -> float:
+    """Returns how far a node's clock is ahead, in seconds; the quickest answer is the most exact."""
+    rounds = []
     for _ in range(_CLOCK_ASKED):
-        asked = time.time(), time.monotonic()
+        asked = time.time()
         theirs = node.clock()
-        half_s = (time.monotonic() - asked[1]) / 2
-        if half_s < best.error_s:
-            best = Offset(theirs - (asked[0] + half_s), half_s)
-    return best
+        took = time.time() - asked
+        rounds.append((took, theirs - asked - took / 2))
+    return min(rounds)[1]
 
 
-def _try_ports(group: _Nodes) -> dict[tuple[str, str], Reached]:
-    """Connects every node to every other, one listener after the other."""
-    reached = {}
-    for there, port in group.ask(lambda _, node: node.listen()).items():
-        others = [name for name in group.names if name != there]
-        answers = group.ask(
-            lambda _, node, at=there, port=port: node.connect(at, port, CONNECT_LIMIT_S), of=others
-        )
-        reached |= {(here, there): answer for here, answer in answers.items()}
-    return reached
+def _try_ports(group: _Nodes) -> dict[str, list[str]]:
+    """Connects every node to every other; returns which ones each does not reach."""
+    ports = group.ask(lambda _, node: node.listen())
+
+    def unreached(name: str, node: Any) -> list[str]:
+        others = [address for address in ports.items() if address[0] != name]
+        return [others[place][0] for place in node.unreachable(others)]
+
+    return group.ask(unreached)
 
 
-# The shared folder --------------------------------------------------------------------------------
-
-
-def _try_folder(group: _Nodes, where: str) -> FolderTrial:
-    token = secrets.token_hex(8)
-    path = f"{where}/{PREFIX}{token}"
-    first, others = group.names[0], group.names[1:]
-    written, faults = _write(group, path)
-    unseen: dict[str, str] = {}
-    gaps: dict[str, str] = {}
-    seconds, winners = [0.0], 1
-    if not faults and others:
-        seen = _await(group, others, f"{path}-{first}", first, None)
-        unseen = {node: each.why for node, each in seen.items() if each.seconds is None}
-        seconds += [each.seconds for each in seen.values() if each.seconds is not None]
-    if not faults and others and not unseen:
-        winners = sum(group.ask(lambda _, node: node.claim(f"{path}-claimed")).values())
-        gaps = _try_rename(group, f"{path}-{first}", first)
-    group.ask(lambda _, node: _quietly(lambda: node.clean(where, token)))
-    return FolderTrial(written, faults, unseen, max(seconds), gaps, winners)
-
-
-def _write(group: _Nodes, path: str) -> tuple[dict[str, Written], dict[str, str]]:
-    """Writes a file named after each node into the folder."""
-    faults: dict[str, str] = {}
-
-    def write(name: str, node: Any) -> Written | None:
-        try:
-            return node.publish(f"{path}-{name}", name)
-        except (NodeFault, OSError) as error:
-            faults[name] = str(error)
-        return None
-
-    answers = group.ask(write)
-    return {name: each for name, each in answers.items() if each is not None}, faults
-
-
-def _await(
-    group: _Nodes, readers: Sequence[str], path: str, text: str, before: str | None
-) -> dict[str, Seen]:
-    return group.ask(lambda _, node: node.await_text(path, text, _SEEN_LIMIT_S, before), of=readers)
-
-
-def _try_rename(group: _Nodes, path: str, first: str) -> dict[str, str]:
-    """Replaces the first node's file while the others read it; returns what they saw in between."""
-    others, text = [name for name in group.names if name != first], secrets.token_hex(2048)
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(_await, group, others, path, text, first)
-        time.sleep(_POLL_S)  # a reader that starts late only sees less
-        _quietly(lambda: group.alive[first].publish(path, text))
-        seen = looking.result()
-    return {node: each.gap for node, each in seen.items() if each.gap}
-
-
-def _quietly(act: Callable[[], object]) -> None:
-    """Ignores a failure that was reported before, or that leaves only an empty file."""
+def _try_folder(group: _Nodes, run_dir: str) -> list[Finding]:
+    """Writes a file into the folder from here and lets every node read it, as a job does."""
+    folder = Path(run_dir)
     try:
-        act()
-    except (NodeFault, OSError):
-        return
+        folder.mkdir(parents=True, exist_ok=True)
+        with token_in(folder, gpus=0) as wanted:
+            return judge_folder(group.ask(lambda _, node: node.try_folder(wanted)), run_dir)
+    except OSError as error:
+        found = f"{run_dir} cannot be written here ({error.strerror})"
+        return [Finding("shared folder", "fail", found, "choose another --run-dir")]
 
 
 # The self-test ------------------------------------------------------------------------------------
@@ -216,32 +156,36 @@ def _quietly(act: Callable[[], object]) -> None:
 def _self_test(done: Examination, group: _Nodes) -> None:
     """Runs ranks on all nodes and reports what they measure."""
     names = group.names
+    who = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
+    finding, rows = _exchange("all-to-all", who, group.alive, RANKS_PER_NODE)
+    done.findings.append(finding)
+    if rows:
+        done.links = {"rows": rows, "ranks_per_node": RANKS_PER_NODE, "nodes": names}
+
+
+def _exchange(
+    check: str, who: str, nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
+) -> tuple[Finding, Sequence[Mapping[str, Any]]]:
+    """Runs the self-test's ranks; returns the finding, and what was measured if all is well."""
     try:
-        measured = run_exchange(group.alive, RANKS_PER_NODE)
+        measured = _run_exchange(nodes, ranks_per_node, backend)
     except _FAULTS as error:
-        advice = "see the findings above; `moebius submit` would fail the same way"
-        done.findings.append(Finding("self-test", "fail", str(error), advice))
-        return
-    ranks = f"{len(names) * RANKS_PER_NODE} ranks on {len(names)} node(s)"
-    if not measured["sound"]:
-        advice = "memory, a cable or a network card is faulty: check half of the nodes"
-        found = f"{ranks} received wrong numbers"
-        done.findings.append(Finding("self-test", "fail", found, advice))
-        return
+        advice = "see the findings above, and run it again with NCCL_DEBUG=INFO on GPUs"
+        return Finding(check, "fail", str(error), advice), ()
     rows = measured["rows"]
-    done.links = {"rows": rows, "ranks_per_node": RANKS_PER_NODE, "nodes": names}
-    done.findings.append(Finding("all-to-all", "ok", f"{ranks}: {_largest(rows)}"))
+    if not measured["sound"]:
+        advice = (
+            "memory, a cable or a card is faulty: check half of the nodes, `nvidia-smi topo -m`"
+        )
+        return Finding(check, "fail", f"{who} received wrong numbers", advice), ()
+    if not rows:
+        return Finding(check, "ok", f"{who}: nothing to exchange"), ()
+    # the largest exchange of the widest group is measured last
+    largest = f"{rows[-1]['bytes'] / 2**20:.0f} MiB in {rows[-1]['seconds'] * 1e6:,.0f} µs"
+    return Finding(check, "ok", f"{who}: {largest}, all numbers correct"), rows
 
 
-def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Says how long the largest exchange of the widest group took, which is measured last."""
-    microseconds = f"{rows[-1]['seconds'] * 1e6:,.0f} µs"
-    return f"{rows[-1]['bytes'] / 2**20:.0f} MiB in {microseconds}, all numbers correct"
-
-
-def run_exchange(
-    nodes: Mapping[str, Any], ranks_per_node: int, *, backend: str = "gloo"
-) -> dict[str, Any]:
+def _run_exchange(nodes: Mapping[str, Any], ranks_per_node: int, backend: str) -> dict[str, Any]:
     """Runs the self-test's ranks on all nodes; returns what rank 0 measured (exchange.py).
 
     Raises:
@@ -264,13 +208,13 @@ def run_exchange(
         _await_exchange(nodes)
         return json.loads(probes[0].exchange_result())
     finally:
-        _Nodes(nodes, {}).ask(lambda _, probe: _quietly(probe.end_exchange))
+        _Nodes(nodes, {}).ask(lambda _, probe: probe.end_exchange())
 
 
 def _await_exchange(nodes: Mapping[str, Any]) -> None:
     deadline = time.monotonic() + _EXCHANGE_LIMIT_S
     while True:
-        reports = {name: probe.exchange_report() for name, probe in nodes.items()}
+        reports = {name: probe.poll() for name, probe in nodes.items()}
         for name, report in reports.items():
             if report is not None and not report.ok:
                 raise NodeFault(f"the ranks on {name} failed: {_why(report)}")
@@ -314,19 +258,6 @@ def look_at_gpus() -> list[Finding]:
         Finding(check.name, "ok" if check.is_ok else "fail", check.found, check.advice)
         for check in checks
     ]
-    return [*findings, _look_at_nccl(torch.cuda.device_count())]
-
-
-def _look_at_nccl(world: int) -> Finding:
-    """Exchanges numbers between all GPUs of this machine over NCCL."""
-    here = "127.0.0.1"
-    try:
-        measured = run_exchange({here: Probe(here)}, world, backend="nccl")
-    except NodeFault as error:
-        return Finding("NCCL", "fail", str(error), "run it again with NCCL_DEBUG=INFO")
-    if not measured["sound"]:
-        found = f"{world} GPUs received wrong numbers"
-        return Finding("NCCL", "fail", found, "check `nvidia-smi topo -m`")
-    if not measured["rows"]:
-        return Finding("NCCL", "ok", "only one GPU")
-    return Finding("NCCL", "ok", f"all-to-all of {world} GPUs: {_largest(measured['rows'])}")
+    here, world = "127.0.0.1", torch.cuda.device_count()
+    nodes = {here: Probe(here)}
+    return [*findings, _exchange("NCCL", f"{world} GPU(s)", nodes, world, backend="nccl")[0]]

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .facts import UNLIMITED, NodeFacts
+from .probe import UNLIMITED, FolderTrial, NodeFacts
 
 Verdict = Literal["ok", "warn", "fail"]
 
-LATE_S, BAD_LATE_S = 0.1, 1.0  # clock offset beyond the error of its measurement
+LATE_S, BAD_LATE_S = 0.1, 1.0  # of a clock
 GOOD_OPEN_FILES, LEAST_OPEN_FILES = 65_536, 4_096
 GOOD_PROCESSES = 16_384
-SLOW_TO_SEE_S = 2.0  # until a file is visible on another node
 LEAST_FREE_BYTES = 1 << 30  # of the run folder's disk
 GOOD_FREE_BYTES = 20 << 30
 SLOW_FSYNC_S, BAD_FSYNC_S = 0.05, 1.0  # the journal waits for one at every state
@@ -28,42 +27,6 @@ class Finding:
     verdict: Verdict
     found: str  # with the figures
     advice: str = ""  # where it is not ok
-
-
-@dataclass(frozen=True)
-class Offset:
-    """Holds a node's clock offset; positive means ahead of ours."""
-
-    seconds: float
-    error_s: float  # bound of the measurement error
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Holds whether one node reached another's port."""
-
-    seconds: float | None  # None: it was not
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Written:
-    """Holds how long one file took to reach the disk, and the free space there."""
-
-    seconds: float
-    free_bytes: int
-
-
-@dataclass(frozen=True)
-class FolderTrial:
-    """Holds what nodes observed with test files in the shared folder."""
-
-    written: Mapping[str, Written]
-    faults: Mapping[str, str]  # why nodes cannot write
-    unseen: Mapping[str, str]  # why nodes do not see the first node's file
-    seconds_to_see: float  # the longest time until a node saw it
-    gaps: Mapping[str, str]  # what nodes saw in the middle of a rename
-    winners: int  # nodes that created the same file exclusively
 
 
 def listed(words: Sequence[str]) -> str:
@@ -105,10 +68,7 @@ def judge_versions(facts: Sequence[NodeFacts]) -> Finding:
             spelt = ", ".join(f"{value} on {listed(at)}" for value, at in rarest_last)
             differing.append(f"{name}: {spelt}")
     if differing:
-        advice = (
-            "install the same versions on every node; if only moebius differs, `moebius submit "
-            "--ship WHEEL` sends it"
-        )
+        advice = "install the same versions on every node"
         return Finding("versions", "fail", "; ".join(differing), advice)
     found = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     if facts[0].versions.get("ray") == "none":
@@ -223,99 +183,60 @@ def _names_one(value: str, interfaces: Sequence[str]) -> bool:
 # Between nodes ------------------------------------------------------------------------------------
 
 
-def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
-    """Judges each node's clock against the median of all."""
-    ordered = sorted(offset.seconds for offset in offsets.values())
+def judge_clocks(offsets: Mapping[str, float]) -> Finding:
+    """Judges each node's clock against the median of all; offsets in seconds, positive ahead."""
+    ordered = sorted(offsets.values())
     usual = ordered[len(ordered) // 2]
-    error_s = max(offset.error_s for offset in offsets.values())
     off = {
-        node: offset.seconds - usual
-        for node, offset in offsets.items()
-        if abs(offset.seconds - usual) > LATE_S + offset.error_s
+        node: seconds - usual for node, seconds in offsets.items() if abs(seconds - usual) > LATE_S
     }
     if not off:
-        apart_ms = (ordered[-1] - ordered[0]) * 1e3
-        return Finding(
-            "clocks", "ok", f"at most {apart_ms:.1f} ms apart (± {error_s * 1e3:.1f} ms)"
-        )
-    named = listed([f"{node} by {seconds:+.2f} s" for node, seconds in off.items()])
+        return Finding("clocks", "ok", f"at most {(ordered[-1] - ordered[0]) * 1e3:.1f} ms apart")
     return Finding(
         "clocks",
         "fail" if max(map(abs, off.values())) > BAD_LATE_S else "warn",
-        f"off: {named} (± {error_s * 1e3:.1f} ms)",
+        f"off: {listed([f'{node} by {seconds:+.2f} s' for node, seconds in off.items()])}",
         "start a time service there (chronyd, systemd-timesyncd); otherwise logs appear out of "
         "order and storage refuses signed requests",
     )
 
 
-def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Finding:
-    """Judges whether every node reaches every other; keys: (from, to)."""
-    if not reached:
-        return Finding("ports", "ok", "only one node")
-    closed = {f"{a} → {b}": way.why for (a, b), way in reached.items() if way.seconds is None}
+def judge_ports(unreached: Mapping[str, Sequence[str]]) -> Finding:
+    """Judges whether every node reaches every other; `unreached` lists those it does not reach."""
+    num_ways = len(unreached) * (len(unreached) - 1)
+    closed = [f"{node} → {other}" for node, others in unreached.items() for other in others]
     if closed:
         return Finding(
             "ports",
             "fail",
-            f"{len(closed)} of {len(reached)} connections failed ({_named(closed)})",
+            f"{len(closed)} of {num_ways} connections failed ({listed(closed)})",
             "allow connections between the nodes on all ports above 1024 (firewall, security "
             "group)",
         )
-    slowest_ms = 1e3 * max(each.seconds or 0.0 for each in reached.values())
-    found = f"all {len(reached)} connections work, in both directions; slowest {slowest_ms:.1f} ms"
+    found = f"all {num_ways} connections work, in both directions" if num_ways else "only one node"
     return Finding("ports", "ok", found)
 
 
-def judge_folder(trial: FolderTrial, where: str) -> list[Finding]:
-    """Judges a folder's visibility, atomicity, space and speed."""
-    found = [_judge_shared(trial, where)]
-    if trial.written:
-        free = min(written.free_bytes for written in trial.written.values())
-        verdict = "fail" if free < LEAST_FREE_BYTES else "warn" if free < GOOD_FREE_BYTES else "ok"
-        advice = "" if verdict == "ok" else "check that checkpoint.keep_last + 1 checkpoints fit"
-        space = f"{free / 2**30:,.1f} GiB free at {where}"
-        found.append(Finding("disk space", verdict, space, advice))
-        slowest = max(trial.written, key=lambda node: trial.written[node].seconds)
-        found.append(judge_fsync(trial.written[slowest].seconds, f"{where} on {slowest}"))
-    return found
+def judge_folder(trials: Mapping[str, FolderTrial], where: str) -> list[Finding]:
+    """Judges whether all nodes share a folder, its free space and its speed."""
+    if faults := {node: trial.fault for node, trial in trials.items() if trial.fault}:
+        advice = "mount it on every node under the same path, writable for this user"
+        return [Finding("shared folder", "fail", _named(faults), advice)]
+    if not trials:
+        return []
+    shared = Finding("shared folder", "ok", f"{where}: shared by {len(trials)} node(s)")
+    free = min(trial.free_bytes for trial in trials.values())
+    verdict = "fail" if free < LEAST_FREE_BYTES else "warn" if free < GOOD_FREE_BYTES else "ok"
+    advice = "" if verdict == "ok" else "check that checkpoint.keep_last + 1 checkpoints fit"
+    space = Finding("disk space", verdict, f"{free / 2**30:,.1f} GiB free at {where}", advice)
+    slowest = max(trials, key=lambda node: trials[node].fsync_s)
+    return [shared, space, _judge_fsync(trials[slowest].fsync_s, f"{where} on {slowest}")]
 
 
-def judge_fsync(seconds: float, where: str) -> Finding:
-    """Judges how long the disk takes to sync a small file."""
+def _judge_fsync(seconds: float, where: str) -> Finding:
     found = f"{seconds * 1000:.1f} ms at {where}"
     if seconds <= SLOW_FSYNC_S:
         return Finding("fsync", "ok", found)
     verdict = "fail" if seconds > BAD_FSYNC_S else "warn"
     advice = "the journal and checkpoints wait for fsync: use a faster disk for the run folder"
     return Finding("fsync", verdict, found, advice)
-
-
-def _judge_shared(trial: FolderTrial, where: str) -> Finding:
-    def failed(found: str, advice: str) -> Finding:
-        return Finding("shared folder", "fail", f"{where}: {found}", advice)
-
-    if trial.faults:
-        return failed(
-            f"cannot be written ({_named(trial.faults)})",
-            "mount it there, or give this user write permission",
-        )
-    if trial.unseen:
-        return failed(
-            f"is not shared: other nodes do not see what one node writes ({_named(trial.unseen)})",
-            "set --run-dir to a folder that every node sees under the same path",
-        )
-    if trial.gaps:
-        return failed(
-            f"renaming does not replace a file atomically ({_named(trial.gaps)} seen in between)",
-            "checkpoints rely on atomic renames: choose another file system",
-        )
-    if trial.winners > 1:
-        return failed(
-            f"{trial.winners} nodes each created the same file exclusively",
-            "a checkpoint could be committed twice: choose a file system that supports O_EXCL",
-        )
-    found = f"{where}: seen by all {len(trial.written)} node(s) within {trial.seconds_to_see:.2f} s"
-    if trial.seconds_to_see > SLOW_TO_SEE_S:
-        advice = "its attribute cache is long (mount option actimeo): stops and status are late"
-        return Finding("shared folder", "warn", found, advice)
-    return Finding("shared folder", "ok", found)

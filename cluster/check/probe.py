@@ -1,25 +1,79 @@
-"""Does on one node what a check asks; on another machine as a Ray actor (ray_probes.py)."""
+"""Examines one node for a check: its software, limits, memory, devices, network and folder.
+
+On another machine, `RemoteProbe` calls it as a Ray actor, with a time limit for every call. Facts are gathered
+without torch and without initialising a device: versions come from the installed packages' metadata, GPUs from
+nvidia-smi.
+"""
 
 import contextlib
+import importlib.metadata
 import os
-import secrets
+import platform
+import resource
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ..nodes.assignment import AgentReport, Assignment
+import psutil
+
+from ... import __version__
+from ..nodes.agent import interface_of
+from ..nodes.assignment import Assignment
 from ..nodes.node import Node
+from ..nodes.node_check import NodeCheck
 from .exchange import RESULT
-from .facts import NodeFacts, gather_facts
-from .findings import Reached, Written
 
-LOOK_EVERY_S = 0.01
-PREFIX = ".moebius-doctor-"  # of files in the shared folder
-_NONCE_BYTES = 16
+UNLIMITED = -1
+_SHARED_MEMORY = Path("/dev/shm")
+_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the user
+_MARGIN_S = 10.0  # added to the limit of a call
+_SMI_LIMIT_S = 60.0  # a machine with eight GPUs may take seconds to wake its driver
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describes one of a node's GPUs, whether or not a rank may use it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Holds the facts of one node as plain values, since they travel between machines."""
+
+    address: str
+    versions: Mapping[str, str]
+    memory_free_bytes: int
+    memory_total_bytes: int
+    open_files: int  # limit per process, or UNLIMITED
+    processes: int  # limit per user, or UNLIMITED
+    shared_memory_bytes: int | None = None  # free; None: there is no /dev/shm
+    interface: str | None = None  # the one with the node's address
+    mtu: int | None = None
+    chosen: Mapping[str, str] = field(default_factory=dict)  # interfaces, by variable
+    interfaces: Sequence[str] = ()
+    driver: str = ""  # NVIDIA's
+    gpus: Sequence[Gpu] = ()
+
+
+@dataclass(frozen=True)
+class FolderTrial:
+    """Holds what one node found in the shared folder."""
+
+    fault: str = ""  # why it cannot be used; "": it can
+    fsync_s: float = 0.0  # of a small file
+    free_bytes: int = 0
 
 
 class NodeSilent(Exception):
@@ -30,106 +84,38 @@ class NodeFault(Exception):
     """Says that a node answers but cannot do what it is asked; with its own message."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Holds the result of waiting for a file's new content."""
-
-    seconds: float | None  # None: it did not appear
-    why: str = ""
-    gap: str = ""  # what was read between the old and the new content, if anything
-
-
-class Probe:
+class Probe(Node):
     """Examines the machine it runs on, and runs ranks there."""
 
-    def __init__(self, address: str) -> None:
-        """Takes the address at which other nodes reach this one."""
-        self._address = address
-        self._node = Node(address)
-        self._scratch: Path | None = None
+    _scratch: Path | None = None
 
     def facts(self) -> NodeFacts:
         """Returns the facts of this node."""
-        return gather_facts(self._address)
+        return _gather_facts(self._address)
 
     def clock(self) -> float:
         """Returns this node's clock in seconds since the epoch."""
         return time.time()
 
     def listen(self) -> int:
-        """Starts a server on a free port that echoes 16 bytes; it ends with this process."""
+        """Accepts connections on a free port, which it returns, until this process ends."""
         server = socket.create_server((self._address, 0), backlog=256)
-        threading.Thread(target=_echo, args=(server,), daemon=True).start()
+        threading.Thread(target=_accept, args=(server,), daemon=True).start()
         return server.getsockname()[1]
 
-    def connect(self, address: str, port: int, limit_s: float) -> Reached:
-        """Sends a random number to another node's port and checks the echo."""
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        started = time.perf_counter()
+    def try_folder(self, wanted: NodeCheck) -> FolderTrial:
+        """Reads the file that every node must see, then writes and syncs one beside it."""
+        if fault := wanted.faults():
+            return FolderTrial(fault)
+        folder, started = Path(wanted.token_file).parent, time.perf_counter()
         try:
-            with socket.create_connection((address, port), timeout=limit_s) as connection:
-                connection.sendall(nonce)
-                answer = _receive(connection, len(nonce))
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"moebius doctor")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
-            return Reached(None, error.strerror or str(error) or type(error).__name__)
-        if answer != nonce:
-            return Reached(None, "another program answered on this port")
-        return Reached(time.perf_counter() - started)
-
-    # Runs rely on three properties of the shared folder: a file that one node wrote and renamed is whole on
-    # the others, a rename replaces a file without a gap, and exclusive creation succeeds once (so that a
-    # checkpoint is committed once).
-
-    @staticmethod
-    def publish(path: str, text: str) -> Written:
-        """Writes a file under another name, syncs it and renames it into place."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f"{target.name}.{os.getpid()}")
-        started = time.perf_counter()
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-        return Written(time.perf_counter() - started, shutil.disk_usage(target.parent).free)
-
-    @staticmethod
-    def await_text(path: str, text: str, limit_s: float, before: str | None = None) -> Seen:
-        """Waits until a file holds `text`; the content `before` is not a gap."""
-        started, gap, why = time.perf_counter(), "", ""
-        while (elapsed := time.perf_counter() - started) < limit_s:
-            try:
-                found = Path(path).read_text(encoding="utf-8")
-            except OSError as error:
-                found, why = None, error.strerror or str(error)
-            if found == text:
-                return Seen(elapsed, gap=gap)
-            if before is not None and found != before:
-                gap = "no file" if found is None else f"{len(found)} of {len(text)} characters"
-            if found is not None:
-                why = "its content differs"
-            time.sleep(LOOK_EVERY_S)
-        return Seen(None, why, gap)
-
-    @staticmethod
-    def claim(path: str) -> bool:
-        """Creates a file exclusively; returns False if it exists."""
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
-            return False
-        return True
-
-    @staticmethod
-    def clean(folder: str, token: str) -> None:
-        """Removes the files of the check with this token."""
-        for path in Path(folder).glob(f"{PREFIX}{token}*"):
-            path.unlink(missing_ok=True)
-
-    def free_port(self) -> int:
-        """Returns a port of this node's address that is free now."""
-        return self._node.free_port()
+            return FolderTrial(f"{folder} cannot be written ({error.strerror})")
+        return FolderTrial("", time.perf_counter() - started, shutil.disk_usage(folder).free)
 
     def start_exchange(self, assignment: Assignment, backend: str) -> None:
         """Starts this node's ranks of the self-test in a private local folder."""
@@ -140,11 +126,7 @@ class Probe:
         words = (str(scratch), str(launch.ranks_per_node), backend)
         command = (sys.executable, "-m", f"{__package__}.exchange", *words)
         launch = replace(launch, run_dir=str(scratch), command=command)
-        self._node.start(replace(assignment, launch=launch))
-
-    def exchange_report(self) -> AgentReport | None:
-        """Returns how the ranks ended; None while they run."""
-        return self._node.poll()
+        self.start(replace(assignment, launch=launch))
 
     def exchange_result(self) -> str:
         """Returns rank 0's measurements as JSON."""
@@ -153,23 +135,154 @@ class Probe:
 
     def end_exchange(self) -> None:
         """Ends the ranks and removes their folder."""
-        self._node.stop()
+        self.stop()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _echo(server: socket.socket) -> None:
-    with server:
-        while True:
-            with contextlib.suppress(OSError):
-                connection, _ = server.accept()
-                with connection:
-                    connection.settimeout(5.0)
-                    connection.sendall(_receive(connection, _NONCE_BYTES))
+def _accept(server: socket.socket) -> None:
+    while True:
+        server.accept()[0].close()
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size and (piece := connection.recv(size - len(received))):
-        received += piece
-    return received
+class RemoteProbe:
+    """Stands for the probe on another node; any call may raise NodeSilent or NodeFault."""
+
+    def __init__(self, actor: Any, limit_s: float) -> None:
+        self._actor = actor
+        self._limit_s = limit_s
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Returns a function that calls this method of `Probe` on the other node."""
+        return partial(self._call, method)
+
+    def await_start(self, deadline: float) -> None:
+        """Waits until the actor answers, at most until `deadline` (monotonic clock)."""
+        self._get(self._actor.clock.remote(), max(0.1, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """Ends the actor and everything that it started."""
+        import ray
+
+        ray.kill(self._actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._get(getattr(self._actor, method).remote(*arguments), self._limit_s + _MARGIN_S)
+
+    def _get(self, answer: Any, limit_s: float) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            return ray.get(answer, timeout=limit_s)
+        except GetTimeoutError:
+            raise NodeSilent(f"no answer within {limit_s:.0f} s") from None
+        except RayTaskError as error:
+            raise NodeFault(_one_line(error.cause or error)) from None
+        except RayError as error:
+            raise NodeSilent(_one_line(error)) from None
+
+
+def _one_line(error: BaseException) -> str:
+    """Describes an error by the last line of its message, which says most in Ray's own pages."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].strip()}"
+
+
+@contextlib.contextmanager
+def probes(limit_s: float) -> Iterator[tuple[Mapping[str, RemoteProbe], Mapping[str, str]]]:
+    """Yields a probe per node of the connected cluster, by address, and why others stay silent.
+
+    The probes are actors that reserve no CPU, are pinned to their nodes, and end with the connection.
+    """
+    import ray
+
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    started = {
+        address: RemoteProbe(_start_actor(nodes[address], address), limit_s)
+        for address in sorted(nodes)
+    }
+    silent, deadline = {}, time.monotonic() + limit_s
+    for address, probe in started.items():  # all start at the same time
+        try:
+            probe.await_start(deadline)
+        except (NodeSilent, NodeFault) as error:
+            silent[address] = str(error)
+    try:
+        yield {name: probe for name, probe in started.items() if name not in silent}, silent
+    finally:
+        for probe in started.values():
+            probe.end()
+
+
+def _start_actor(node_id: str, address: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    on_the_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": on_the_node}
+    return ray.remote(Probe).options(**options).remote(address)
+
+
+def _gather_facts(address: str) -> NodeFacts:
+    """Returns the facts of this machine, which other nodes reach at `address`."""
+    memory = psutil.virtual_memory()
+    interface = interface_of(address)
+    stats = psutil.net_if_stats()
+    driver, gpus = gpus_here()
+    shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+    return NodeFacts(
+        address=address,
+        versions=_software(),
+        memory_free_bytes=memory.available,
+        memory_total_bytes=memory.total,
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        processes=_limit(resource.RLIMIT_NPROC),
+        shared_memory_bytes=shm,
+        interface=interface,
+        mtu=stats[interface].mtu if interface in stats else None,
+        chosen={name: os.environ[name] for name in _CHOSEN if os.environ.get(name)},
+        interfaces=sorted(stats),
+        driver=driver,
+        gpus=gpus,
+    )
+
+
+def gpus_here() -> tuple[str, list[Gpu]]:
+    """Returns the driver's version and all GPUs by nvidia-smi; "" and none without a working driver."""
+    fields = "driver_version,name,memory.free,memory.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", []
+    driver, found = "", []
+    for line in done.stdout.splitlines():
+        driver, name, *sizes = line.split(", ")
+        free, total = (int(size) << 20 if size.isdecimal() else 0 for size in sizes)  # in MiB
+        found.append(Gpu(name, free, total))
+    return driver, found
+
+
+def _software() -> dict[str, str]:
+    """Returns the versions that must match on all nodes; "none" for packages that are missing."""
+    found = {"moebius": __version__, "python": platform.python_version()}
+    found |= {name: _version_of(name) for name in ("torch", "ray")}
+    # torch's wheels bring NCCL as a package named after its CUDA version
+    nccl = [_version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11)]
+    found["nccl"] = next((version for version in nccl if version != "none"), "none")
+    return found
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _limit(which: int) -> int:
+    soft, _ = resource.getrlimit(which)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft

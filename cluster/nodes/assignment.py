@@ -45,12 +45,12 @@ class Assignment:
         write_atomically(path, json.dumps(plain, indent=1))
 
     @classmethod
-    def load(cls, path: Path, *, secret: str = "") -> "Assignment":
-        """Reads what `save` wrote; the secret is passed separately."""
+    def load(cls, path: Path) -> "Assignment":
+        """Reads what `save` wrote."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         launch = plain.pop("launch")
         launch["command"] = tuple(launch["command"])
-        return cls(launch=Launch(**launch), secret=secret, **plain)
+        return cls(launch=Launch(**launch), **plain)
 
 
 @dataclass(frozen=True)

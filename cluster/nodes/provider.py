@@ -29,6 +29,7 @@ class Capacity:
     what: str = "room"  # that a node must have
     have: str = ""  # what the cluster's nodes have
     leaving: tuple[str, ...] = ()  # the job's own that will be taken away; not counted above
+    trouble: str = ""  # of the cluster itself, for the journal
 
 
 class NodeHandle(Protocol):

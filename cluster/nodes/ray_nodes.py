@@ -2,7 +2,7 @@
 
 Bundles and actors are detached, so ranks continue to train when the supervisor dies. Their names begin with
 the job's, by which the next supervisor finds them. Every call carries the caller's supervisor number
-(supervise/fencing.py), and a node refuses a replaced supervisor. If no supervisor can come any more, the
+(job.py), and a node refuses a replaced supervisor. If no supervisor can come any more, the
 nodes end themselves.
 
 Cost: one process of about 80 MB per node; one remote call per node every 0.2 s (about 1 ms each).
@@ -14,30 +14,36 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray._private.state import available_resources_per_node
 from ray._private.state import state as cluster_state
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..job import SIMULATED, Launch
+from ..job import SIMULATED, Launch, ReplacedError
+from ..liveness import beat
 from ..places.ray_session import NAMESPACE, nodes_of
 from ..ray_tasks import tasks_for
-from ..supervise.fencing import ReplacedError
 from ..supervise.job_supervisor import POLL_S
-from ..supervise.network import listens
-from .node import Address, Node
-from .provider import Capacity, NodeHandle, NodesUnavailable
-from .remote_node import RemoteNode
+from .node import Address, Node, can_connect
+from .provider import Capacity, NodeHandle, NodeLost, NodesUnavailable
 
 _NODE_ID = "ray.io/node-id"  # Ray's label of a node
+TOLD_AFTER_S = 10.0  # without the control store
+_RAY_WAITS_S = 60  # for it: RAY_gcs_rpc_server_reconnect_timeout_s
 ADOPT_TIMEOUT_S = 5.0  # for the first answer of a predecessor's node
 ORPHANED_LOOK_S = 30.0  # between two checks for the supervisor
+# A node answers within milliseconds, or within seconds if processes are slow to end.
+CALL_TIMEOUT_S = 30.0
+BEAT_EVERY_S = 5.0  # while waiting for an answer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def actor_name(run_dir: str) -> str:
@@ -94,6 +100,110 @@ class NodeAgent(Node):
         ray.kill(self._me)
 
 
+def _remote(
+    method: Callable[Concatenate[Node, P], R],
+) -> Callable[Concatenate["RemoteNode", P], R]:
+    """Returns a method that calls a method of `Node` on the other machine."""
+
+    def call(node: "RemoteNode", *arguments: P.args, **named: P.kwargs) -> R:
+        if named:
+            raise TypeError(f"{method.__name__} takes arguments by position alone, not {[*named]}")
+        return node._call(method.__name__, *arguments)
+
+    return call
+
+
+class RemoteNode:
+    """Stands for a node on another machine; every failure of actor, node or network is NodeLost."""
+
+    def __init__(self, actor: Any, supervisor: int, run_dir: Path):
+        self._actor = actor
+        self._supervisor = supervisor
+        self._run_dir = run_dir
+        self._address = ""
+        self._ready = actor.serve.remote(supervisor, "describe")
+        self.is_dead = False
+        self.node_id = ""  # set once it is up
+
+    describe = _remote(Node.describe)
+    check = _remote(Node.check)
+    unkillable = _remote(Node.unkillable)
+    unreachable = _remote(Node.unreachable)
+    free_port = _remote(Node.free_port)
+    start = _remote(Node.start)
+    poll = _remote(Node.poll)
+    heartbeats = _remote(Node.heartbeats)
+    gather_evidence = _remote(Node.gather_evidence)
+    running_ranks = _remote(Node.running_ranks)
+    kill_rank = _remote(Node.kill_rank)
+    stop = _remote(Node.stop)
+
+    def is_up(self, *, timeout_s: float) -> bool:
+        """Returns whether the actor has started; waits at most `timeout_s`."""
+        try:
+            told: Any = ray.get(self._ready, timeout=timeout_s)
+            self.node_id, self._address = told["node_id"], told["address"]
+        except GetTimeoutError:
+            return False
+        except RayError:
+            self.is_dead = True
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Returns whether the actor answers."""
+        try:
+            self.describe()
+        except NodeLost:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Ends the ranks, the template and the actor."""
+        if self.node_id:  # otherwise the actor waits for its place and would not answer
+            with contextlib.suppress(NodeLost):  # nothing is left to end
+                self._call("end")
+        self.forget()
+
+    def forget(self) -> None:
+        """Kills the actor, now or when its network is back, to free its place."""
+        ray.kill(self._actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return self._await(self._actor.serve.remote(self._supervisor, method, *arguments))
+        except RayTaskError as error:
+            if isinstance(error.cause, ReplacedError):
+                raise ReplacedError(str(error.cause)) from None
+            raise NodeLost(f"its agent failed in {method}: {error.cause!r}") from error
+        except GetTimeoutError as error:
+            raise NodeLost(
+                f"its agent at {self._address} did not answer {method} within "
+                f"{CALL_TIMEOUT_S:.0f} s"
+            ) from error
+        except RayError as error:
+            at = f" at {self._address}" if self._address else ""
+            raise NodeLost(f"its agent actor died{at} ({_first_line(error)})") from error
+
+    def _await(self, answer: Any) -> Any:
+        """Waits for an answer while sending heartbeats: Ray reports a cut network only after a minute."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return ray.get(answer, timeout=max(0.0, min(BEAT_EVERY_S, left_s)))
+            except GetTimeoutError:
+                if left_s <= BEAT_EVERY_S:
+                    raise
+                beat(self._run_dir)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of Ray's message, without half a page from its libraries."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.partition("; last error")[0]
+
+
 @dataclass(frozen=True)
 class _Bundle:
     """What a job reserves on each node."""
@@ -127,6 +237,7 @@ class RayNodeProvider:
         self._bundle = _Bundle.of(launch)
         self._control_store = ray.get_runtime_context().gcs_address
         self._capacity = Capacity(0, 0)
+        self._heard_at_s = time.monotonic()  # of the control store
         self._group: PlacementGroup | None = None
         self._nodes: list[RemoteNode | None] = []
         self._excluded: set[str] = set()  # ids of nodes with processes that cannot be killed
@@ -134,10 +245,20 @@ class RayNodeProvider:
     def capacity(self) -> Capacity:
         """Returns how many nodes are large enough, and how many of them are free or the job's own.
 
-        While the control store does not answer, returns the last values instead of waiting.
+        While the control store does not answer, returns the last values instead of waiting. After a minute, Ray
+        ends every process of the cluster.
         """
-        if listens(self._control_store):
-            self._capacity = self._ask_capacity()
+        host, _, port = self._control_store.rpartition(":")
+        now_s = time.monotonic()
+        if can_connect((host, int(port)), timeout_s=2.0):
+            self._capacity, self._heard_at_s = self._ask_capacity(), now_s
+        elif now_s - self._heard_at_s >= TOLD_AFTER_S:
+            trouble = (
+                f"the cluster's control store at {self._control_store} does not answer. Ray ends "
+                f"all its processes, including this job's, when it has waited {_RAY_WAITS_S} s; "
+                "then start the cluster again and run `moebius resume`"
+            )
+            return replace(self._capacity, trouble=trouble)
         return self._capacity
 
     def _ask_capacity(self) -> Capacity:
@@ -166,10 +287,10 @@ class RayNodeProvider:
     ) -> Sequence[NodeHandle]:
         """Returns an agent per bundle; reserves the bundles first, and replaces lost nodes."""
         if len(self._nodes) != num_nodes:
-            self._give_back()
+            self.release()
         self._drop_dead(while_waiting)
         if self._holds_unwanted():
-            self._give_back()
+            self.release()
         if self._group is None:
             while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
             self._nodes = [None] * num_nodes
@@ -261,9 +382,6 @@ class RayNodeProvider:
 
     def release(self) -> None:
         """Ends the agents and releases the bundles."""
-        self._give_back()
-
-    def _give_back(self) -> None:
         for node in self._nodes:
             if node is not None:
                 node.end()
@@ -379,21 +497,17 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises NodesUnavailable unless all nodes run the same moebius, torch and Python."""
     first = nodes[0]
     for node in nodes[1:]:
-        differing = [
-            key for key, value in first["versions"].items() if node["versions"].get(key) != value
-        ]
-        if differing:
-            said = "; ".join(_spell_versions(key, first, node) for key in differing)
+        if node["versions"] != first["versions"]:
+            said = "; ".join(map(_spell_versions, (first, node)))
             raise NodesUnavailable(
                 f"the nodes run different software ({said}): install the same versions on every "
                 "node"
             )
 
 
-def _spell_versions(key: str, *nodes: Mapping[str, Any]) -> str:
-    return f"{key}: " + ", ".join(
-        f"{node['versions'].get(key)} on {node['host']}" for node in nodes
-    )
+def _spell_versions(node: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in node["versions"].items())
+    return f"{versions} on {node['host']}"
 
 
 def _spell_node(node: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ as programs, and their logs say why.
 """
 
 import contextlib
-import glob
 import json
 import os
 import signal
@@ -17,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import psutil
 
 from ..job import Launch
 from . import processes
@@ -89,7 +86,8 @@ class Template:
         hear, tell = os.pipe()
         try:
             os.write(tell, secret.encode() + b"\n")
-            send_order(self._channel, Order(number, str(log_dir), generation), hear)
+            order = json.dumps(asdict(Order(number, str(log_dir), generation)))
+            socket.send_fds(self._channel, [order.encode()], [hear])
         except OSError:
             agent.was_refused()  # it has just ended
         finally:
@@ -129,7 +127,6 @@ class Template:
             self._take(message)
         self._channel.close()
         code = self._process.wait()
-        _remove_if_empty(self._log)
         with self._lock:
             self._exit_code = code
             self.refusal = self.refusal or f"the template ended with exit code {code}"
@@ -139,7 +136,6 @@ class Template:
 
     def _start(self, theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(self._log)
         command = [
             sys.executable,
             "-m",
@@ -173,21 +169,6 @@ class Template:
         elif "refused" in message:
             with self._lock:
                 self.refusal = message["refused"]
-
-
-def _sweep(own: Path) -> None:
-    """Removes the empty logs (host-PID.log) of this host's templates whose nodes were killed."""
-    host, _, _ = own.stem.rpartition("-")
-    for log in own.parent.glob(f"{glob.escape(host)}-*.log"):
-        pid = log.stem.rpartition("-")[2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            _remove_if_empty(log)
-
-
-def _remove_if_empty(log: Path) -> None:
-    with contextlib.suppress(OSError):
-        if log.stat().st_size == 0:
-            log.unlink()
 
 
 class OrderedAgent:
@@ -314,16 +295,11 @@ MAX_MESSAGE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Order:
-    """Asks the template for an agent."""
+    """Asks the template for an agent; the pipe with the generation's secret comes with it."""
 
     number: int  # counts this template's orders
     log_dir: str
     generation: int
-
-
-def send_order(channel: socket.socket, order: Order, secret: int) -> None:
-    """Sends an order and the pipe with the generation's secret."""
-    socket.send_fds(channel, [json.dumps(asdict(order)).encode()], [secret])
 
 
 def tell(channel: socket.socket, **message: object) -> None:

@@ -18,8 +18,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ CONTROL = "control"  # the socket, in the cluster's folder
 # Not $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
 DIRECTORIES, PREFIX = Path("/tmp"), "moebius-"
 MAX_REQUEST = 4096
+LEAST_STORE_BYTES = 80 << 20  # per node; Ray requires 75 MiB
 REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 15.0
 JOIN_TIMEOUT_S = 60.0  # of a new node, which needs 2 s, or 20 s on a busy machine
@@ -56,19 +57,8 @@ class Plan:
 
     directory: str  # session files, sockets, token; removed at the end
     cpus_per_node: int
-    gpus: tuple[tuple[int, ...], ...]  # device numbers of each node, which nodes must not share
-    object_store_bytes: int
+    gpus: Sequence[Sequence[int]]  # device numbers of each node, which nodes must not share
     stays: bool = False  # until told to end, instead of until its standard input closes
-
-    def to_json(self) -> str:
-        """Returns the plan for a command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Rebuilds a plan from the JSON text that `to_json` returns."""
-        values = json.loads(text)
-        return cls(**values | {"gpus": tuple(tuple(devices) for devices in values["gpus"])})
 
 
 def node_address(number: int) -> str:
@@ -140,15 +130,15 @@ class PretendedNodes:
             return "alive"
         return "killed" if number in self._killed else "dead"
 
-    def _devices(self, number: int) -> tuple[int, ...]:
+    def _devices(self, number: int) -> Sequence[int]:
         return self._plan.gpus[number] if number < len(self._plan.gpus) else ()
 
-    def _start(self, devices: tuple[int, ...]) -> int:
+    def _start(self, devices: Sequence[int]) -> int:
         number = len(self._nodes)
         arguments: dict[str, Any] = {
             "num_cpus": self._plan.cpus_per_node,
             "num_gpus": len(devices),
-            "object_store_memory": self._plan.object_store_bytes,
+            "object_store_memory": LEAST_STORE_BYTES,
             "node_ip_address": node_address(number),
             "include_log_monitor": False,
             "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)},
@@ -310,4 +300,4 @@ def _reap() -> None:
 
 
 if __name__ == "__main__":
-    serve(Plan.from_json(sys.argv[1]))
+    serve(Plan(**json.loads(sys.argv[1])))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..job import JobError
-from ..shipped_code import runtime_env
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
@@ -62,7 +61,6 @@ def _connect(ray: Any, address: str) -> None:
             log_to_driver=False,  # ranks log into the run folder, not through Ray
             logging_level=logging.ERROR,
             configure_logging=True,
-            runtime_env=runtime_env(),
         )
     except (
         Exception

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..job import JobError
@@ -35,7 +35,6 @@ from .host import DIRECTORIES, PREFIX, Plan, node_address, sweep_directories
 
 START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty waiting processes
 STOP_TIMEOUT_S = 15.0
-LEAST_STORE_BYTES = 80 << 20  # per node; Ray requires 75 MiB
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ def simulated_cluster(
     *,
     cpus_per_node: int = 2,
     gpus: Sequence[Sequence[int]] | None = None,
-    object_store_bytes: int = LEAST_STORE_BYTES,
     meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[SimulatedCluster]:
     """Starts `num_nodes` simulated nodes and connects to them; ends them on exit.
@@ -69,9 +67,9 @@ def simulated_cluster(
     from .ray_session import connected
 
     check_possible(num_nodes)
-    devices = tuple(map(tuple, gpus)) if gpus is not None else ((),) * num_nodes
+    devices = [list(numbers) for numbers in gpus or [()] * num_nodes]
     directory = new_directory()
-    plan = Plan(str(directory), cpus_per_node, devices, object_store_bytes)
+    plan = Plan(str(directory), cpus_per_node, devices)
     with ray_variables(directory, write_token(directory, _token())):
         host = start_host(plan)
         try:
@@ -164,7 +162,7 @@ def start_host(plan: Plan) -> subprocess.Popen[str]:
     """Starts the host process of a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.host", plan.to_json()],
+            [sys.executable, "-m", f"{__package__}.host", json.dumps(asdict(plan))],
             stdin=subprocess.DEVNULL if plan.stays else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,9 +1,8 @@
-"""Manages simulated clusters that stay between commands: `moebius cluster up` and `down`.
+"""Manages the simulated cluster that stays between commands: `moebius cluster up` and `down`.
 
-Each cluster has a name and a note, clusters/NAME/cluster.json, in the user's state folder
-($XDG_STATE_HOME/moebius, else ~/.local/state/moebius; mode 0700). The note names the host process (host.py)
-and the token. Reading the notes also removes those of dead hosts and what they left, so every note that is
-returned belongs to a live cluster.
+A user has one. Its note, cluster/cluster.json in the user's state folder ($XDG_STATE_HOME/moebius, else
+~/.local/state/moebius; mode 0700), names the host process (host.py) and the token. Reading the note of a dead
+host removes it and what the host left, so a note that is returned belongs to a live cluster.
 
 Cost: a cluster of four nodes uses 0.8 GB, and starts once instead of once per job.
 """
@@ -11,12 +10,11 @@ Cost: a cluster of four nodes uses 0.8 GB, and starts once instead of once per j
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,19 +26,15 @@ from ..nodes import processes
 from .host import CONTROL, DIRECTORIES, PREFIX, Plan, processes_of, sweep_directories
 
 NOTE = "cluster.json"
-DEFAULT_NAME = "default"
-SCHEME = "simulated"  # of an address: "simulated", or "simulated:NAME"
+ADDRESS = "simulated"  # for `cluster_at`
 ANSWER_TIMEOUT_S = 90.0  # longer than the host waits for a new node
 DOWN_TIMEOUT_S = 30.0
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
 class StandingCluster:
     """Describes a simulated cluster that stays, and where its host is."""
 
-    name: str
     address: str
     directory: str  # session files, control socket, token; removed at the end
     token_file: str
@@ -71,29 +65,24 @@ class StandingCluster:
                     answer = json.loads(file.readline())
         except (OSError, ValueError) as error:
             raise JobError(
-                f"the host of the simulated cluster {self.name!r} (process {self.host_pid}) does "
-                f"not answer ({error}); `moebius cluster down {self.name} --force` ends it"
+                f"the host of the simulated cluster (process {self.host_pid}) does not answer "
+                f"({error}); `moebius cluster down --force` ends it"
             ) from None
         if "error" in answer:
-            raise JobError(f"simulated cluster {self.name!r}: {answer['error']}")
+            raise JobError(f"simulated cluster: {answer['error']}")
         return answer
-
-
-def is_simulated(address: str | None) -> bool:
-    """Returns whether an address names a simulated cluster that stays."""
-    return address is not None and (address == SCHEME or address.startswith(f"{SCHEME}:"))
 
 
 @contextlib.contextmanager
 def cluster_at(address: str) -> Iterator[Any]:
     """Connects to a cluster as `ray_session.connected` does; yields the module `ray`.
 
-    `address` may also be "simulated" or "simulated:NAME", a cluster of `moebius cluster up`.
+    `address` may also be "simulated", the cluster of `moebius cluster up`.
     """
     from .ray_session import connected, refuse_unauthenticated
     from .simulated import ray_variables
 
-    if not is_simulated(address):
+    if address != ADDRESS:
         if address != "auto":
             refuse_unauthenticated(address)
         with connected(address) as ray:
@@ -101,7 +90,7 @@ def cluster_at(address: str) -> Iterator[Any]:
                 refuse_unauthenticated(ray.get_runtime_context().gcs_address)
             yield ray
         return
-    cluster = find_cluster(address.partition(":")[2] or None)
+    cluster = find_cluster()
     with (
         ray_variables(Path(cluster.directory), Path(cluster.token_file)),
         connected(cluster.address) as ray,
@@ -109,9 +98,7 @@ def cluster_at(address: str) -> Iterator[Any]:
         yield ray
 
 
-def start_cluster(
-    num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0, name: str = DEFAULT_NAME
-) -> StandingCluster:
+def start_cluster(num_nodes: int, *, cpus_per_node: int, gpus_per_node: int = 0) -> StandingCluster:
     """Starts a simulated cluster that stays until `end_cluster`, and writes its note.
 
     Args:
@@ -119,29 +106,27 @@ def start_cluster(
         gpus_per_node: of this machine's GPUs, each offered by one node.
 
     Raises:
-        JobError: a cluster of this name is up, Ray is missing, or the cluster does not start.
+        JobError: a cluster is up, Ray is missing, or the cluster does not start.
     """
-    from .simulated import LEAST_STORE_BYTES, check_possible, new_directory
+    from .simulated import check_possible, new_directory
 
     check_possible(num_nodes)
-    folder = _claim(name)
+    folder = _claim()
     directory = new_directory()
-    devices = tuple(
-        tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)) for node in range(num_nodes)
-    )
-    plan = Plan(str(directory), cpus_per_node, devices, LEAST_STORE_BYTES, stays=True)
+    numbers = [range(node * gpus_per_node, (node + 1) * gpus_per_node) for node in range(num_nodes)]
+    plan = Plan(str(directory), cpus_per_node, [*map(list, numbers)], stays=True)
     try:
-        cluster = _start(name, plan)
+        cluster = _start(plan)
         write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
     except BaseException:
         processes.end(processes_of(str(directory)))
         shutil.rmtree(directory, ignore_errors=True)
-        _remove_note(name)
+        _remove_note()
         raise
     return cluster
 
 
-def _start(name: str, plan: Plan) -> StandingCluster:
+def _start(plan: Plan) -> StandingCluster:
     """Starts the host of a cluster; returns when the cluster is up."""
     from .simulated import await_address, ray_variables, start_host, write_token
 
@@ -159,7 +144,7 @@ def _start(name: str, plan: Plan) -> StandingCluster:
     host.stdout.close()
     processes.write_owner(directory, host.pid)
     started = psutil.Process(host.pid).create_time()
-    return StandingCluster(name, address, str(directory), str(token_file), host.pid, started)
+    return StandingCluster(address, str(directory), str(token_file), host.pid, started)
 
 
 def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
@@ -170,7 +155,7 @@ def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
     """
     if not force and (runs := cluster.ask("status")["runs"]):
         raise JobError(
-            f"jobs are running in the simulated cluster {cluster.name!r}: {', '.join(runs)}; "
+            f"jobs are running in the simulated cluster: {', '.join(runs)}; "
             "stop them with `moebius stop`, or end the cluster with --force"
         )
     with contextlib.suppress(JobError):  # `_sweep` ends it then
@@ -179,41 +164,28 @@ def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
     _sweep(cluster)
 
 
-def find_cluster(name: str | None = None) -> StandingCluster:
-    """Returns the cluster of this name; without a name, the only one that is up.
+def find_cluster() -> StandingCluster:
+    """Returns the cluster that is up.
 
     Raises:
-        JobError: there is none, or there are several.
+        JobError: there is none.
     """
-    if name is not None:
-        _check_name(name)
-    clusters = list_clusters()
-    chosen = [cluster for cluster in clusters if name in (None, cluster.name)]
-    if len(chosen) == 1:
-        return chosen[0]
-    names = ", ".join(cluster.name for cluster in clusters) or "none"
-    which = "" if name is None else f" {name!r}"
-    if not chosen:
+    cluster = cluster_if_up()
+    if cluster is None:
         raise JobError(
-            f"there is no simulated cluster{which} (up: {names}); start one with `moebius "
-            "cluster up --simulate 4`"
+            "no simulated cluster is up; start one with `moebius cluster up --simulate 4`"
         )
-    raise JobError(f"several simulated clusters are up: name one of {names}")
+    return cluster
 
 
-def list_clusters() -> Sequence[StandingCluster]:
-    """Returns the clusters that are up, by name; removes what dead ones left."""
+def cluster_if_up() -> StandingCluster | None:
+    """Returns the cluster that is up; removes what dead ones left."""
     sweep_directories()
-    alive = []
-    for path in sorted(_clusters_folder().glob(f"*/{NOTE}")):
-        cluster = _read_note(path)
-        if cluster is None:
-            continue
-        if cluster.is_alive():
-            alive.append(cluster)
-        else:
-            _sweep(cluster)
-    return alive
+    cluster = _read_note()
+    if cluster is not None and not cluster.is_alive():
+        _sweep(cluster)
+        return None
+    return cluster
 
 
 def state_folder() -> Path:
@@ -223,30 +195,20 @@ def state_folder() -> Path:
     return base / "moebius"
 
 
-def _clusters_folder() -> Path:
-    return state_folder() / "clusters"
+def _note_folder() -> Path:
+    return state_folder() / "cluster"
 
 
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise JobError(
-            f"cluster name {name!r}: must be at most 64 letters, digits, '_', '.' and '-', and "
-            "begin with a letter or digit"
-        )
-
-
-def _claim(name: str) -> Path:
+def _claim() -> Path:
     """Makes the folder of a cluster that is about to start; only one command succeeds."""
-    _check_name(name)
-    if any(cluster.name == name for cluster in list_clusters()):
+    if cluster_if_up() is not None:
         raise JobError(
-            f"the simulated cluster {name!r} is up: use it (--address {SCHEME}:{name}), end it "
-            f"(`moebius cluster down {name}`), or choose another name"
+            f"a simulated cluster is up: use it (--address {ADDRESS}), or end it (`moebius "
+            "cluster down`)"
         )
-    folder = _clusters_folder() / name
-    for each in (state_folder(), _clusters_folder()):
-        each.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _require_private(each)
+    folder = _note_folder()
+    state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    _require_private(state_folder())
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -267,12 +229,12 @@ def _require_private(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-def _read_note(path: Path) -> StandingCluster | None:
+def _read_note() -> StandingCluster | None:
     try:
-        _require_private(path.parent)
-        return StandingCluster(**json.loads(path.read_text(encoding="utf-8")))
+        _require_private(_note_folder())
+        return StandingCluster(**json.loads((_note_folder() / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return None  # being removed, or written by another version
+        return None  # none, being removed, or written by another version
 
 
 def _await_end(cluster: StandingCluster) -> None:
@@ -289,11 +251,10 @@ def _sweep(cluster: StandingCluster) -> None:
     directory = Path(cluster.directory)
     if directory.parent == DIRECTORIES and directory.name.startswith(PREFIX):
         shutil.rmtree(directory, ignore_errors=True)
-    _remove_note(cluster.name)
+    _remove_note()
 
 
-def _remove_note(name: str) -> None:
-    shutil.rmtree(_clusters_folder() / name, ignore_errors=True)
-    for folder in (_clusters_folder(), state_folder()):
-        with contextlib.suppress(OSError):  # not empty
-            folder.rmdir()
+def _remove_note() -> None:
+    shutil.rmtree(_note_folder(), ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty
+        state_folder().rmdir()

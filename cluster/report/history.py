@@ -1,8 +1,7 @@
 """Reads a run's curves from metrics.jsonl, in bounded memory.
 
 A generation that resumes from a checkpoint writes the steps after it again; the last line of a step counts.
-Loss and rates are kept for every step (about 100 bytes each), expert loads for at most `MAX_LOADS` steps:
-beyond that, every other one is dropped. A run of 100,000 steps takes about 20 MB.
+Every step keeps three numbers (about 300 bytes), and only the newest keeps the loads of all experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,8 +11,6 @@ from typing import Any
 
 from ..job import METRICS
 from .json_lines import JsonLinesTail
-
-MAX_LOADS = 400
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,10 @@ class History:
     loss: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     tokens_per_s: dict[int, float] = field(default_factory=dict)
-    loads: dict[int, ExpertLoad] = field(default_factory=dict)
+    hottest: dict[int, float] = field(default_factory=dict)  # the most loaded expert ÷ mean
+    load: ExpertLoad | None = None  # at the newest step that has experts
     starts: list[Start] = field(default_factory=list)
-    checkpoints: list[int] = field(default_factory=list)
     last: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line, whole
-    _stride: int = 1
     _expert_depths: tuple[int, ...] = ()
 
     @property
@@ -81,25 +77,17 @@ class History:
         self.last = line
         self.loss[step] = float(line["loss"])  # "nan" is written as a string
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
-        if line.get("expert_load") and step % self._stride == 0:
-            self.loads[step] = ExpertLoad(
+        if line.get("expert_load"):
+            self.hottest[step] = 1 + max(line["max_violation"])
+            self.load = ExpertLoad(
                 line["expert_load"],
                 line["max_violation"],
                 line["effective_experts"],
                 self._expert_depths,
             )
-            if len(self.loads) > MAX_LOADS:
-                self._stride *= 2
-                self.loads = {
-                    kept: load for kept, load in self.loads.items() if kept % self._stride == 0
-                }
 
     def _add_eval(self, line: Mapping[str, Any]) -> None:
         self.validation[line["step"]] = float(line["loss"])
-
-    def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
-        if not line.get("error"):
-            self.checkpoints.append(line["step"])
 
 
 def read_history(run_dir: Path) -> History:

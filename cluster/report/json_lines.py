@@ -20,13 +20,12 @@ _MAX_WHOLE = 2**63
 class JsonLinesTail:
     """Reads a growing file of JSON lines piece by piece: whole lines only, each once.
 
-    Lines that are no JSON objects or have values of wrong types are skipped and counted.
+    Lines that are no JSON objects or have values of wrong types are skipped.
     """
 
     def __init__(self, path: Path, *, offset: int = 0):
         self.path = path
         self.offset = offset
-        self.num_skipped = 0
 
     @classmethod
     def near_the_end(cls, path: Path, *, num_bytes: int) -> "JsonLinesTail":
@@ -52,19 +51,12 @@ class JsonLinesTail:
                 if not line.endswith(b"\n"):
                     return  # still being written
                 self.offset += len(line)
-                entry = self._decode(line)
-                if entry is not None:
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(entry, dict) and is_believed(entry):
                     yield entry
-
-    def _decode(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if not isinstance(entry, dict) or not is_believed(entry):
-            self.num_skipped += bool(line.strip())
-            return None
-        return entry
 
 
 def is_believed(line: Mapping[str, Any]) -> bool:

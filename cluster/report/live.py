@@ -118,7 +118,6 @@ def follow(
     run_dir: Path,
     *,
     console: Console | None = None,
-    live: bool | None = None,
     until: Callable[[JobStatus], bool] = lambda status: False,
 ) -> JobStatus:
     """Shows a job until it ends; returns its final status.
@@ -127,16 +126,14 @@ def follow(
     silent for `GIVEN_UP_AFTER_S`.
 
     Args:
-        live: redraw in place, or print a line per event; default: redraw in a terminal. A notebook always
-            redraws the view below the cell.
+        console: a terminal and a notebook redraw the view; elsewhere each event is a line.
         until: ends the watching earlier.
     """
     console = console or Console()
-    live = console.is_terminal if live is None else live
     view = View(run_dir)
     if console.is_jupyter and not console.quiet:
         _follow_in_notebook(view, until)
-    elif live:
+    elif console.is_terminal:
         _follow_live(view, console, until)
     else:
         _follow_plain(view, console, until)
@@ -165,9 +162,8 @@ def _looks(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Even
 def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
     with Live(render(view), console=console, auto_refresh=False, transient=False) as screen:
         for events in _looks(view, until):
-            for event in events:  # they stay, above what is drawn over and over
-                words = (event.text, event.style)
-                console.print(Text.assemble((f"{_clock(event.time)} ", "dim"), words))
+            if events:  # they stay, above what is drawn over and over
+                console.print(*map(_event_line, events), sep="\n")
             screen.update(render(view, width=console.width), refresh=True)
 
 
@@ -177,16 +173,17 @@ def _follow_in_notebook(view: View, until: Callable[[JobStatus], bool]) -> None:
 
     handle, told, shown = DisplayHandle(), list[Text](), ""
     for events in _looks(view, until):
-        told += [
-            Text.assemble((f"{_clock(event.time)} ", "dim"), (event.text, event.style))
-            for event in events
-        ]
+        told += map(_event_line, events)
         page = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_jupyter=False)
         page.print(*told[-_PAGE_EVENTS:], render(view, width=_PAGE_WIDTH), sep="\n")
         html = page.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
         if html != shown:
             (handle.update if shown else handle.display)(HTML(html))
             shown = html
+
+
+def _event_line(event: Event) -> Text:
+    return Text.assemble((f"{_clock(event.time)} ", "dim"), (event.text, event.style))
 
 
 def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> None:
@@ -239,8 +236,12 @@ def step_line(view: View) -> str:
         words.append(f"validation {validation[max(validation)]:.4f}")
     if "tokens_per_s" in last:
         words.append(f"{last['tokens_per_s']:,.0f} tokens/s")
-    if "max_violation" in last:
-        words.append(f"expert load max/mean {1 + max(last['max_violation']):.2f}")
+    if last["step"] in view.history.hottest:
+        words.append(f"expert load max/mean {view.history.hottest[last['step']]:.2f}")
+    if "learning_rate" in last:
+        words.append(f"learning rate {last['learning_rate']:.2e}")
+    if "grad_norm" in last:
+        words.append(f"gradient norm {spell_number(last['grad_norm'])}")
     return ", ".join(words)
 
 
@@ -254,11 +255,10 @@ def render(view: View, *, width: int = 100) -> Group:
         done, total = view.data.get("done", 0), view.data.get("total") or 1
         parts.append(_bar(done, total, f"data  {progress_words(view.data)}", width))
     if view.history.last:
-        parts += [_progress(view, width), _figures(view)]
-    if view.history.loads:
-        newest = view.history.loads[max(view.history.loads)]
+        parts += [_progress(view, width), Text(step_line(view))]
+    if view.history.load is not None:
         title = Text("expert load per depth step", style="dim")
-        parts += [Text(""), title, expert_load_table(newest, width=width)]
+        parts += [Text(""), title, expert_load_table(view.history.load, width=width)]
     return Group(*parts)
 
 
@@ -279,28 +279,11 @@ def _bar(done: float, total: float, words: str, width: int) -> Table:
 
 
 def _progress(view: View, width: int) -> Table:
-    last, step = view.history.last, view.history.step or 0
-    words = f"step {step}" + (f"/{view.total}" if view.total else "")
+    last, step, words = view.history.last, view.history.step or 0, ""
     if view.total and "step_s" in last:
         left_s = (view.total - step) * (last["step_s"] + last.get("data_wait_s", 0.0))
-        words += f"  {duration(left_s)} left" if left_s else ""
+        words = f"{duration(left_s)} left" if left_s else ""
     return _bar(step, view.total or step or 1, words, width)
-
-
-def _figures(view: View) -> Text:
-    last, validation = view.history.last, view.history.validation
-    words: list[Any] = [("loss ", "dim"), (spell_number(last["loss"]), "bold")]
-    if validation:
-        first, newest = validation[min(validation)], validation[max(validation)]
-        told = f"{first:.4f} → {newest:.4f}" if len(validation) > 1 else f"{first:.4f}"
-        words += [("   validation ", "dim"), (told, "bold cyan")]
-    if "tokens_per_s" in last:
-        words += [("   tokens/s ", "dim"), f"{last['tokens_per_s']:,.0f}"]
-    if "learning_rate" in last:
-        words += [("   learning rate ", "dim"), f"{last['learning_rate']:.2e}"]
-    if "grad_norm" in last:
-        words += [("   gradient norm ", "dim"), spell_number(last["grad_norm"])]
-    return Text.assemble(*words)
 
 
 def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
@@ -343,15 +326,13 @@ def _clock(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def show_preparation(
-    console: Console, *, live: bool | None = None
-) -> Iterator[Callable[["PrepareProgress"], None]]:
+def show_preparation(console: Console) -> Iterator[Callable[["PrepareProgress"], None]]:
     """Shows data preparation; yields the callback that takes its progress reports."""
-    live = console.is_terminal if live is None else live
     started = shown = time.monotonic()
     last: PrepareProgress | None = None
 
-    with console.status("preparing data") if live else contextlib.nullcontext() as status:
+    live = console.status("preparing data") if console.is_terminal else contextlib.nullcontext()
+    with live as status:
 
         def on_progress(progress: "PrepareProgress") -> None:
             nonlocal last, shown

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ...train.record.process_log import older_pieces, piece_of
+from ...train.record.process_log import older_pieces
 from ...train.record.redaction import redact, secret_values
 from ..job import read_status
 
@@ -60,93 +60,47 @@ class LogLine:
 
 
 @dataclass
-class _Piece:
-    """A part of a log and how far it was read."""
-
-    path: Path
-    offset: int = 0
-
-    def new_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yields the lines since the last call; an incomplete line does not count as read."""
-        file.seek(self.offset)
-        for line in file:
-            self.offset += len(line) if line.endswith(b"\n") else 0
-            yield line
-
-    def skip(self) -> None:
-        """Moves the read position to the current end of the file."""
-        self.offset = self.path.stat().st_size
-
-    def keep_last(self, count: int) -> int:
-        """Moves to the last `count` unread lines; returns how many there are."""
-        with open(self.path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end <= self.offset:
-                return 0
-            at, found = end - 1, 0  # the last byte ends the last line or belongs to it
-            while at > self.offset:
-                size = min(_BLOCK, at - self.offset)
-                file.seek(at - size)
-                block, cut = file.read(size), size
-                while (cut := block.rfind(b"\n", 0, cut)) >= 0:
-                    found += 1
-                    if found == count:
-                        self.offset = at - size + cut + 1
-                        return count
-                at -= size
-        return found + 1
-
-
-@dataclass
 class _Log:
-    """The log of one process in one generation."""
+    """The log of one process in one generation, and how far it was read."""
 
     path: Path  # of the newest piece
     generation: int
     node: int
     rank: int | None
     secrets: list[str]
-    pieces: dict[int, _Piece] = field(default_factory=dict)  # by number, including the newest
+    read: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # bytes of each piece
     torn: bytes = b""  # a line that continues in the next piece
     num_known: int = 0  # the highest number of a piece that was read
     seen: tuple[int, int] | None = None  # inode and size of the newest piece at the last look
 
-    @property
-    def process(self) -> tuple[int, int]:
-        """Identifies a rank or agent across generations."""
-        return (-1, self.node) if self.rank is None else (self.rank, -1)
-
-    def look(self) -> tuple[int, BinaryIO | None]:
-        """Updates the pieces; returns the newest one's number, and its open file if it exists."""
-        while True:
-            older = older_pieces(self.path)
-            file = _open(self.path)
-            if older_pieces(self.path)[-1:] == older[-1:]:
-                break
-            if file is not None:  # rotated meanwhile: its number is unknown
-                file.close()
-        newest = older[-1][0] + 1 if older else 1
-        for number, path in [*older, *([(newest, self.path)] if file is not None else [])]:
-            self.pieces.setdefault(number, _Piece(path)).path = path
-        return newest, file
+    @contextlib.contextmanager
+    def open_pieces(self) -> Iterator[dict[int, BinaryIO]]:
+        """Opens all pieces, by number; none is renamed meanwhile."""
+        with contextlib.ExitStack() as files:
+            while True:
+                older = older_pieces(self.path)
+                newest = older[-1][0] + 1 if older else 1
+                found = {number: _open(path) for number, path in [*older, (newest, self.path)]}
+                pieces = {number: file for number, file in found.items() if file is not None}
+                for file in pieces.values():
+                    files.enter_context(file)
+                if older_pieces(self.path)[-1:] == older[-1:]:
+                    break
+            yield pieces
 
     def new_lines(self, *, all_of_it: bool) -> Iterator[LogLine]:
         """Yields the whole lines since the last call; `all_of_it` includes an incomplete last one."""
         if self._is_as_before() and not all_of_it:
             return
-        newest, newest_file = self.look()
-        for number in sorted(self.pieces):
-            piece = self.pieces[number]
-            is_newest = number == newest
-            file = newest_file if is_newest else _open(piece_of(self.path, number))
-            if file is None:  # the rotation has removed it
-                del self.pieces[number]
-                if number == self.num_known:
-                    yield self._line(f"[lines may be missing: the end of piece {number}]".encode())
-                continue
-            with file:
+        with self.open_pieces() as pieces:
+            if pieces and self.num_known and self.num_known not in pieces:
+                yield self._line(
+                    f"[lines may be missing: the end of piece {self.num_known}]".encode()
+                )
+            for number, file in pieces.items():
                 yield from self._tell_of_gap(number)
-                yield from self._lines_of(piece, file, is_over=all_of_it or not is_newest)
+                is_over = all_of_it or number != max(pieces)
+                yield from self._lines_of(number, file, is_over=is_over)
         if all_of_it and self.torn:
             yield self._line(self.torn)
             self.torn = b""
@@ -160,21 +114,22 @@ class _Log:
         before, self.seen = self.seen, (found.st_ino, found.st_size)
         return self.seen == before
 
-    def _lines_of(self, piece: _Piece, file: BinaryIO, *, is_over: bool) -> Iterator[LogLine]:
-        """Yields a piece's whole lines; keeps the start of one that continues in the next piece."""
+    def _lines_of(self, number: int, file: BinaryIO, *, is_over: bool) -> Iterator[LogLine]:
+        """Yields a piece's whole new lines; keeps the start of one that continues in the next piece."""
         torn, self.torn = self.torn, b""
-        if torn and piece.offset:  # a late line in a piece whose successor was read already
-            yield self._line(torn)
-            torn = b""
-        for line in piece.new_lines(file):
-            if not line.endswith(b"\n"):
-                if is_over:
-                    piece.offset += len(line)
-                    self.torn = torn + line
-                    return
-                break
-            yield self._line(torn + line)
-            torn = b""
+        file.seek(self.read[number])
+        for line in file:
+            if torn and self.read[number]:  # a late line in a piece whose successor was read
+                yield self._line(torn)
+                torn = b""
+            is_whole = line.endswith(b"\n")
+            if is_whole or is_over:
+                self.read[number] += len(line)
+            if is_whole:
+                yield self._line(torn + line)
+                torn = b""
+            elif is_over:
+                torn += line
         self.torn = torn
 
     def _tell_of_gap(self, number: int) -> Iterator[LogLine]:
@@ -194,13 +149,30 @@ class _Log:
     def keep_last(self, count: int) -> int:
         """Skips all but the last `count` lines; returns how many there are."""
         left = count
-        for _, piece in sorted(self.pieces.items(), reverse=True):
-            with contextlib.suppress(FileNotFoundError):
-                if left == 0:
-                    piece.skip()
-                else:
-                    left -= piece.keep_last(left)
+        with self.open_pieces() as pieces:
+            self.num_known = max(pieces, default=0)  # nobody misses what was removed before
+            for number in reversed(pieces):
+                self.read[number], found = _last_lines(pieces[number], left)
+                left -= found
         return count - left
+
+
+def _last_lines(file: BinaryIO, count: int) -> tuple[int, int]:
+    """Returns where the last `count` lines of a file begin, and how many there are."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0 or count == 0:
+        return end, 0
+    at, found = end - 1, 0  # the last byte ends the last line or belongs to it
+    while at > 0:
+        size = min(_BLOCK, at)
+        file.seek(at - size)
+        block, cut = file.read(size), size
+        while (cut := block.rfind(b"\n", 0, cut)) >= 0:
+            found += 1
+            if found == count:
+                return at - size + cut + 1, count
+        at -= size
+    return 0, found + 1
 
 
 def _open(path: Path) -> BinaryIO | None:
@@ -251,18 +223,11 @@ def follow_logs(
 
 
 def _keep_last(logs: list[_Log], tail: int) -> None:
-    """Skips all but the last `tail` lines of each process."""
-    of_process: dict[tuple[int, int], list[_Log]] = defaultdict(list)
-    for log in logs:
-        of_process[log.process].append(log)
-        _, newest = log.look()
-        if newest is not None:
-            newest.close()
-        log.num_known = max(log.pieces, default=0)  # nobody misses what was removed before
-    for its_logs in of_process.values():
-        left = tail
-        for log in reversed(its_logs):
-            left -= log.keep_last(left)
+    """Skips all but the last `tail` lines of each rank and agent."""
+    left: dict[tuple[int | None, int], int] = defaultdict(lambda: tail)
+    for log in reversed(logs):
+        process = (log.rank, log.node if log.rank is None else -1)
+        left[process] -= log.keep_last(left[process])
 
 
 def _no_logs(run_dir: Path, rank: int | None, generation: int | None) -> str:

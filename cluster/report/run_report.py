@@ -1,4 +1,4 @@
-"""Summarises a run from its run folder: one line for people, one JSON object for scripts.
+"""Summarises runs from their run folders: one line for people, one JSON object for scripts, a table of all.
 
 "SUCCEEDED at step 9,500 after 7 h 12 min; 3 recoveries: rank 5 killed (2 ×), node 1 lost; last checkpoint
 step 9,500". docs/watch.md lists the keys of the JSON object.
@@ -8,15 +8,21 @@ Cost: another read of the journal, the end of metrics.jsonl, and one listing of 
 
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from ..job import (
+    JOURNAL,
+    JobError,
     JobStatus,
     Journal,
     JournalEntry,
@@ -28,8 +34,11 @@ from ..job import (
     read_status,
 )
 from .data_progress import duration
+from .summary import STATE_STYLES
 
 MAX_CAUSE = 60  # characters of a cause that has no shorter name
+MAX_DEPTH = 3  # of run folders below a folder
+RECENT_S = 7 * 86400.0  # runs that ended earlier are hidden unless all are asked for
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})")
 _NODE_LOST = re.compile(r"node (\d+) was lost")
@@ -236,3 +245,68 @@ def _shortened(text: str, limit: int = MAX_CAUSE) -> str:
 def _finite_or_text(value: float | None) -> float | str | None:
     """Returns numbers that JSON lacks as text: "nan", "inf" or "-inf"."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+# Runs below a folder ------------------------------------------------------------------------------
+
+
+def find_runs(root: Path, *, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Yields the run folders below `root`, itself included; does not look into run folders."""
+    if (root / JOURNAL).is_file():
+        yield root
+        return
+    if depth == 0:
+        return
+    try:
+        with os.scandir(root) as entries:
+            below = sorted(entry.name for entry in entries if _is_searched(entry))
+    except (FileNotFoundError, PermissionError):
+        return
+    for name in below:
+        yield from find_runs(root / name, depth=depth - 1)
+
+
+def _is_searched(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+
+
+def read_reports(run_dirs: Sequence[Path]) -> tuple[list[RunReport], list[str]]:
+    """Returns the reports of runs, last submitted first, and why others cannot be read."""
+    reports, problems = [], []
+    for run_dir in run_dirs:
+        try:
+            reports.append(read_report(run_dir))
+        except JobError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{run_dir}: {error.strerror}")
+    reports.sort(key=lambda report: report.status.submitted_at or 0.0, reverse=True)
+    return reports, problems
+
+
+def is_recent(report: RunReport) -> bool:
+    """Returns whether the run has not ended, or ended within a week."""
+    ended = report.status.ended_at
+    return ended is None or time.time() - ended < RECENT_S
+
+
+def run_table(reports: Sequence[RunReport], root: Path) -> Table:
+    """Returns a table with one line per run, whose folder is shown relative to `root`."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("run folder", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("step", "loss", "tokens/s", "since"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        status, rate = report.status, report.tokens_per_s
+        folder = status.run_dir
+        shown = folder.relative_to(root) if folder != root and root in folder.parents else folder
+        table.add_row(
+            Text(str(shown)),
+            Text(status.state.value, style=STATE_STYLES.get(status.state, "bold")),
+            "" if status.step is None else f"{status.step}/{status.total_steps or '?'}",
+            "" if status.loss is None else f"{status.loss:.4f}",
+            "" if rate is None else f"{rate:,.0f}",
+            duration(max(0.0, time.time() - report.since)),
+        )
+    return table

@@ -4,7 +4,7 @@ Causes, paths and reasons are shown as `Text`, because rich would read their squ
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,6 @@ from .data_progress import duration, last_record, progress_words
 from .history import History, Start, read_history
 
 PICTURE = "summary.png"
-MAX_PANELS = 6  # depth steps whose expert load is drawn over time
 
 STATE_STYLES = {
     State.SUCCEEDED: "bold green",
@@ -137,29 +136,21 @@ def _exp(loss: float) -> str:
 
 
 def draw_summary(run_dir: Path) -> Path:
-    """Draws the loss curve and, if there are experts, their load per depth step over training.
+    """Draws the loss curve and, if there are experts, the load of the most loaded one.
 
     Returns the PNG: summary.png in the run folder.
-
-    Raises:
-        ValueError: the run has made no step yet.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     history = read_history(run_dir)
-    if not history.loss:
-        raise ValueError(f"{run_dir}: there is nothing to draw: the run has made no step")
-    path = run_dir / PICTURE
-    depths = _chosen_depths(history)
-    figure: Any = Figure(figsize=(12, 10.5 if depths else 4.6), dpi=110, layout="constrained")
+    path, heights = run_dir / PICTURE, [4.6, 3.0] if history.hottest else [4.6]
+    figure: Any = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
-    rows: Any = figure.subfigures(3, 1, height_ratios=[1.25, 1.0, 0.85]) if depths else [figure]
+    rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_loss(rows[0], history, title=run_dir.name)
-    if depths:
-        _draw_loads(rows[1], history, depths)
-        _draw_violation(rows[2], history)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    if history.hottest:
+        _draw_hottest(rows[1], history)
     figure.savefig(path)
     return path
 
@@ -167,13 +158,9 @@ def draw_summary(run_dir: Path) -> Path:
 _INK, _TRAIN, _MEAN, _VALIDATION, _RESTART = "#22313f", "#7aa6c2", "#2e6f95", "#d1495b", "#8d6a9f"
 
 
-def _draw_loss(figure: Any, history: History, *, title: str) -> None:
-    axes = _axes(figure, f"{title}: loss", "loss in nats per token")
-    steps = sorted(history.loss)
-    losses = [history.loss[step] for step in steps]
-    smooth = _running_mean(losses, len(losses) // 60)
-    axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, alpha=0.55, label="training, each step")
-    axes.plot(steps, smooth, color=_MEAN, linewidth=2.0, label="training, running mean")
+def _draw_loss(axes: Any, history: History, *, title: str) -> None:
+    _label(axes, f"{title}: loss", "loss in nats per token")
+    _draw_curve(axes, history.loss, "training")
     if history.validation:
         points = sorted(history.validation)
         values = [history.validation[step] for step in points]
@@ -214,66 +201,23 @@ def _mark_restart(axes: Any, start: Start) -> None:
     )
 
 
-def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
-    import numpy as np
-    from matplotlib.colors import TwoSlopeNorm
-
-    steps = sorted(history.loads)
-    newest = history.loads[steps[-1]]
-    load_TLE = np.array([history.loads[step].fractions for step in steps])
-    load_TLE = load_TLE * load_TLE.shape[2]  # 1 is the mean load
-    top = max(2.0, float(np.quantile(load_TLE, 0.995)))
-    panels = figure.subplots(1, len(depths), sharey=True, squeeze=False)[0]
-    for panel, depth in zip(panels, depths, strict=True):
-        panel.imshow(
-            load_TLE[:, depth].T,
-            aspect="auto",
-            origin="lower",
-            interpolation="nearest",
-            cmap="RdBu_r",
-            norm=TwoSlopeNorm(1.0, 0.0, top),
-            extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, load_TLE.shape[2] - 0.5),
-        )
-        panel.set_title(f"depth step {newest.depth_name(depth)}", fontsize=11, color=_INK)
-        panel.set_xlabel("training step", fontsize=11)
-        panel.locator_params(axis="x", nbins=4)
-    panels[0].set_ylabel("expert", fontsize=11)
-    panels[0].yaxis.get_major_locator().set_params(integer=True)
-    bar = figure.colorbar(panels[-1].images[0], ax=list(panels), pad=0.01, fraction=0.03)
-    bar.set_label("load ÷ mean load", fontsize=11)
-    title = "feed-forward experts: load (1 = balanced)"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
-
-
-def _draw_violation(figure: Any, history: History) -> None:
-    from matplotlib import colormaps
-
-    title = "most loaded expert: excess over the mean load"
-    axes = _axes(figure, title, "max ÷ mean − 1")
-    steps = sorted(history.loads)
-    newest = history.loads[steps[-1]]
-    num_depths = len(newest.max_violation)
-    for depth in range(num_depths):
-        values = [history.loads[step].max_violation[depth] for step in steps]
-        color = colormaps["viridis"](0.9 * depth / max(1, num_depths - 1))
-        label = f"{newest.depth_name(depth)}" if depth in _spread(num_depths, MAX_PANELS) else None
-        smooth = _running_mean(values, len(steps) // 60)
-        axes.plot(steps, smooth, color=color, linewidth=1.6, label=label)
+def _draw_hottest(axes: Any, history: History) -> None:
+    _label(axes, "expert load: most loaded expert of all depth steps", "load ÷ mean load")
+    _draw_curve(axes, history.hottest, "load")
     axes.margins(x=0.01)
-    axes.set_ylim(bottom=0)
-    axes.legend(
-        title="depth step",
-        frameon=False,
-        fontsize=10,
-        ncols=MAX_PANELS,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.98),
-    )
+    axes.set_ylim(bottom=1)
 
 
-def _axes(figure: Any, title: str, label: str) -> Any:
-    """Returns plain axes over training steps."""
-    axes = figure.subplots()
+def _draw_curve(axes: Any, curve: Mapping[int, float], name: str) -> None:
+    """Draws each step and the running mean."""
+    steps = sorted(curve)
+    values = [curve[step] for step in steps]
+    smooth = _running_mean(values, len(values) // 60)
+    axes.plot(steps, values, color=_TRAIN, linewidth=0.8, alpha=0.55, label=f"{name}, each step")
+    axes.plot(steps, smooth, color=_MEAN, linewidth=2.0, label=f"{name}, running mean")
+
+
+def _label(axes: Any, title: str, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e4e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -282,20 +226,6 @@ def _axes(figure: Any, title: str, label: str) -> Any:
     axes.set_title(title, color=_INK, **named)
     axes.set_xlabel("training step", fontsize=11)
     axes.set_ylabel(label, fontsize=11)
-    return axes
-
-
-def _chosen_depths(history: History) -> list[int]:
-    if not history.loads:
-        return []
-    return _spread(len(next(iter(history.loads.values())).fractions), MAX_PANELS)
-
-
-def _spread(count: int, limit: int) -> list[int]:
-    """Returns at most `limit` of the numbers below `count`, evenly spread, both ends included."""
-    if count <= limit:
-        return list(range(count))
-    return sorted({round(number * (count - 1) / (limit - 1)) for number in range(limit)})
 
 
 def _running_mean(values: Sequence[float], half: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 The actor is detached, named, and on the head node. It outlives the command that submitted the job, and Ray
 restarts it when it is killed. Its state is in the run folder and on the nodes, which do not die with it
-(ray_nodes.py). A restarted supervisor reads the journal, takes a new number (fencing.py), finds the nodes by
+(ray_nodes.py). A restarted supervisor reads the journal, takes a new number, finds the nodes by
 name, and continues to watch their generation, which has noticed nothing. job_supervisor.py holds the
 lifecycle; this module only connects it to Ray.
 
@@ -19,15 +19,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from ..job import JobError, Launch
-from ..nodes.ray_nodes import RayNodeProvider, actor_name
-from ..nodes.remote_node import CALL_TIMEOUT_S
+from ..job import JobError, Launch, SupervisorNumber, last_supervisor
+from ..nodes.ray_nodes import CALL_TIMEOUT_S, RayNodeProvider, actor_name
 from ..places.ray_session import NAMESPACE
-from ..shipped_code import hand_on_shipment
 from .background_data import BackgroundData
-from .fencing import SupervisorNumber, last_supervisor
 from .job_supervisor import POLL_S, supervise
-from .network import ControlStoreWatch
 
 _HEAD = {"node:__internal_head__": 0.001}  # Ray gives this resource only to the head node
 
@@ -45,9 +41,7 @@ class Supervisor:
 
     def _run(self) -> None:
         me = ray.get_runtime_context().current_actor
-        hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
-        control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
         number = _take_number(run_dir)
         try:
             nodes = RayNodeProvider(self._launch, number.number)
@@ -58,7 +52,6 @@ class Supervisor:
                 data = BackgroundData(self._launch, nodes.where_to_prepare)
             supervise(self._launch, nodes, data, number=number)
         finally:
-            control_store.end()
             # A detached actor ends only when told to; a replaced one has a successor of the same name.
             if last_supervisor(run_dir) == number.number:
                 ray.kill(me, no_restart=True)

@@ -33,7 +33,7 @@ class Verdict:
     @property
     def details(self) -> dict[str, Any]:
         """Returns the verdict as the journal keeps it."""
-        return {"charged_to": self.charged_to, "left": max(0, self.left)}
+        return {"charged_to": self.charged_to, "left": self.left}
 
 
 @dataclass
@@ -57,22 +57,20 @@ class Budgets:
     def charge(self, cause: RootCause, step: int | None) -> Verdict:
         """Charges a failure at `step` (None: before the generation's first step) and judges it."""
         account = self._count(cause, step)
+        left = self._limit(account) - self.used[account]
+        words = f"{left} restart(s) left after this one, charged to {account}"
+        if given_up := left < 0:
+            words = self._used_up_words(account)
         if _has_signature(cause):
             signature = (cause.error or cause.summary, step)
             self.seen[signature] += 1
             if self.seen[signature] >= SAME_ERROR_LIMIT:
-                return self._verdict(
-                    account,
+                given_up = True
+                words = (
                     f"{SAME_ERROR_LIMIT} times; the same error at the same step: a restart would "
-                    "not help. See the log, fix the cause, and submit again",
-                    given_up=True,
+                    "not help. See the log, fix the cause, and submit again"
                 )
-        if self.used[account] > self._limit(account):
-            return self._verdict(account, self._used_up_words(account), given_up=True)
-        left = self._limit(account) - self.used[account]
-        return self._verdict(
-            account, f"{left} restart(s) left after this one, charged to {account}", given_up=False
-        )
+        return Verdict(account, max(0, left), words, given_up)
 
     def _count(self, cause: RootCause, step: int | None) -> str:
         account = INFRASTRUCTURE if cause.infrastructure else FAILURES
@@ -91,10 +89,6 @@ class Budgets:
         name = "max_restarts" if account == FAILURES else "max_node_losses"
         limit = self._limit(account)
         return f"{name}={limit} used up" if limit else "no restarts allowed"
-
-    def _verdict(self, account: str, words: str, *, given_up: bool) -> Verdict:
-        left = self._limit(account) - self.used[account]
-        return Verdict(account, left, words, given_up)
 
 
 def _has_signature(cause: RootCause) -> bool:

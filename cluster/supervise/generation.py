@@ -23,6 +23,8 @@ from ..job import (
     Launch,
     RootCause,
     State,
+    Superseded,
+    SupervisorNumber,
     announced_generation,
     write_atomically,
 )
@@ -34,7 +36,6 @@ from ..report.json_lines import JsonLinesTail
 from ..stop import STOP_NOW, STOP_PREEMPT, stop_requested
 from ..watch.watcher import RankWatcher, read_limits
 from .background_data import BackgroundData
-from .fencing import Superseded, SupervisorNumber
 from .root_cause import find_root_cause, is_certain, left_early_cause, port_was_taken
 
 POLL_S = 0.2
@@ -53,19 +54,8 @@ class Outcome:
 class RecoveryClock(PhaseClock):
     """Measures the phases between the end of one generation and the first step of the next.
 
-        collect    from the last look without a failure until all reports are in
-        end        ending the old generation on every node
-        wait       back-off, after a generation without a step
-        place      finding nodes, or replacing lost ones
-        check      checking on every node what ranks need
-        data       waiting until enough data is prepared
-        order      starting agents, node by node
-        processes  agents and ranks start and meet: the rest, which the ranks do not measure
-        join, build, load, loader   rank 0: process groups, model, checkpoint, data
-        eval       the evaluation before the first step of a run
-        step       the first step
-
-    The journal has them in the details of RUNNING, as `phases_s`.
+    The journal has them in the details of RUNNING, as `phases_s` (docs/recover.md explains each). "collect" begins at
+    the last look without a failure; "processes" is the rest, which neither supervisor nor ranks measure.
     """
 
     def __init__(self) -> None:

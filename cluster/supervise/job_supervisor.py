@@ -24,14 +24,24 @@ from typing import Any
 
 from ...data_pipeline.errors import PreparationFailedError
 from ...train.config.errors import EXIT_MISTAKE
-from ..job import PAUSE, JobError, Launch, RootCause, State, as_details, read_generation
+from ..job import (
+    PAUSE,
+    JobError,
+    Launch,
+    ReplacedError,
+    RootCause,
+    State,
+    Superseded,
+    SupervisorNumber,
+    as_details,
+    read_generation,
+)
 from ..liveness import HEARTBEAT
 from ..nodes.node_check import token_in
 from ..nodes.provider import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from ..stop import STOP_PREEMPT, stop_requested
 from .background_data import BackgroundData
 from .budgets import Budgets
-from .fencing import ReplacedError, Superseded, SupervisorNumber
 from .generation import POLL_S, GenerationWatch, Outcome, RecoveryClock
 from .network import NetworkWatch
 from .placing import Placing
@@ -121,6 +131,7 @@ class JobSupervisor:
             launch,
             node_provider,
             self._while_placing,
+            note=lambda words: self.log(self.state, words),
             has_run=self.has_started,
             poll_s=POLL_S,
         )

@@ -1,4 +1,4 @@
-"""Finds network failures of a job: between its nodes, or to the head node.
+"""Finds network failures between a job's nodes.
 
 If a cable, a switch port or a firewall rule fails between two nodes, both answer the supervisor, but their
 ranks wait for each other and would do so again in a new generation. So after a generation fails without a
@@ -6,23 +6,17 @@ killed rank, every node connects to every other at once. This takes milliseconds
 broken.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from ...train.config.errors import EXIT_MISTAKE
-from ..job import Journal
-from ..nodes.node import Address, can_connect
+from ..nodes.node import Address
 from ..nodes.provider import NodeHandle, NodeLost, NodesUnavailable
 from .generation import Outcome
 
 LOOK_S = 0.2  # between two looks at a failed network
-ASK_EVERY_S = 5.0  # between two checks of the control store
-TOLD_AFTER_S = 10.0
-_RAY_WAITS_S = 60  # RAY_gcs_rpc_server_reconnect_timeout_s
 _AT_ONCE = 32
 
 
@@ -32,13 +26,10 @@ def find_cuts(nodes: Sequence[NodeHandle]) -> list[tuple[int, int]]:
     Nodes that are lost meanwhile, and nodes without an address, are not reported.
     """
     with ThreadPoolExecutor(min(_AT_ONCE, len(nodes))) as pool:
-        addresses = dict(enumerate(pool.map(_address_of, nodes)))
-        others = [
-            {number: address for number, address in addresses.items() if address and number != own}
-            for own in range(len(nodes))
-        ]
-        answers = list(pool.map(_unreachable_from, nodes, others))
-    return [(own, other) for own, answer in enumerate(answers) for other in answer]
+        found = dict(enumerate(pool.map(_address_of, nodes)))
+        addresses = {number: address for number, address in found.items() if address is not None}
+        answers = list(pool.map(lambda node: _unreachable_from(node, addresses), nodes))
+    return [(own, other) for own, answer in enumerate(answers) for other in answer if other != own]
 
 
 def spell_cuts(cuts: Sequence[tuple[int, int]], nodes: Sequence[NodeHandle]) -> str:
@@ -106,52 +97,6 @@ class NetworkWatch:
             time.sleep(LOOK_S)
 
 
-class ControlStoreWatch:
-    """Checks every few seconds, in a thread, whether Ray's control store answers.
-
-    Ray waits a minute for its control store (the GCS on the head node) and then ends every process of the
-    cluster, including the supervisor. This thread journals the reason before that, so that a LOST job is
-    explained.
-    """
-
-    def __init__(self, run_dir: Path, address: str):
-        self._journal = Journal(run_dir)
-        self._address = address
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="control-store", daemon=True).start()
-
-    def end(self) -> None:
-        """Ends the thread that checks the control store."""
-        self._ended.set()
-
-    def _watch(self) -> None:
-        heard_at, told = time.monotonic(), False
-        while not self._ended.wait(ASK_EVERY_S):
-            if listens(self._address):
-                if told:
-                    self._tell(f"the cluster's control store at {self._address} is back")
-                heard_at, told = time.monotonic(), False
-            elif not told and time.monotonic() - heard_at >= TOLD_AFTER_S:
-                told = True
-                self._tell(
-                    f"the cluster's control store at {self._address} does not answer. Ray ends "
-                    f"all its processes, including this job's, when it has waited {_RAY_WAITS_S} "
-                    "s; then start the cluster again and run `moebius resume`"
-                )
-
-    def _tell(self, words: str) -> None:
-        entries = self._journal.entries()
-        if entries and not entries[-1].state.is_final:
-            last = entries[-1]
-            self._journal.append(last.state, generation=last.generation, reason=words)
-
-
-def listens(address: str) -> bool:
-    """Returns whether something accepts connections at host:port."""
-    host, _, port = address.rpartition(":")
-    return can_connect((host, int(port)), timeout_s=2.0)
-
-
 def _address_of(node: NodeHandle) -> Address | None:
     try:
         return node.describe().get("listens_at")
@@ -159,10 +104,10 @@ def _address_of(node: NodeHandle) -> Address | None:
         return None
 
 
-def _unreachable_from(node: NodeHandle, others: Mapping[int, Address]) -> list[int]:
-    numbers = list(others)
+def _unreachable_from(node: NodeHandle, addresses: Mapping[int, Address]) -> list[int]:
+    numbers = list(addresses)
     try:
-        return [numbers[place] for place in node.unreachable([*others.values()])] if others else []
+        return [numbers[place] for place in node.unreachable([*addresses.values()])]
     except NodeLost:
         return []
 

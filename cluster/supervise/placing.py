@@ -1,7 +1,8 @@
 """Decides on how many nodes the next generation runs, and when a run should be resized.
 
 It applies `job.num_nodes`, `job.min_nodes` and `job.wait_for_node_s`, and asks the `NodeProvider` what the
-cluster has.
+cluster has. `moebius scale RUN N` (`request_scale`) writes another number of nodes into the run folder, so that it
+outlives the supervisor; the next submission uses job.num_nodes again.
 
 * If all nodes are there, it takes them, or waits while other jobs use them.
 * If some are missing, it waits `wait_for_node_s` for a replacement. Then it continues with the largest
@@ -13,15 +14,25 @@ cluster has.
   took the new nodes meanwhile, the next pause for more nodes follows a minute later, then after two, four …
 """
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from ..job import Launch
+from ..job import (
+    SCALE,
+    THIS_MACHINE,
+    JobError,
+    Journal,
+    Launch,
+    current_submission,
+    read_status,
+    write_atomically,
+)
 from ..nodes.provider import Capacity, NodeHandle, NodeProvider, NodesUnavailable
-from ..scale import scale_requested
 
 LOOK_EVERY_S = 2.0  # between two questions to the cluster
 STEADY_LOOKS = 2  # looks in a row that must see more nodes before a run is paused for them
@@ -43,6 +54,7 @@ class _Policy:
     num_nodes: int
     min_nodes: int
     sizes: tuple[int, ...]  # that fit the run, largest first
+    layouts: Mapping[int, Mapping[str, Any]] | None  # the mesh keys that change with the size
 
     @classmethod
     def of(cls, launch: Launch) -> "_Policy":
@@ -53,7 +65,7 @@ class _Policy:
         layouts = launch.layouts if scaled is None else scaled.layouts
         fitting = range(least, num_nodes + 1) if layouts is None else layouts
         sizes = sorted((size for size in fitting if least <= size <= num_nodes), reverse=True)
-        return cls(num_nodes, least, tuple(sizes))
+        return cls(num_nodes, least, tuple(sizes), layouts)
 
     def best(self, available: int) -> int | None:
         """Returns the largest allowed number of nodes among those available."""
@@ -66,6 +78,7 @@ class Placing:
     Args:
         while_waiting: called several times a second with the reason, "" for nothing new; its exceptions end
             the waiting.
+        note: writes trouble of the cluster, and its end, into the journal.
     """
 
     def __init__(
@@ -74,12 +87,13 @@ class Placing:
         provider: NodeProvider,
         while_waiting: Callable[[str], None],
         *,
+        note: Callable[[str], None],
         has_run: bool,
         poll_s: float,
     ):
         self._launch = launch
         self._provider = provider
-        self._while_waiting = while_waiting
+        self._while_waiting, self._note = while_waiting, note
         self._has_run = has_run
         self._poll_s = poll_s
         self._looked_at = 0.0
@@ -134,9 +148,7 @@ class Placing:
 
     def launch_on(self, num_nodes: int) -> Launch:
         """Returns the launch of a generation on `num_nodes` nodes, with a mesh that fits."""
-        scaled = scale_requested(Path(self._launch.run_dir))
-        layouts = self._launch.layouts if scaled is None else scaled.layouts
-        mesh = (layouts or {}).get(num_nodes, {})
+        mesh = (_Policy.of(self._launch).layouts or {}).get(num_nodes, {})
         return replace(self._launch, num_nodes=num_nodes, mesh=mesh, layouts=None)
 
     def mesh_words(self, num_nodes: int) -> str:
@@ -190,7 +202,9 @@ class Placing:
             raise Reconsider
 
     def _look(self) -> Capacity:
-        self._capacity = self._provider.capacity()
+        before, self._capacity = self._capacity.trouble, self._provider.capacity()
+        if self._capacity.trouble != before:
+            self._note(self._capacity.trouble or "the cluster answers again")
         self._looked_at = time.monotonic()
         return self._capacity
 
@@ -221,3 +235,89 @@ class Placing:
             f"asks for {policy.sizes[0]} with {self._capacity.what} each, the cluster has "
             f"{could}; it {fewer}"
         )
+
+
+# `moebius scale` ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """Holds a requested number of nodes."""
+
+    num_nodes: int
+    # possible numbers of nodes, with the mesh keys that change; None: any number
+    layouts: Mapping[int, Mapping[str, Any]] | None
+
+
+def request_scale(run_dir: Path, num_nodes: int) -> None:
+    """Asks the job to continue on `num_nodes` nodes from the next step boundary.
+
+    With fewer nodes in the cluster, the job continues unchanged until there are more.
+
+    Raises:
+        JobError: there is no job, it has ended, or it does not fit this number of nodes; the message lists
+            numbers that do.
+    """
+    status = read_status(run_dir)
+    if status.state.is_final:
+        raise JobError(
+            f"{run_dir}: the job has ended ({status.state}); continue it on {num_nodes} node(s) "
+            f"with `moebius resume {run_dir} job.num_nodes={num_nodes}`"
+        )
+    if _where(run_dir) == THIS_MACHINE:
+        raise JobError(
+            f"{run_dir}: the job runs on one machine without a cluster: stop it, then `moebius "
+            "resume` it on a cluster"
+        )
+    if num_nodes < 1:
+        raise JobError(f"a job needs at least 1 node, got {num_nodes}")
+    request = ScaleRequest(num_nodes, _layouts(run_dir, num_nodes))
+    write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
+
+
+def scale_requested(run_dir: Path) -> ScaleRequest | None:
+    """Returns the request in the run folder; None without one.
+
+    Raises:
+        JobError: the file is damaged.
+    """
+    path = run_dir / SCALE
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        layouts = said["layouts"]
+        if layouts is not None:
+            layouts = {int(number): mesh for number, mesh in layouts.items()}
+        return ScaleRequest(int(said["num_nodes"]), layouts)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise JobError(
+            f"{path} is damaged ({error}): remove it, and set the number of nodes (`moebius "
+            f"resume {run_dir} job.num_nodes=N`, or `moebius scale {run_dir} N`)"
+        ) from None
+
+
+def _where(run_dir: Path) -> str:
+    submitted = current_submission(Journal(run_dir).entries())[0]
+    return submitted.details.get("where", "")
+
+
+def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
+    """Returns the possible numbers of nodes up to `num_nodes`; None without a configuration."""
+    from ...train.config.resize import layouts_for
+    from ...train.config.run_config import Config
+
+    if not (run_dir / "config.json").exists():
+        return None
+    config = Config.load(run_dir / "config.json")
+    layouts = layouts_for(config, range(1, num_nodes + 1))
+    if num_nodes not in layouts:
+        more = layouts_for(config, range(num_nodes + 1, 2 * num_nodes + 1))
+        fitting = ", ".join(str(number) for number in [*layouts, *more]) or "none"
+        raise JobError(
+            f"the run does not fit {num_nodes} node(s) of {config.job.ranks_per_node} rank(s) "
+            f"(train.global_batch={config.train.global_batch}, "
+            f"train.micro_batch={config.train.micro_batch}, mesh.ep={config.mesh.ep}); numbers of "
+            f"nodes up to {2 * num_nodes} that fit: {fitting}"
+        )
+    return layouts

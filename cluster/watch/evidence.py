@@ -35,7 +35,7 @@ class Evidence:
     """Holds what is known of one rank as plain values, since they travel between machines."""
 
     rank: int
-    process: str  # the state of its process, as in `RankState`
+    process: str  # state in /proc (R, S, D, T, Z), or GONE; empty: unknown
     where: str = ""  # the main thread's innermost frame of ours: loop.py:12 in step
     # progress in each of its groups (diagnosis.positions_in_groups); None: no answer
     positions: list[dict[str, Any]] | None = None
@@ -123,15 +123,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def py_spy() -> str | None:
-    """Returns the path of py-spy: on the PATH or beside this Python; None without it."""
-    beside = str(Path(sys.executable).parent)
-    return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
-
-
 def _stacks_from_outside(pid: int) -> str:
     """Returns the stacks that py-spy reads from outside; "" if it is not installed."""
-    program = py_spy()
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=beside)
     if program is None:
         return ""
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]

@@ -42,7 +42,6 @@ class RankState:
     median_step_s: float = 0.0  # of the last steps; 0: none yet
     own_step_s: float = 0.0  # the same without waiting for other ranks; 0: unknown
     starved_s: float = 0.0  # part of `age_s` in which it was ready but had no CPU
-    process: str = ""  # state in /proc (R, S, D, T, Z), or GONE; empty: unknown
 
 
 class WatchedRanks:
@@ -96,7 +95,6 @@ class WatchedRanks:
             median_step_s=beat.median_step_s,
             own_step_s=beat.own_step_s,
             starved_s=min(max(0.0, starved_s), age_s),
-            process=process_state(beat),
         )
 
 

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tests.chaos.matrix import MATRIX, Fault
-from tests.chaos.network_matrix import NETWORK
+from tests.chaos.matrix import MATRIX, NETWORK, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = (*MATRIX, *NETWORK)

@@ -120,10 +120,10 @@ def _disturbed(
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
     overrides += ["train.start_when.segments=1"]
     config = configure(overrides)
-    cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE, name="chaos")
+    cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE)
     run_dir = folder / "disturbed"
     try:
-        submit(config, run_dir, address="simulated:chaos", detach=True, console=console)
+        submit(config, run_dir, address="simulated", detach=True, console=console)
         # The cluster must end in any case; until now Ray had its own handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         injected = _inject(cluster, run_dir, plan, console)

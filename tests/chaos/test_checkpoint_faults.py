@@ -37,7 +37,12 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.record.run_folder import open_run, place_data
 from tests.chaos.job_under_fire import curve, weights_hash
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.chaos,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("standing"),
+]
 SMALL = (
     "model.vocab_size=257",
     "prepare.tokenizer=bytes",
@@ -91,7 +96,7 @@ def undisturbed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingCluster]:
-    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=1, name="checkpoints") as made:
+    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=1) as made:
         yield made
 
 
@@ -122,10 +127,10 @@ class Disk:
         (self.folder / "order").unlink()
 
 
-def submit(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) -> None:
+def submit(config: Config, run_dir: Path, disk: Disk) -> None:
     open_run(config, run_dir)
-    with cluster_at(f"simulated:{cluster.name}"):
-        launch = make_launch(config, run_dir, address=f"simulated:{cluster.name}")
+    with cluster_at("simulated"):
+        launch = make_launch(config, run_dir, address="simulated")
         begin(replace(launch, environment={**launch.environment, **disk.environment()}))
 
 
@@ -148,12 +153,10 @@ def resumed_from(run_dir: Path) -> list[int | None]:
     return [line["resumed_from_step"] for line in lines if line["kind"] == "start"]
 
 
-def test_f15_a_rank_is_killed_in_each_phase_of_a_save(
-    standing: StandingCluster, folder: Path, undisturbed: Path
-) -> None:
+def test_f15_a_rank_is_killed_in_each_phase_of_a_save(folder: Path, undisturbed: Path) -> None:
     """While it writes tensors, while the manifest is written, and before the rename."""
     run_dir, disk = folder / "killed", Disk(folder / "disk of killed")
-    submit(standing, make_config(folder), run_dir, disk)
+    submit(make_config(folder), run_dir, disk)
     committed = []
     for place in (".distcp", "manifest.json", "commit"):
         wait_for_step(run_dir, 6 * len(committed) + 6, timeout_s=120)
@@ -171,10 +174,10 @@ def test_f15_a_rank_is_killed_in_each_phase_of_a_save(
 
 
 def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
-    standing: StandingCluster, folder: Path, undisturbed: Path
+    folder: Path, undisturbed: Path
 ) -> None:
     run_dir, disk = folder / "damaged", Disk(folder / "disk of damaged")
-    submit(standing, make_config(folder), run_dir, disk)
+    submit(make_config(folder), run_dir, disk)
     wait_for_step(run_dir, 12, timeout_s=120)
     ranks = rank_pids(run_dir)
     for pid in ranks.values():
@@ -194,12 +197,10 @@ def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
     assert list((run_dir / "checkpoints").glob(f"{newest.path.name}.damaged-*"))
 
 
-def test_f22_the_disk_is_full_for_a_while(
-    standing: StandingCluster, folder: Path, undisturbed: Path
-) -> None:
+def test_f22_the_disk_is_full_for_a_while(folder: Path, undisturbed: Path) -> None:
     run_dir, disk = folder / "full", Disk(folder / "disk of full")
     disk.order("full .distcp")
-    submit(standing, make_config(folder), run_dir, disk)
+    submit(make_config(folder), run_dir, disk)
     wait_for(
         lambda: run_dir.exists() and "No space left on device" in reasons(run_dir),
         timeout_s=120,
@@ -211,13 +212,11 @@ def test_f22_the_disk_is_full_for_a_while(
     assert "there is no earlier one" in reasons(run_dir)
 
 
-def test_f22_a_job_may_be_told_to_end_then(
-    standing: StandingCluster, folder: Path, undisturbed: Path
-) -> None:
+def test_f22_a_job_may_be_told_to_end_then(folder: Path, undisturbed: Path) -> None:
     run_dir, disk = folder / "stop", Disk(folder / "disk of stop")
     disk.order("full .distcp")
     config = make_config(folder, "checkpoint.on_failure=stop", "train.steps=100000")
-    submit(standing, config, run_dir, disk)
+    submit(config, run_dir, disk)
     status = wait_for_end(run_dir, timeout_s=180)
     assert status.state is State.FAILED
     assert status.restarts == 0

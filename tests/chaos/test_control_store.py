@@ -9,7 +9,7 @@ import psutil
 import pytest
 from jobs import (
     assert_nothing_left,
-    begin_on,
+    begin_standing,
     curve,
     fake_launch,
     standing_cluster,
@@ -29,8 +29,8 @@ def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(tmp_path: Path
     run_dir = tmp_path / "run"
     options = ("plain=1", "steps=100000", "step_s=0.05", "every=5")
     launch = fake_launch(run_dir, *options, num_nodes=2, place_timeout_s=60.0)
-    with standing_cluster(tmp_path, 2, cpus=1, name="without-store") as first:
-        begin_on(first, launch)
+    with standing_cluster(tmp_path, 2, cpus=1) as first:
+        begin_standing(launch)
         wait_for_step(run_dir, 10)
         below = processes.descendants(first.host_pid)
         [store] = [pid for pid in below if psutil.Process(pid).name() == "gcs_server"]
@@ -41,8 +41,8 @@ def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(tmp_path: Path
     assert told.startswith(f"the cluster's control store at {first.address} does not answer")
     assert "run `moebius resume`" in told
     reached = max(curve(run_dir))
-    with standing_cluster(tmp_path, 2, cpus=1, name="without-store") as second:
-        begin_on(second, launch)  # as `moebius resume` does
+    with standing_cluster(tmp_path, 2, cpus=1):
+        begin_standing(launch)  # as `moebius resume` does
         wait_for_step(run_dir, reached + 5)
         status = stop(run_dir, timeout_s=60)
         assert_nothing_left(run_dir, within_s=30)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.matrix import MATRIX
-from tests.chaos.network_matrix import NETWORK
+from tests.chaos.matrix import MATRIX, NETWORK
 from tests.chaos.plan import KINDS, LEAST_S, MOST_S, make_plan
-from tests.chaos.record import summarise
 from tests.chaos.report import (
     FAILED,
     LINES,
@@ -65,29 +63,6 @@ def test_a_line_is_as_good_as_its_worst_test(tmp_path, tests, outcome):
     named = " ".join(f"tests/a/test_b.py::test_{name}" for name in tests)
     fault = replace(MATRIX[0], node_ids=named)
     assert judge(fault, read_outcomes(tmp_path / "junit.xml")) == outcome
-
-
-def test_faults_of_a_run_are_summed_up_by_kind():
-    def injected(kind, victim, recovery_s=None, way=""):
-        return {"kind": kind, "victim": victim, "recovery_s": recovery_s, "way": way}
-
-    faults = [
-        injected("rank", "rank 3", 4.5, "in place"),
-        injected("rank", "rank 1", 6.5, "a new generation"),
-        injected("preparer", ""),
-    ]
-    assert summarise({"seed": 7, "injected": faults}) == {
-        "seed": 7,
-        "faults": {
-            "preparer": {"injected": 1, "hit": 0, "goes_on_after_s": []},
-            "rank": {
-                "injected": 2,
-                "hit": 2,
-                "goes_on_after_s": [4.5, 6.5],
-                "by": {"in place": 1, "a new generation": 1},
-            },
-        },
-    }
 
 
 def test_a_seed_makes_one_plan_that_sees_every_kind():

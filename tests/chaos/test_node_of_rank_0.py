@@ -28,8 +28,8 @@ STEPS = 60
 def test_a_spare_takes_its_place(tmp_path):
     run_dir = tmp_path / "run"
     launch = fake_launch(run_dir, f"steps={STEPS}", "step_s=0.1", num_nodes=2, place_timeout_s=60)
-    with standing_cluster(tmp_path, 4, cpus=1, name="rank-0") as cluster:
-        with cluster_at("simulated:rank-0"):
+    with standing_cluster(tmp_path, 4, cpus=1) as cluster:
+        with cluster_at("simulated"):
             from ray.util.placement_group import placement_group
 
             on_head = {"CPU": 1.0, "node:127.0.0.2": 0.001}

@@ -48,7 +48,7 @@ def test_status_lists_what_is_below_a_folder(runs, moebius):
     listed = moebius("status")
     assert listed.code == 0
     header, *lines = listed.out.splitlines()
-    columns = "name state step loss tokens/s restarts since run folder"
+    columns = "run folder state step loss tokens/s since"
     assert header.split() == columns.split()
     assert sorted(line.split()[:2] for line in lines) == [["bad", "FAILED"], ["good", "SUCCEEDED"]]
     below = moebius("status", runs.parent, "--json")
@@ -97,8 +97,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Records what `moebius resume` would submit."""
     calls: list[tuple] = []
 
-    def submit(config, run_dir, *, address, detach, shipment):
-        assert shipment is None
+    def submit(config, run_dir, *, address, detach):
         calls.append((config, run_dir, address, detach))
         return JobStatus(run_dir, State.SUCCEEDED)
 

@@ -85,7 +85,7 @@ prepare --input text.txt --output out --tokenizer gpt5 | tokenizer='gpt5' is unk
 data nothere                                    | invalid choice: 'nothere' (choose from 'ls', 'peek', 'verify')
 data verify nothere                             | nothere
 ckpt verify nothere                             | nothere: has no checkpoint
-cluster down nothere                            | there is no simulated cluster 'nothere'
+cluster down                                    | no simulated cluster is up; start one with `moebius cluster up
 models nothere.toml                             | nothere.toml: cannot be read
 submit smoke --detach                           | --detach needs --address
 plan smok                                       | did you mean smoke?
@@ -107,6 +107,7 @@ def test_a_mistake_is_told_with_the_way_out(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     words, _, told = line.rpartition(" | ")
     answer = moebius(*shlex.split(words))
     assert answer.code == 2, answer.text

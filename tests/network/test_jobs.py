@@ -25,6 +25,7 @@ from moebius.cluster.job import Journal, JournalEntry, State, read_generation, r
 from moebius.cluster.stop import request_stop, stop
 from moebius.distributed.process.store import is_loopback
 from tests.chaos.job_under_fire import changes, curve, write_texts
+from tests.network.nodes import why_not
 from tests.network.ray_nodes import RayCluster, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -122,8 +123,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
 
 
 @pytest.fixture(scope="module")
-def standing(namespaces: None, prepared: Prepared) -> Iterator[RayCluster]:
+def standing(prepared: Prepared) -> Iterator[RayCluster]:
     pytest.importorskip("ray")
+    if reason := why_not():
+        pytest.skip(reason)
     with ray_cluster(3) as cluster:
         yield cluster
 

@@ -7,7 +7,14 @@ import sys
 import time
 
 import pytest
-from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, wait_for
+from jobs import (
+    agent_pids,
+    assert_nothing_left,
+    fake_launch,
+    rank_pids,
+    template_pids,
+    wait_for,
+)
 
 from moebius.cluster.job import Launch
 from moebius.cluster.nodes import processes
@@ -108,23 +115,27 @@ def test_a_new_generation_ends_what_an_older_one_left_but_nothing_else(tmp_path)
 
 
 HOLDER = """
-import sys, time, json
+import sys, time
 from moebius.cluster.nodes.assignment import Assignment
 from moebius.cluster.nodes.node import Node
 from pathlib import Path
-Node().start(Assignment.load(Path(sys.argv[1])))
+attempt = Assignment.load(Path(sys.argv[1]))
+Node(launch=attempt.launch).start(attempt)
 time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("victim", ["holder", "agent"])
-def test_every_layer_dies_with_the_one_above(tmp_path, victim):
-    attempt_of(fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)).save(
-        tmp_path / "plan.json"
-    )
+@pytest.mark.parametrize(
+    ("victim", "warm"),
+    [("holder", False), ("agent", False), pytest.param("holder", True, marks=pytest.mark.slow)],
+)
+def test_every_layer_dies_with_the_one_above(tmp_path, victim, warm):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2, warm_start=warm)
+    attempt_of(launch).save(tmp_path / "plan.json")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "plan.json")])
     try:
         wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
+        assert len(template_pids(tmp_path)) == warm
         [agent] = agent_pids(tmp_path)
         os.kill(holder.pid if victim == "holder" else agent, signal.SIGKILL)
         assert_nothing_left(tmp_path)

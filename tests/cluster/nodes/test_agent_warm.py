@@ -104,32 +104,6 @@ def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(
     assert template_pids(tmp_path) not in ([], [template])
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from moebius.cluster.nodes.assignment import Assignment
-from moebius.cluster.nodes.node import Node
-attempt = Assignment.load(Path(sys.argv[1]))
-Node(launch=attempt.launch).start(attempt)
-time.sleep(100)
-"""
-
-
-@pytest.mark.slow  # 3 s
-def test_all_layers_end_with_the_node(tmp_path):
-    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
-    attempt_of(launch, Node()).save(tmp_path / "plan.json")
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "plan.json")])
-    try:
-        wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
-        assert len(template_pids(tmp_path)) == 1
-        holder.kill()
-        assert_nothing_left(tmp_path)
-    finally:
-        holder.kill()
-        holder.wait()
-
-
 class Program:
     def __init__(self):
         self.code: int | None = None
@@ -160,8 +134,6 @@ def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
     finally:
         node.end()
     assert_nothing_left(tmp_path)
-    templates = tmp_path / "logs/templates"
-    wait_for(lambda: not list(templates.iterdir()), what="the template's empty log to be removed")
 
 
 def test_an_ordered_agent_becomes_a_program_once():

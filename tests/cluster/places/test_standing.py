@@ -1,4 +1,4 @@
-"""Tests simulated clusters that stay: found by name, asked through a socket, gone without a trace."""
+"""Tests the simulated cluster that stays: found by its note, asked through a socket, gone without a trace."""
 
 import json
 import os
@@ -23,10 +23,9 @@ from moebius.cluster.places.simulated import new_directory
 from moebius.cluster.places.standing import (
     StandingCluster,
     cluster_at,
+    cluster_if_up,
     end_cluster,
     find_cluster,
-    is_simulated,
-    list_clusters,
     start_cluster,
     state_folder,
 )
@@ -62,29 +61,28 @@ class FakeNodes:
         return 2
 
 
-def note(name: str, directory: Path, pid: int, started: float) -> StandingCluster:
-    cluster = StandingCluster(name, "127.0.0.2:1", str(directory), "token", pid, started)
-    folder = state_folder() / "clusters" / name
+def note(directory: Path, pid: int, started: float) -> None:
+    cluster = StandingCluster("127.0.0.2:1", str(directory), "token", pid, started)
+    folder = state_folder() / "cluster"
     folder.mkdir(parents=True, mode=0o700)
     (folder / standing.NOTE).write_text(json.dumps(asdict(cluster)))
-    return cluster
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
-    """Starts a cluster called "fake" whose host is a thread of this process."""
+    """Starts a cluster whose host is a thread of this process."""
     monkeypatch.setattr(host, "_reap", lambda: None)  # the children of the tests are not its own
     monkeypatch.setattr(host, "REAP_EVERY_S", 0.05)
     directory, nodes = new_directory(), FakeNodes()
     me = psutil.Process()
-    note("fake", directory, me.pid, me.create_time())
+    note(directory, me.pid, me.create_time())
     listener = host._listen(directory / host.CONTROL)
     serving: Any = host._answer_requests
     thread = threading.Thread(target=serving, args=(nodes, listener))
     thread.start()
     yield nodes
     if thread.is_alive():
-        find_cluster("fake").ask("down")
+        find_cluster().ask("down")
     thread.join(100)
     listener.close()
     shutil.rmtree(directory)
@@ -93,27 +91,26 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
 def test_the_commands_ask_the_host(fake, moebius):
     shown = moebius("cluster", "up")
     assert shown.code == 0
-    assert "fake 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in shown.text
-    record = json.loads(moebius("cluster", "up", "fake", "--json").out)
+    assert "at 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in shown.text
+    record = json.loads(moebius("cluster", "up", "--json").out)
     page = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text()
     table = page.partition("<!-- cluster -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
-    assert moebius("cluster", "up", "fake", "--simulate", "4").out == shown.out, "it is up"
+    assert moebius("cluster", "up", "--simulate", "4").out == shown.out, "it is up"
     assert moebius("cluster", "down", "--node", "1").out == "killed node 1 with 7 processes\n"
     assert fake.killed == [1]
     refused = moebius("cluster", "down", "--node", "0")
     assert refused.code == 2
-    assert "simulated cluster 'fake': node 0 is the head" in refused.text
+    assert "simulated cluster: node 0 is the head" in refused.text
     assert moebius("cluster", "up", "--add-node").code == 0
     assert fake.added == 1
-    assert moebius("cluster", "up", "other").code == 2
 
 
 def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):
     import socket
 
-    cluster = find_cluster("fake")
+    cluster = find_cluster()
     for sent in (b"", b"\n", b"[]\n", b"{" * 9000 + b"\n", b'{"do": "burn"}\n', b"\xff\xfe\n"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(Path(cluster.directory) / host.CONTROL))
@@ -125,28 +122,24 @@ def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):
     assert cluster.ask("status")["runs"] == []
 
 
-def test_a_name_that_is_taken_and_names_that_are_none(fake, state):
-    with pytest.raises(JobError, match="the simulated cluster 'fake' is up"):
-        standing._claim("fake")
-    for name in ("", "..", "a/b", "-x", "a b", "$(id)", "x" * 65, "a\n"):
-        with pytest.raises(JobError, match="cluster name"):
-            standing._claim(name)
-        with pytest.raises(JobError, match="cluster name"):
-            find_cluster(name)
-    folder = standing._claim("mine")
+def test_only_one_command_starts_a_cluster(state):
+    folder = standing._claim()
     assert [stat.S_IMODE(each.stat().st_mode) for each in (state, folder)] == [0o700] * 2
     with pytest.raises(JobError, match="another command has been starting this cluster"):
-        standing._claim("mine")
+        standing._claim()
 
 
-def test_folders_that_others_can_enter_are_closed(state):
-    (state / "clusters").mkdir(parents=True, mode=0o755)
+@pytest.mark.usefixtures("fake")
+def test_a_cluster_that_is_up_is_not_started_again():
+    with pytest.raises(JobError, match="a simulated cluster is up: use it"):
+        standing._claim()
+
+
+def test_a_folder_that_others_can_enter_is_closed(state):
+    state.mkdir(parents=True, mode=0o755)
     state.chmod(0o777)
-    standing._claim("mine")
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (state, state / "clusters")] == [
-        0o700,
-        0o700,
-    ]
+    standing._claim()
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
 def test_what_a_dead_host_left_is_swept(state):
@@ -157,8 +150,8 @@ def test_what_a_dead_host_left_is_swept(state):
     )
     wait_for(lambda: host.processes_of(str(directory)) == [left.pid], what="its environment")
     me = psutil.Process()
-    note("dead", directory, me.pid, me.create_time() - 100)  # a number that was given out again
-    assert list_clusters() == []
+    note(directory, me.pid, me.create_time() - 100)  # a number that was given out again
+    assert cluster_if_up() is None
     left.wait(60)
     assert not directory.exists()
     assert not state.exists(), "nothing of it is left, nor of us"
@@ -172,19 +165,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def directory_of_the_killed() -> Path:
+    command = [sys.executable, "-c", LEAVE]
+    left = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Path(left.stdout.strip())
+
+
 def test_the_folder_of_a_cluster_that_was_killed_with_its_command_is_swept():
-    left = subprocess.run(
-        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
-    )
-    directory, own = Path(left.stdout.strip()), new_directory()
-    assert not directory.exists(), "the next cluster does"
-    left = subprocess.run(
-        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
-    )
-    directory = Path(left.stdout.strip())
-    assert directory.exists()
-    assert list_clusters() == []
-    assert not directory.exists(), "so does every look at clusters"
+    first, own = directory_of_the_killed(), new_directory()
+    assert not first.exists(), "the next cluster does"
+    second = directory_of_the_killed()
+    assert second.exists()
+    assert cluster_if_up() is None
+    assert not second.exists(), "so does every look for a cluster"
     assert own.exists(), "a living process's is left alone"
     shutil.rmtree(own)
 
@@ -192,25 +185,14 @@ def test_the_folder_of_a_cluster_that_was_killed_with_its_command_is_swept():
 def test_a_note_never_leads_to_the_removal_of_a_folder_that_is_no_clusters(tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
-    note("dead", precious, os.getpid(), 1.0)
-    assert list_clusters() == []
+    note(precious, os.getpid(), 1.0)
+    assert cluster_if_up() is None
     assert precious.exists()
 
 
-def test_one_of_several_must_be_named(fake, tmp_path):
-    me = psutil.Process()
-    note("second", tmp_path / "second", me.pid, me.create_time())
-    with pytest.raises(JobError, match="several simulated clusters are up: name one of fake, sec"):
-        find_cluster()
-    assert find_cluster("second").name == "second"
-
-
-def test_addresses():
-    assert is_simulated("simulated")
-    assert is_simulated("simulated:mine")
-    assert not any(map(is_simulated, (None, "auto", "simulated.example:6379", "host:1")))
-    with pytest.raises(JobError, match="there is no simulated cluster 'mine'"):
-        with cluster_at("simulated:mine"):
+def test_an_address_without_a_cluster_says_how_to_start_one():
+    with pytest.raises(JobError, match="start one with `moebius cluster up --simulate 4`"):
+        with cluster_at("simulated"):
             pass
 
 
@@ -268,11 +250,11 @@ def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, s
 @pytest.mark.slow
 def test_a_cluster_whose_host_is_killed_is_swept(state):
     pytest.importorskip("ray")
-    cluster = start_cluster(1, cpus_per_node=1, name="mine")
+    cluster = start_cluster(1, cpus_per_node=1)
     everything = processes.descendants(cluster.host_pid)
     processes.kill(cluster.host_pid)
     wait_for(lambda: not cluster.is_alive(), what="the host to be gone")
-    assert list_clusters() == []
+    assert cluster_if_up() is None
     wait_for(lambda: not any(map(is_there, everything)), what="all of it to be gone")
     assert not Path(cluster.directory).exists()
     assert not state.exists()

@@ -1,22 +1,19 @@
 """Tests the curves that are read from metrics.jsonl."""
 
-import itertools
 import json
 import math
 
-from moebius.cluster.report import history
 from moebius.cluster.report.history import History, read_history
 
 
-def train(step: int, loss: float | str, num_experts: int = 2) -> dict:
-    shares = [[1 / num_experts] * num_experts]
+def train(step: int, loss: float | str) -> dict:
     return {
         "kind": "train",
         "step": step,
         "loss": loss,
         "tokens_per_s": 10.0,
-        "expert_load": shares,
-        "max_violation": [0.0],
+        "expert_load": [[0.75, 0.25]],
+        "max_violation": [0.5],
         "effective_experts": [2.0],
     }
 
@@ -28,14 +25,13 @@ def test_of_a_repeated_step_the_last_line_counts(tmp_path):
         {"kind": "start", "generation": 2, "resumed_from_step": 5},
         train(6, 1.0),
         {"kind": "eval", "step": 6, "loss": 2.0},
-        {"kind": "checkpoint", "step": 6, "seconds": 0.1, "bytes": 1},
         {"kind": "something new", "step": 6},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = read_history(tmp_path)
     assert read.loss == {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 5: 5.0, 6: 1.0, 7: 3.0}
     assert read.validation == {6: 2.0}
-    assert read.checkpoints == [6]
+    assert read.hottest[7] == 1.5
     assert read.step == 6
     [restart] = read.restarts
     assert (restart.generation, restart.resumed_from, restart.reached) == (2, 5, 7)
@@ -46,13 +42,3 @@ def test_a_loss_that_is_not_finite_is_a_number_again():
     read.add([train(1, "nan"), train(2, "inf")])
     assert math.isnan(read.loss[1])
     assert math.isinf(read.loss[2])
-
-
-def test_expert_loads_are_thinned_out_evenly(monkeypatch):
-    monkeypatch.setattr(history, "MAX_LOADS", 10)
-    read = History()
-    read.add(train(step, 1.0) for step in range(1, 101))
-    steps = sorted(read.loads)
-    assert 5 <= len(steps) <= 10
-    assert len({after - before for before, after in itertools.pairwise(steps)}) == 1
-    assert len(read.loss) == 100

@@ -106,8 +106,7 @@ def test_live_view_shows_progress_figures_and_the_load_of_every_depth_step(tmp_p
         "generation 2",
         "step 10/10",
         "loss 4",
-        "8.0000 → 4.5000",
-        "12,346",
+        "validation 4.5000, 12,346 tokens/s",
         "2.00e-03",
     ):
         assert told in text

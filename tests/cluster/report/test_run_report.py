@@ -9,8 +9,7 @@ import pytest
 
 from moebius.cluster.job import Journal, RootCause, State, as_details
 from moebius.cluster.liveness import beat
-from moebius.cluster.report.run_list import find_runs, is_recent, read_reports
-from moebius.cluster.report.run_report import read_report
+from moebius.cluster.report.run_report import find_runs, is_recent, read_report, read_reports
 
 HOUR = 3600.0
 

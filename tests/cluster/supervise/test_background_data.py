@@ -147,14 +147,6 @@ def test_ranks_begin_when_so_much_is_sealed_and_the_preparation_goes_on(tmp_path
     assert read_status(job.run_dir).restarts == 0
 
 
-def test_the_preparation_ends_with_the_run(tmp_path, made):
-    seal(made)
-    job = Job(launch_of(tmp_path, made))
-    assert job.end().state is State.SUCCEEDED
-    assert job.preparation.children[0].code == -9
-    assert given_up(made.folder) is None
-
-
 def test_a_preparation_that_dies_is_started_again_within_the_budget(tmp_path, made):
     seal(made)
     job = Job(launch_of(tmp_path, made, max_restarts=2))

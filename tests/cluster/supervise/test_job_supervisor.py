@@ -12,6 +12,7 @@ from moebius.cluster.job import (
     Journal,
     Launch,
     State,
+    SupervisorNumber,
     begin_submission,
     read_generation,
     read_status,
@@ -20,7 +21,6 @@ from moebius.cluster.nodes.assignment import AgentReport, RankFailure
 from moebius.cluster.nodes.provider import Capacity, NodeLost, NodesUnavailable
 from moebius.cluster.stop import interrupts_stop_the_job, request_stop, stop_requested
 from moebius.cluster.supervise import generation, job_supervisor, retrying_journal
-from moebius.cluster.supervise.fencing import SupervisorNumber
 from moebius.cluster.supervise.job_supervisor import supervise
 from tests.cluster.pretended import (
     OK,
@@ -594,13 +594,13 @@ class CutOffNode(PretendedNode):
 
     def __init__(self, run_dir: Path, number: int, *script: Act):
         super().__init__(run_dir, script)
-        self.number, self.answers = number, [[0], [0]]
+        self.number, self.answers = number, [[1 - number]] * 2
 
     def describe(self):
         return {"address": "127.0.0.1", "listens_at": (f"10.0.0.{self.number}", 6379)}
 
     def unreachable(self, others) -> list[int]:
-        assert others == [(f"10.0.0.{1 - self.number}", 6379)]
+        assert others == [("10.0.0.0", 6379), ("10.0.0.1", 6379)]
         return self.answers.pop() if self.answers else []
 
 

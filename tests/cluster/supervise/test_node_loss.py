@@ -14,7 +14,7 @@ import pytest
 import stuck
 from jobs import (
     assert_nothing_left,
-    begin_on,
+    begin_standing,
     curve,
     entries_of,
     fake_launch,
@@ -31,8 +31,8 @@ from moebius.cluster.job import Launch, State, read_status
 from moebius.cluster.launch import make_launch
 from moebius.cluster.nodes import processes
 from moebius.cluster.places.standing import StandingCluster, cluster_at
-from moebius.cluster.scale import request_scale
 from moebius.cluster.stop import stop
+from moebius.cluster.supervise.placing import request_scale
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.read.loader import Loader
 from moebius.train.config.resolve import resolve
@@ -63,7 +63,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory) -> Iterator[StandingCluster]:
     """Starts two simulated nodes; tests add more."""
-    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=2, name="losses") as made:
+    with standing_cluster(tmp_path_factory.mktemp("known"), 2, cpus=2) as made:
         yield made
 
 
@@ -114,7 +114,7 @@ def end_well(run_dir: Path) -> None:
 
 
 def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, tmp_path):
-    run_dir = begin_on(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
+    run_dir = begin_standing(plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
     wait_for_step(run_dir, 10)
     kill_one(standing, run_dir)
     smaller = wait_for_generation(run_dir, 1, after=1)
@@ -146,7 +146,7 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
 
 def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, tmp_path):
     standing.ask("add-node")
-    run_dir = begin_on(standing, plain_launch(tmp_path, wait_for_node_s=2.0))
+    run_dir = begin_standing(plain_launch(tmp_path, wait_for_node_s=2.0))
     wait_for_step(run_dir, 10)
     dead = kill_one(standing, run_dir)
     second = wait_for_generation(run_dir, 2, after=1)
@@ -176,7 +176,7 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
     standing.ask("add-node")
     launch = plain_launch(tmp_path, max_restarts=1, place_timeout_s=200.0)
     launch = replace(launch, command=(*launch.command, "fail=1:*:1:stuck"))
-    run_dir = begin_on(standing, launch)
+    run_dir = begin_standing(launch)
     try:
         wait_for((tmp_path / "hung.server").exists, what="the hang")
         stuck_on = node_of(run_dir, 1)
@@ -194,10 +194,10 @@ def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_
 
 def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):
     standing.ask("add-node")
-    run_dir = begin_on(standing, plain_launch(tmp_path, max_node_losses=0))
+    run_dir = begin_standing(plain_launch(tmp_path, max_node_losses=0))
     wait_for_step(run_dir, 10)
     address = f"127.0.0.{used_nodes(run_dir, 1)[-1] + 2}"
-    with cluster_at(f"simulated:{standing.name}") as ray:
+    with cluster_at("simulated") as ray:
         [node_id] = [
             node["NodeID"]
             for node in ray.nodes()
@@ -224,9 +224,9 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     prepare(config.prepare, config.data.directory)
     run_dir = tmp_path / "run"
     open_run(config, run_dir)
-    with cluster_at(f"simulated:{standing.name}"):
-        launch = make_launch(config, run_dir, address=f"simulated:{standing.name}")
-    begin_on(standing, launch)
+    with cluster_at("simulated"):
+        launch = make_launch(config, run_dir, address="simulated")
+    begin_standing(launch)
     wait_for_step(run_dir, 25)
     kill_one(standing, run_dir)
     smaller = wait_for_generation(run_dir, 1, after=1)
@@ -259,7 +259,7 @@ from moebius.cluster.submit import submit
 from moebius.train.config.run_config import Config
 run_dir, *command = sys.argv[1:]
 config = Config.load(Path(run_dir).parent / "asked.json")
-submit(config, Path(run_dir), address="simulated:losses", command=command)
+submit(config, Path(run_dir), address="simulated", command=command)
 """
 
 

@@ -12,7 +12,13 @@ import time
 import pytest
 
 from moebius.cluster.watch import heartbeats
-from moebius.cluster.watch.heartbeats import GONE, STOPPED, WatchedRanks, folder_of
+from moebius.cluster.watch.heartbeats import (
+    GONE,
+    STOPPED,
+    WatchedRanks,
+    folder_of,
+    process_state,
+)
 from moebius.train.record import heartbeat
 from moebius.train.record.heartbeat import (
     FOLDER,
@@ -57,16 +63,16 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
         beats.enter(Phase.STEP)
         os.kill(child.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 60
-        while ranks.look()[0].process not in STOPPED and time.monotonic() < deadline:
+        while process_state(ranks.beats()[1]) not in STOPPED and time.monotonic() < deadline:
             time.sleep(0.01)
-        [stopped] = ranks.look()
+        stopped = process_state(ranks.beats()[1])
         child.kill()
         child.communicate()
-    assert stopped.process == "T"
-    assert ranks.look()[0].process == GONE
+    assert stopped == "T"
+    assert process_state(ranks.beats()[1]) == GONE
     beats._pid, beats._started_ticks = os.getpid(), 1  # another process with the same number
     beats.enter(Phase.STEP)
-    assert ranks.look()[0].process == GONE
+    assert process_state(ranks.beats()[1]) == GONE
 
 
 def test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before(

@@ -12,15 +12,10 @@ from moebius.cluster.job import (
     Launch,
     State,
     begin_submission,
-    read_status,
 )
-from moebius.cluster.nodes.assignment import AgentReport
-from moebius.cluster.nodes.provider import Capacity
-from moebius.cluster.scale import request_scale, scale_requested
-from moebius.cluster.supervise.job_supervisor import supervise
+from moebius.cluster.supervise.placing import request_scale, scale_requested
 from moebius.train.config.run_config import Config
 from moebius.train.config.validation import validated
-from tests.cluster.pretended import PretendedNode, finishes
 
 
 def begun(run_dir: Path, **job) -> Path:
@@ -70,37 +65,6 @@ def test_without_a_configuration_any_number_will_do(tmp_path):
     begin_submission(Launch(str(tmp_path)))
     request_scale(tmp_path, 3)
     assert json.loads((tmp_path / "scale.json").read_text()) == {"num_nodes": 3, "layouts": None}
-
-
-class FourNodes(PretendedNode):
-    """One node acts as a cluster of four, which survives no supervisor."""
-
-    def capacity(self) -> Capacity:
-        return Capacity(4, 4)
-
-    def provide_nodes(self, num_nodes, while_waiting):
-        return [self] * num_nodes
-
-    def adopt_nodes(self):
-        return []
-
-
-def asks_and_dies(run_dir: Path) -> AgentReport:
-    request_scale(run_dir, 2)
-    raise SystemExit("the supervisor is killed")
-
-
-def test_it_outlives_the_supervisor(tmp_path):
-    launch = Launch(str(tmp_path), num_nodes=4, where="simulated")
-    begin_submission(launch)
-    nodes = FourNodes(tmp_path, [asks_and_dies] * 4 + [finishes] * 2)
-    with pytest.raises(SystemExit):
-        supervise(launch, nodes)
-    supervise(launch, nodes)
-    assert [each.generation for each in nodes.assignments] == [1] * 4 + [2] * 2
-    assert read_status(tmp_path).state is State.SUCCEEDED
-    starting = [entry for entry in Journal(tmp_path).entries() if entry.state is State.STARTING]
-    assert "on 2 node(s) instead of 4" in starting[-1].reason
 
 
 def test_the_next_submission_goes_by_the_configuration(tmp_path):
