@@ -22,8 +22,8 @@ _COST_STEPS = 10  # of every run of --cost
 
 
 @dataclass(frozen=True)
-class _Request:
-    """Combines the command line and the file."""
+class Request:
+    """Holds what is compared: the file, its arms, their runs, and where they and the tables go."""
 
     file: "ComparisonFile"
     arms: "list[Arm]"
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if options.cost:
         return _cost(options, request, console)
-    code = 0 if options.table else _train(options, request, console)
+    code = 0 if options.table else train(request, console, restarted=_names(options.restart))
     _show(options, request)
     return code
 
@@ -96,10 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _request(options: argparse.Namespace) -> _Request:
+def _request(options: argparse.Namespace) -> Request:
     """Reads the file, applies the options and plans the runs."""
     from .compare.file import ComparisonFile, read_file, sweep_file
-    from .compare.plan import plan_arms, plan_runs
 
     sweeps = options.sweep
     file = (
@@ -114,9 +113,25 @@ def _request(options: argparse.Namespace) -> _Request:
     }
     given = {name: value for name, value in given.items() if value is not None}
     file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | given)
-    arms = plan_arms(file, options.overrides, origin=options.file)
-    folder = (options.folder or RUNS / "compare" / file.name).absolute()
-    return _Request(file, arms, plan_runs(file, arms, folder), folder, options.out or folder)
+    folder = options.folder or RUNS / "compare" / file.name
+    request = plan(file, options.overrides, folder, origin=options.file)
+    return replace(request, out=options.out) if options.out else request
+
+
+def plan(file: "ComparisonFile", overrides: Sequence[str], folder: Path, *, origin: str) -> Request:
+    """Plans a comparison: sizes its arms, and gives every run its place in the folder.
+
+    Raises:
+        ValueError: the comparison is not possible; the message names `origin`.
+    """
+    from .compare.plan import plan_arms, plan_runs
+
+    arms, folder = plan_arms(file, overrides, origin=origin), folder.absolute()
+    return Request(file, arms, plan_runs(file, arms, folder), folder, folder)
+
+
+def _names(text: str | None) -> list[str]:
+    return text.split(",") if text else []
 
 
 def _seeds(text: str | None) -> tuple[int, ...] | None:
@@ -141,7 +156,7 @@ def _positive(number: int | None, option: str) -> int | None:
     return number
 
 
-def _prepared(request: _Request, console: "Console") -> _Request:
+def _prepared(request: Request, console: "Console") -> Request:
     """Prepares the data shared by all arms, and returns the runs that read it."""
     import moebius
 
@@ -156,7 +171,7 @@ def _prepared(request: _Request, console: "Console") -> _Request:
     return replace(request, arms=arms, runs=with_data(request.runs, directory))
 
 
-def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+def _cost(options: argparse.Namespace, request: Request, console: "Console") -> int:
     """Measures the time of a step of every arm."""
     from .compare.cost import measure_costs
     from .compare.progress import render
@@ -182,8 +197,12 @@ def _cost(options: argparse.Namespace, request: _Request, console: "Console") ->
     return 0
 
 
-def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
-    """Prepares the data, trains missing runs, and returns the exit code."""
+def train(request: Request, console: "Console", *, restarted: Sequence[str] = ()) -> int:
+    """Prepares the data, trains missing runs, and returns the exit code of `moebius compare`.
+
+    Raises:
+        ValueError: the folder is in use, or holds runs of other settings.
+    """
     from .compare.plan import refuse_stale
     from .compare.progress import progress_of
     from .compare.results import collect
@@ -193,8 +212,8 @@ def _train(options: argparse.Namespace, request: _Request, console: "Console") -
     file = request.file
     tasks = {"tasks": list(file.tasks), "data": file.task_data, "limit": file.task_limit}
     with locked(request.folder):
-        if options.restart:
-            restart(request.runs, options.restart.split(","))
+        if restarted:
+            restart(request.runs, restarted)
         refuse_stale(request.runs, request.folder)
         request = _prepared(request, console)
         with progress_of(request.runs, console) as watch:
@@ -216,7 +235,7 @@ def _train(options: argparse.Namespace, request: _Request, console: "Console") -
     return 0 if ends == {"finished"} else _INTERRUPTED
 
 
-def _show(options: argparse.Namespace, request: _Request) -> None:
+def _show(options: argparse.Namespace, request: Request) -> None:
     """Writes and prints the results."""
     from rich.console import Console
 
