@@ -50,10 +50,10 @@ from rich.table import Table
 from benchmarks import data_prepare
 from benchmarks.report import save_parts
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.commit import ManifestWriter
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.manifest import (
-    ManifestWriter,
     Segment,
     ShardEntry,
     manifest_name,
@@ -297,7 +297,9 @@ def floor_of_fitted_rows(config: DataConfig) -> int:
                 Path(config.directory),
                 key,
                 batch_tokens=prepared.manifest.batch_tokens,
-                batches=lambda one=store: map(one.document_ends, range(one.num_batches)),
+                batches=lambda one=store: (
+                    one.read(batch).document_ends for batch in range(one.num_batches)
+                ),
             )
             for chunk, (first, end) in enumerate(pairwise(plan.plan.chunk_batches.tolist())):
                 window, pieces = window_of(store, first, end), plan.read(chunk)

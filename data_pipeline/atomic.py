@@ -3,7 +3,7 @@
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,55 +14,17 @@ from .errors import PrepareError
 TEMPORARY = ".tmp-"
 
 
-def create_once(path: Path, data: bytes) -> None:
-    """Creates a file atomically, and never replaces another one.
-
-    Raises:
-        PrepareError: a file with other content exists, or the folder cannot be written.
-    """
-    temporary = _temporary_name(path)
-    with explained_write_errors(path):
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                _link(temporary, path)
-            except FileExistsError:
-                if path.read_bytes() != data:
-                    raise PrepareError(
-                        f"{path} exists with other content: another preparation wrote into this "
-                        "folder; choose another one"
-                    ) from None
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _link(temporary: Path, path: Path) -> None:
-    """Gives a file its name unless that is taken.
-
-    Without hard links it renames the file, which is safe under the folder's lock.
-    """
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
-        os.replace(temporary, path)
-
-
 @contextmanager
-def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+def atomic_write(
+    path: Path, *, durable: bool = True, name: Callable[[Path, Path], None] | None = None
+) -> Iterator[IO[bytes]]:
     """Writes a file atomically: temporary name, fsync, rename. An exception removes it.
 
     Args:
         path: the file.
         durable: whether to fsync. Without, a power failure may leave the file empty or torn, so call
             `make_durable` later, or detect and repeat.
+        name: gives the temporary file its name; by default `os.replace`.
     """
     temporary = _temporary_name(path)
     with explained_write_errors(path):
@@ -72,9 +34,9 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
+            (name or os.replace)(temporary, path)
             if durable:
-                sync_folder(path.parent)
+                _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -90,7 +52,7 @@ def make_durable(paths: Sequence[Path]) -> None:
             pass
     for folder in {path.parent for path in paths}:
         with explained_write_errors(folder):
-            sync_folder(folder)
+            _sync_folder(folder)
 
 
 def _sync(path: Path) -> None:
@@ -102,7 +64,7 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Fsyncs a folder, without which a rename does not survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -12,6 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 FORMAT_VERSION = 3
 """The prepared folder's format; a change that old readers cannot follow raises it."""
 
+MAX_DOCUMENT_BYTES = 2**27
+"""Longer documents are dropped, which bounds the memory of a record batch."""
+
 SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 """The pattern of a source's name, which is the prefix of its shards' names."""
 

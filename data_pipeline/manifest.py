@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,15 +27,19 @@ from typing import Annotated, Any, Literal, get_args
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .atomic import create_once
+from .atomic import atomic_write
 from .data_config import FORMAT_VERSION, SOURCE_NAME
-from .errors import PrepareError, ShardError
+from .errors import ShardError
+
+UNFINISHED = "unfinished"
+"""The subfolder of a prepared folder for unfinished work."""
 
 MAX_SEGMENT_SHARDS = 2**14
 """The most shards of a segment, so that its manifest stays small."""
 
-_MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_COUNT = 2**53  # JSON readers agree on integers up to here
+_GIVEN_UP = "given-up.json"
 _NUMBERED = re.compile(r".+-\d{5,9}\.tok\.arrow")
 _TOKENIZER_FILE = r"^[a-z0-9_-]{1,64}\.(json|model)$"
 _ELSEWHERE = "restore it from a copy, or prepare again elsewhere"
@@ -287,38 +292,6 @@ def is_prepared(directory: str | Path) -> bool:
     return first.exists() or _later_than(first, 0) is not None
 
 
-# ---- writing
-
-
-class ManifestWriter:
-    """Writes a folder's chain of manifests.
-
-    Writing the same manifest again changes nothing, so an interrupted preparation can be repeated;
-    writing another one in its place is refused.
-    """
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._number, self._parent = 0, ""
-
-    def append(self, body: Body) -> str:
-        """Writes the next manifest atomically and returns its sha256.
-
-        Raises:
-            PrepareError: another manifest has this number, or the folder cannot be written.
-        """
-        chained = {"file": self._number, "parent": self._parent} | body.model_dump(mode="json")
-        data = _encoded(chained)
-        if len(data) > _MAX_MANIFEST_BYTES:
-            raise PrepareError(
-                f"{manifest_name(self._number)} would have {len(data)} bytes, the limit is "
-                f"{_MAX_MANIFEST_BYTES}: give fewer and larger input files, or lower segment_tokens"
-            )
-        create_once(self._directory / manifest_name(self._number), data)
-        self._number, self._parent = self._number + 1, _body_hash(chained)
-        return self._parent
-
-
 # ---- reading
 
 
@@ -347,7 +320,7 @@ def read_manifest(directory: str | Path) -> DatasetManifest:
     header = _checked(first, chained, number=0, parent="")
     if not isinstance(header, Header):
         raise ShardError(f"{first} is no header of a prepared folder: {_ELSEWHERE}")
-    return follow(folder, DatasetManifest(header, sha256=_body_hash(chained)))
+    return follow(folder, DatasetManifest(header, sha256=body_hash(chained)))
 
 
 def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
@@ -377,7 +350,7 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
             completion = body
         else:
             raise ShardError(f"{path} is a second header: {_ELSEWHERE}")
-        parent = _body_hash(chained)
+        parent = body_hash(chained)
     if parent == known.sha256:
         return known
     return replace(known, sealed=tuple(segments), completion=completion, sha256=parent)
@@ -394,14 +367,14 @@ def _read(path: Path) -> bytes | None:
     """Returns a manifest's bytes, or None if it does not exist."""
     try:
         with open(path, "rb") as file:
-            data = file.read(_MAX_MANIFEST_BYTES + 1)
+            data = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}") from error
-    if len(data) > _MAX_MANIFEST_BYTES:
+    if len(data) > MAX_MANIFEST_BYTES:
         raise ShardError(
-            f"{path} has more than {_MAX_MANIFEST_BYTES} bytes, so it is no manifest: {_ELSEWHERE}"
+            f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it is no manifest: {_ELSEWHERE}"
         )
     return data
 
@@ -410,7 +383,7 @@ def _opened(path: Path, data: bytes) -> dict[str, Any]:
     """Returns a manifest's body after checking its bytes."""
     try:
         body = json.loads(data)["manifest"]
-        intact = isinstance(body, dict) and data == _encoded(body)
+        intact = isinstance(body, dict) and data == encoded(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ShardError(f"{path} is damaged ({error}): {_ELSEWHERE}") from error
     if not intact:
@@ -461,11 +434,46 @@ def _check_segment(
         before = place
 
 
-def _encoded(chained: dict[str, Any]) -> bytes:
+def encoded(chained: dict[str, Any]) -> bytes:
     """Returns the bytes of a manifest; any other form counts as damage."""
-    whole = {"manifest": chained, "sha256": _body_hash(chained)}
+    whole = {"manifest": chained, "sha256": body_hash(chained)}
     return json.dumps(whole, indent=1).encode()
 
 
-def _body_hash(body: dict[str, Any]) -> str:
+def body_hash(body: dict[str, Any]) -> str:
+    """Returns the hex sha256 of a manifest's body, which its successor repeats."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# ---- growth
+#
+# A run on a growing folder waits for the next segment, for hours if necessary. If the preparation gives
+# up, it writes the reason to `unfinished/given-up.json`. The next preparation of the folder removes it.
+
+
+def give_up(directory: Path, reason: str) -> None:
+    """Tells readers of a folder that it will not grow any more.
+
+    Raises:
+        PrepareError: the folder cannot be written.
+    """
+    folder = directory / UNFINISHED
+    with suppress(OSError):  # the write below reports it
+        folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / _GIVEN_UP) as file:
+        file.write(json.dumps({"reason": reason}).encode())
+
+
+def given_up(directory: Path) -> str | None:
+    """Returns why a folder will not grow any more; None if it may, or cannot be read now."""
+    try:
+        return str(json.loads((directory / UNFINISHED / _GIVEN_UP).read_bytes())["reason"])
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return "the file with the reason is damaged"
+
+
+def go_on(directory: Path) -> None:
+    """Takes back what `give_up` has declared."""
+    (directory / UNFINISHED / _GIVEN_UP).unlink(missing_ok=True)

@@ -28,6 +28,9 @@ NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
 MAX_NGRAM = 1024
 """The longest n-gram of words that is hashed."""
 
+MAX_LABEL_BYTES = 1024
+"""The most bytes of a document's origin and of its id; longer origins are cut."""
+
 DEFAULT_SOURCE = "text"
 """The name of the only source, if a configuration gives `input` instead of `sources`."""
 

@@ -1,20 +1,8 @@
-"""Token shards: the schema of Arrow IPC files of whole documents, and their writer.
+"""Writes token shards and their indices.
 
 `ShardWriter` collects documents into record batches of about `batch_tokens` tokens. It writes
-`*.tok.arrow` (zstd level 3) and `*.idx.arrow`, which holds offset, length, counts and CRC32 of every
-compressed batch message. `token_store` reads them.
-
-Format, token width and source fix the schema, so a batch can be read from any copy by its (offset,
-length) alone; the footer serves other tools. Files are 2.9 times smaller than uint16 in memory. They
-are written at about 150 M tokens/s/core and read at about 400-700.
-
-    tokens      list<uint16>, or uint32 above 65536 ids; the last token ends the document
-    doc_id      blake2b-128 of the normalised text
-    n_bytes     UTF-8 bytes of the text, for bits per byte
-    source      the document's origin
-    source_row  its record in the input split
-    loss_mask   list<bool>, if the source has prompts: which tokens are learned
-    record_id   string, if the source has an id_field: the record's own id
+`*.tok.arrow` (zstd level 3, at about 150 M tokens/s/core) and `*.idx.arrow`, which holds offset,
+length, counts and CRC32 of every compressed batch message. `read.token_store` describes and reads them.
 """
 
 import hashlib
@@ -29,54 +17,9 @@ import pyarrow as pa
 from .arrow_columns import bool_column, bytes_column, list_column, number_column, text_column
 from .data_config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
-from .tokenizers.interface import Tokenizer, token_dtype
-
-try:  # 25 GB/s on one core, where Python's own zlib makes 1 to 4; both give the same number
-    from zlib_ng.zlib_ng import crc32
-except ImportError:
-    from zlib import crc32
-
-MAX_DOCUMENT_BYTES = 2**27
-"""Longer documents are dropped, which bounds the memory of a record batch."""
-
-MAX_LABEL_BYTES = 1024
-"""The most bytes of `source` and of `record_id`; longer values are cut."""
-
-ARROW_MAGIC_BYTES = 8
-"""The magic "ARROW1" and its padding, before the schema message."""
-
-INDEX_SCHEMA = pa.schema(
-    [
-        ("offset", pa.uint64()),
-        ("length", pa.uint64()),
-        ("n_tokens", pa.uint64()),
-        ("n_docs", pa.uint32()),
-        ("crc32", pa.uint32()),
-    ]
-)
-
-
-def shard_schema(
-    vocab_size: int,
-    metadata: dict[str, str] | None = None,
-    *,
-    has_loss_mask: bool = False,
-    has_record_id: bool = False,
-) -> pa.Schema:
-    """Returns the schema of a shard; decoding a batch does not need `metadata`."""
-    token = pa.uint16() if token_dtype(vocab_size).itemsize == 2 else pa.uint32()
-    columns: list[tuple[str, pa.DataType]] = [
-        ("tokens", pa.list_(token)),
-        ("doc_id", pa.binary(16)),
-        ("n_bytes", pa.uint32()),
-        ("source", pa.string()),
-        ("source_row", pa.uint64()),
-    ]
-    if has_loss_mask:
-        columns.append(("loss_mask", pa.list_(pa.bool_())))
-    if has_record_id:
-        columns.append(("record_id", pa.string()))
-    return pa.schema(columns, metadata=metadata)
+from .prepare_config import MAX_LABEL_BYTES
+from .read.token_store import ARROW_MAGIC_BYTES, INDEX_SCHEMA, crc32
+from .tokenizers.interface import Tokenizer
 
 
 def shard_metadata(tokenizer: Tokenizer, label: str) -> dict[str, str]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ShardError
-from .growth import UNFINISHED
 from .manifest import (
     SPLITS,
+    UNFINISHED,
     DatasetManifest,
     SealedSegment,
     is_prepared,

@@ -10,7 +10,8 @@ from family import make_uneven, tiny_config
 from torch import Tensor
 
 from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.prepare_config import PrepareConfig
+from moebius.data_pipeline.make.prepare import prepare
+from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.distributed.checkpoint.atomic_directory import write_checkpoint
 from moebius.distributed.parallelize import expert_names
 from moebius.model.initialise import initialise
@@ -40,6 +41,17 @@ def model_of(name: str, changes: str = "{}") -> Transformer:
         buffer.copy_(torch.linspace(-1, 1, buffer.numel()).view_as(buffer))
     model.before_step(STEP)
     return model.eval()
+
+
+def prepare_bands(folder: Path) -> Path:
+    """Returns a prepared folder with a trained tokenizer and a source with a license."""
+    text = folder / "text.jsonl"
+    lines = [json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60)]
+    text.write_text("".join(lines))
+    source = SourceConfig(name="bands", input=(str(text),), licence="CC0-1.0")
+    config = PrepareConfig(sources=(source,), tokenizer="bpe", vocab_size=VOCABULARY)
+    prepare(config, folder / "shards")
+    return folder / "shards"
 
 
 def checkpoint_of(run: Path) -> Path:

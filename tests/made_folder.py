@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from moebius.data_pipeline.data_config import DataConfig
+from moebius.data_pipeline.make.commit import ManifestWriter
 from moebius.data_pipeline.manifest import (
     Completion,
     Header,
-    ManifestWriter,
     Segment,
     ShardEntry,
     SourceEntry,
@@ -25,8 +25,8 @@ from moebius.data_pipeline.manifest import (
     index_name,
     shard_name,
 )
-from moebius.data_pipeline.read.token_store import TokenStore
-from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
+from moebius.data_pipeline.read.token_store import TokenStore, shard_schema
+from moebius.data_pipeline.shards import ShardWriter, TokenDocument
 
 END = 256  # of a document, among 257 ids
 HASH = "0" * 64

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.make.pools import SerialPool
+from moebius.data_pipeline.manifest import is_prepared, read_manifest
+from moebius.data_pipeline.read.token_store import verify_shard
 
 
 class StoppedError(Exception):
@@ -40,3 +43,12 @@ def files_of(folder: Path, pattern: str = "*") -> dict[str, bytes]:
         for path in folder.glob(pattern)
         if path.is_file()
     }
+
+
+def check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> None:
+    """Checks that every named file has its final content, and that sealed segments are whole."""
+    for name, content in files_of(folder).items() if folder.exists() else ():
+        assert TEMPORARY in name or content == expected[name], name
+    if is_prepared(folder):
+        for shard in read_manifest(folder).shards:
+            verify_shard(folder, shard)

@@ -1,5 +1,7 @@
 """Small documents of a few kB, deterministic by seed, with more than ASCII."""
 
+import importlib
+import io
 import json
 import random
 from collections import Counter
@@ -90,3 +92,14 @@ def sections_of_words(shards: Path, **settings: Any) -> dict[str, Any]:
         input=(str(shards.parent / "text.jsonl"),), tokenizer="bytes", validation_fraction=0.2
     )
     return {"data": DataConfig(directory=str(shards), **settings), "prepare": prepare}
+
+
+def sentencepiece_model(texts: list[str], **options: Any) -> bytes:
+    """Trains a small SentencePiece model, and returns its file."""
+    sentencepiece: Any = importlib.import_module("sentencepiece")
+    model = io.BytesIO()
+    defaults = {"model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2, "num_threads": 1}
+    sentencepiece.SentencePieceTrainer.train(
+        **defaults | options, sentence_iterator=iter(texts), model_writer=model
+    )
+    return model.getvalue()

@@ -2,7 +2,7 @@
 
 One child process prepares (prepare_data.py). Like the ranks, it dies with the supervisor; a restarted
 supervisor starts another one, which continues where the last one stopped. A killed child is restarted at most
-`max_restarts` times. After a permanent failure the folder is given up (`data_pipeline/growth.py`): the ranks
+`max_restarts` times. After a permanent failure the folder is given up (`manifest.give_up`): the ranks
 train to the end of the sealed data, save and stop, and the job ends with that cause.
 
 The child never uses CPUs that ranks need. On a cluster, the ranks' CPUs are reserved before its first task,
@@ -20,8 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data_pipeline.errors import DataError
-from ...data_pipeline.growth import give_up, go_on
-from ...data_pipeline.manifest import DatasetManifest, follow, is_prepared, read_manifest
+from ...data_pipeline.manifest import (
+    DatasetManifest,
+    follow,
+    give_up,
+    go_on,
+    is_prepared,
+    read_manifest,
+)
 from ...own_parts import FOLDER
 from ...train.config.start_when import StartWhen
 from ..job import Launch

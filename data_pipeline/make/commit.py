@@ -1,30 +1,97 @@
-"""Commits shards to the manifests in the order of their units, whatever order they were made in.
+"""Writes the manifests: commits shards in the order of their units, whatever order they were made in.
 
 A segment is sealed as soon as it is full, so readers of a growing folder find the same segments in the
 same order as later. The header is written with the first segment, so a folder without readable data
 has none.
 """
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..atomic import atomic_write
+from ..errors import PrepareError
 from ..manifest import (
+    MAX_MANIFEST_BYTES,
     MAX_SEGMENT_SHARDS,
+    Body,
     Completion,
     Header,
-    ManifestWriter,
     QuarantinedSplit,
     Segment,
     ShardEntry,
     SourceEntry,
     Split,
     TokenizerEntry,
+    body_hash,
+    encoded,
+    manifest_name,
 )
 from ..prepare_config import PrepareConfig
 from ..tokenizers.interface import main_file
 from ..tokenizers.tokenizer import load_tokenizer
 from .choose import SourceCounts
 from .units import Unit
+
+_NOT_LINKED = {errno.EEXIST, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+
+
+class ManifestWriter:
+    """Writes a folder's chain of manifests.
+
+    Writing the same manifest again changes nothing, so an interrupted preparation can be repeated;
+    writing another one in its place is refused.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._number, self._parent = 0, ""
+
+    def append(self, body: Body) -> None:
+        """Writes the next manifest atomically.
+
+        Raises:
+            PrepareError: another manifest has this number, or the folder cannot be written.
+        """
+        chained = {"file": self._number, "parent": self._parent} | body.model_dump(mode="json")
+        data, name = encoded(chained), manifest_name(self._number)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise PrepareError(
+                f"{name} would have {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}: give fewer "
+                "and larger input files, or lower segment_tokens"
+            )
+        create_once(self._directory / name, data)
+        self._number, self._parent = self._number + 1, body_hash(chained)
+
+
+def create_once(path: Path, data: bytes) -> None:
+    """Creates a file atomically, and never replaces another one.
+
+    Raises:
+        PrepareError: a file with other content exists, or the folder cannot be written.
+    """
+    with atomic_write(path, name=_name_once) as file:
+        file.write(data)
+
+
+def _name_once(temporary: Path, path: Path) -> None:
+    """Gives a file its name unless that is taken.
+
+    Without hard links it renames the file, which is safe under the folder's lock.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NOT_LINKED:
+            raise
+        if not path.exists():
+            os.replace(temporary, path)
+        elif path.read_bytes() != temporary.read_bytes():
+            raise PrepareError(
+                f"{path} exists with other content: another preparation wrote into this folder; choose "
+                "another one"
+            ) from None
 
 
 class Committer:

@@ -33,8 +33,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError, PrepareError, ShardError
-from ..growth import UNFINISHED
 from ..manifest import (
+    UNFINISHED,
     DatasetManifest,
     QuarantinedSplit,
     ShardEntry,

@@ -11,6 +11,7 @@ unit is tokenised, so no run can train meanwhile. Each token is written and read
 twice the disk space until the end.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ import numpy as np
 import pyarrow as pa
 
 from ..arrow_columns import bools_of
+from ..arrow_messages import decode_batch
 from ..atomic import atomic_write
 from ..errors import ShardError
 from ..manifest import SPLITS, ShardEntry, Split
 from ..prepare_config import PrepareConfig
-from ..read.token_store import read_batches
+from ..read.token_store import crc32, decode_index
 from ..shards import ShardWriter, TokenDocument
 from .tasks import (
     ShardPair,
@@ -41,6 +43,7 @@ from .tasks import (
 from .units import Unit, interleaved
 
 MAX_BUCKETS = 1024
+_MAX_BYTES = 2**40  # of a batch that this preparation has written
 _PIECE_TOKENS = 2**24  # sorted in memory at a time
 _KEY = 0x5D5F_1E2D_0C5B_A7E3
 
@@ -144,12 +147,25 @@ def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
     if (spilled := read_record(said)) is None:
         raise ShardError(f"{said} is damaged: run the same command again")
     batches = [number for number, found in enumerate(spilled["places"]) if found == place]
-    path, index = (
+    path, index_path = (
         unfinished_file(task.directory, unit, what)
         for what in ("spill.tok.arrow", "spill.idx.arrow")
     )
-    for batch in read_batches(path, index, schema_of(task), batches) if batches else ():
-        yield from _documents_of(batch)
+    try:
+        index = decode_index(index_path.read_bytes(), _MAX_BYTES)
+        with open(path, "rb") as file:
+            for number in batches:
+                offset, length = int(index["offset"][number]), int(index["length"][number])
+                message = os.pread(file.fileno(), length, offset)
+                if crc32(message) != int(index["crc32"][number]):
+                    raise ValueError(f"record batch {number} has another CRC32")
+                yield from _documents_of(
+                    decode_batch(message, schema_of(task), max_bytes=_MAX_BYTES)
+                )
+    except (OSError, ValueError) as error:
+        raise ShardError(
+            f"{path} is damaged ({error}): delete the folder and prepare again"
+        ) from error
 
 
 def _documents_of(batch: pa.RecordBatch) -> Iterator[TokenDocument]:

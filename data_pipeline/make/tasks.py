@@ -28,16 +28,15 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..atomic import atomic_write, make_durable
+from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError, ShardError
-from ..growth import UNFINISHED
-from ..manifest import SPLITS, ShardEntry, Split, index_name, shard_name
+from ..manifest import SPLITS, UNFINISHED, ShardEntry, Split, index_name, shard_name
 from ..prepare_config import PrepareConfig, SourceConfig
-from ..read.token_store import verify_shard
-from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
+from ..read.token_store import shard_schema, token_dtype, verify_shard
+from ..shards import ShardWriter, TokenDocument, shard_metadata
 from ..sources.documents import Document
 from ..sources.formats import read_documents
 from ..tokenizers.huggingface import train_bpe
-from ..tokenizers.interface import token_dtype
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .filters import DocumentRule, document_rules
 from .kept import begin_keeping, keep, take

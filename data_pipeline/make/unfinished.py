@@ -14,10 +14,11 @@ from typing import IO, Any, Literal
 from ...own_parts import PYTHON
 from ..atomic import TEMPORARY, atomic_write, explained_write_errors
 from ..errors import PrepareError
-from ..growth import UNFINISHED, go_on
 from ..manifest import (
+    UNFINISHED,
     DatasetManifest,
     QuarantinedSplit,
+    go_on,
     index_name,
     is_prepared,
     read_manifest,

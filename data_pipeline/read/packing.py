@@ -33,8 +33,8 @@ from ..arrow_columns import number_column
 from ..arrow_messages import EncodedBuffers
 from ..atomic import atomic_write
 from ..errors import ShardError
-from ..shards import crc32
 from .order import ChunkTable, num_rows
+from .token_store import ARROW_MAGIC_BYTES, crc32
 
 PLAN_VERSION = 1
 """Raise it when the same documents would get other rows; old plans are then made again."""
@@ -48,7 +48,6 @@ CHUNK_BATCHES = 8
 _PLAN_DOCUMENTS = 1000
 _PLAN_ROWS = 256  # a chunk leaves about one row unfilled, whatever its size
 _PLAN_BATCHES = 16
-_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _MAX_HEAD_BYTES = 64 * 2**20
 AGAIN = "delete the plan's two files; they are made again"
 """The advice for a damaged plan."""
@@ -329,7 +328,7 @@ def _write_plan(
     with pa.ipc.new_file(sink, _PLAN_SCHEMA, options=options) as writer:
         for batch_end, ends in _chunks_of(batches, key.seq_len, batch_tokens):
             pieces = fit_chunk(ends, key.seq_len)
-            offset = sink.tell() if chunks else _MAGIC_BYTES + _PLAN_SCHEMA.serialize().size
+            offset = sink.tell() if chunks else ARROW_MAGIC_BYTES + _PLAN_SCHEMA.serialize().size
             writer.write_batch(_encoded(pieces))
             chunks.append([batch_end, pieces.num_rows, offset, sink.tell() - offset, 0])
             filled += int(pieces.lengths.sum())

@@ -133,7 +133,7 @@ class Prepared:
     def _plan(self, source: str, segment: int, store: TokenStore | None = None) -> BestFitPlan:
         def document_ends():
             opened = store or TokenStore(self.directory, source, segment, self.split, self.manifest)
-            return map(opened.document_ends, range(opened.num_batches))
+            return (opened.read(batch).document_ends for batch in range(opened.num_batches))
 
         return open_plan(
             self.directory,

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..data_config import DataConfig
 from ..errors import DataError, PreparationFailedError
-from ..growth import given_up
+from ..manifest import given_up
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .gather import Rows
 from .mixture import Mixture, WeightStage, mixed

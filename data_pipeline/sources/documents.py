@@ -14,12 +14,10 @@ class InputSplit:
 
     The unit is a byte (.txt, .jsonl), a row group (.parquet), a record batch (.arrow), a part of the
     embedded corpus, a function's split, or the whole file (compressed files, Arrow streams). A line
-    belongs to the split in which it begins. `size`, that of the whole file, reveals changes. `number`
-    counts the splits of a source.
+    belongs to the split in which it begins. `size`, that of the whole file, reveals changes.
     """
 
     source: str
-    number: int
     url: str
     kind: str  # the name of its format
     start: int

@@ -15,20 +15,6 @@ from ..errors import InputError
 from ..retries import explain, is_of_connection, is_passing, patiently
 from .remote import RemoteFile
 
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-    "sftp": "paramiko",
-}
-
 
 class FoundFile(NamedTuple):
     """Holds the URL of an existing file, and its size in bytes."""
@@ -135,9 +121,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = _PACKAGES.get(protocol, protocol)
         raise InputError(
-            f"input {url!r} needs a package for {protocol}://: pip install {package}"
+            f"input {url!r} needs another package ({error}): install it with pip"
         ) from error
     except OSError as error:  # zip://member::archive opens the archive here
         raise InputError(

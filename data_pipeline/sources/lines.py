@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..data_config import MAX_DOCUMENT_BYTES
 from ..errors import InputError
-from ..shards import MAX_DOCUMENT_BYTES
 from .compression import chunks, is_compressed, text_bytes, unpacked_chunks
 from .documents import Document, InputSplit, SplitRange
 from .files import opened

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import InputError
-from ..prepare_config import SourceConfig
-from ..shards import MAX_LABEL_BYTES
+from ..prepare_config import MAX_LABEL_BYTES, SourceConfig
 from .documents import Document
 
 NOT_UTF8 = "not UTF-8"

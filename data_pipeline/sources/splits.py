@@ -7,7 +7,6 @@ splits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ..errors import InputError
 from ..prepare_config import PrepareConfig, SourceConfig
@@ -25,9 +24,7 @@ def plan_splits(config: PrepareConfig) -> tuple[InputSplit, ...]:
         InputError: some input does not exist.
     """
     return tuple(
-        replace(split, number=number)
-        for source in config.all_sources
-        for number, split in enumerate(_plan_source(source, config.split_bytes))
+        split for source in config.all_sources for split in _plan_source(source, config.split_bytes)
     )
 
 
@@ -49,7 +46,7 @@ def _plan(
             if not format_of(kind).has_fields:
                 _check_fields(source, url)
             for start, stop, num_bytes in format_of(kind).ranges(url, size, split_bytes):
-                yield InputSplit(source.name, 0, url, kind, start, stop, size, role, num_bytes)
+                yield InputSplit(source.name, url, kind, start, stop, size, role, num_bytes)
 
 
 def _expand(pattern: str) -> Iterator[tuple[str, str, int]]:

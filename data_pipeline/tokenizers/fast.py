@@ -30,7 +30,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from .interface import token_dtype
+from ..read.token_store import token_dtype
 
 # All branches without a look-ahead share one group. It becomes one automaton, where tiktoken's engine
 # would otherwise try branch after branch: encoding is 1.4 times as fast.
@@ -176,7 +176,7 @@ def _bytes_of(model: dict[str, Any]) -> tuple[dict[bytes, int], list[tuple[bytes
     used = [name for name in (*options, "byte_fallback") if model.get(name)]
     if used:
         raise UnsuitableError(f"its {' and '.join(used)} has no equal in tiktoken")
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     try:
         merges = [
             (_as_bytes(left, byte_of), _as_bytes(right, byte_of)) for left, right in model["merges"]
@@ -201,7 +201,7 @@ def _as_bytes(token: str, byte_of: dict[str, int]) -> bytes:
 
 
 @cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Returns GPT-2's alphabet: the byte that each printable character stands for."""
     kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in kept]

@@ -1,8 +1,7 @@
 """A tokenizer.json: our own byte-level BPE, or any that the `tokenizers` library can load.
 
 The library defines the ids. If `fast` can show that tiktoken gives the same ids, tiktoken encodes, at 6
-instead of 0.7 M tokens/s/core. `engine` tells which of them runs; a fallback is logged once with its
-reason.
+instead of 0.7 M tokens/s/core; otherwise the log gives the reason once.
 
 With byte-level BPE, both engines encode text longer than `MAX_PIECE_CHARS` in pieces (`cut_text`).
 Others (Unigram, WordPiece, SentencePiece's BPE in a tokenizer.json) encode whole texts, because cutting
@@ -14,16 +13,16 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tokenizers
 
 from ..errors import InputError
+from ..read.token_store import token_dtype
 from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder
-from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files, token_dtype
+from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
 
-Engine = Literal["tiktoken", "tokenizers"]
 MAX_PIECE_CHARS = 2**16
 logger = logging.getLogger(__name__)
 
@@ -35,23 +34,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class HuggingFaceTokenizer:
     """Encodes and decodes as a tokenizer.json says."""
 
-    def __init__(
-        self,
-        text_json: str,
-        *,
-        end_of_document: str = END_OF_DOCUMENT,
-        engine: Engine | None = None,
-    ):
+    def __init__(self, text_json: str, *, end_of_document: str = END_OF_DOCUMENT):
         """Loads a tokenizer from the text of its tokenizer.json.
 
         Args:
             text_json: the file's text.
             end_of_document: the special token that ends a document.
-            engine: the library that encodes; by default tiktoken, if it is shown to give the same ids.
 
         Raises:
             ValueError: it is not a tokenizer.json, lacks the token, or text can spell the token.
-            UnsuitableError: `engine` is "tiktoken", which might give other ids.
         """
         self._json = text_json
         self._library = _parsed(text_json)
@@ -66,12 +57,7 @@ class HuggingFaceTokenizer:
         self.end_of_document_id = self._checked_end(described)
         self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
-        self._fast = _encoder_for(text_json, engine)
-
-    @property
-    def engine(self) -> Engine:
-        """Returns the library that encodes."""
-        return "tokenizers" if self._fast is None else "tiktoken"
+        self._fast = _proven_encoder(text_json)
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -160,15 +146,6 @@ def _parsed(text_json: str) -> tokenizers.Tokenizer:
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _encoder_for(text_json: str, engine: Engine | None) -> FastEncoder | None:
-    """Returns tiktoken's encoder; None if the library encodes."""
-    if engine == "tokenizers":
-        return None
-    if engine == "tiktoken":
-        return fast_encoder(text_json)
-    return _proven_encoder(text_json)
 
 
 @lru_cache(maxsize=4)

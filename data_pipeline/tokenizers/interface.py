@@ -62,11 +62,6 @@ class Tokenizer(Protocol):
         ...
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype of token ids: uint16 if it suffices, else uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
 def main_file(tokenizer: Tokenizer) -> str:
     """Returns the name of the tokenizer's main file: tokenizer.json or tokenizer.model."""
     return next(name for name in tokenizer.files if name != CONFIG_FILE)

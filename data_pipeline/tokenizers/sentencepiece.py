@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from .interface import CONFIG_FILE, MODEL_FILE, hash_of_files, token_dtype
+from ..read.token_store import token_dtype
+from .interface import CONFIG_FILE, MODEL_FILE, hash_of_files
 
 
 class SentencePieceTokenizer:

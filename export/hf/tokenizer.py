@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from ...data_pipeline.tokenizers.fast import byte_of_character
 from ...data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -67,8 +68,7 @@ def _without_template(text: str) -> str:
 def _bytes_json(tokenizer: BytesTokenizer) -> str:
     """Returns a tokenizer.json whose words are the 256 bytes, with their values as ids."""
     end = tokenizer.end_of_document_id
-    words = {word: byte for byte, word in enumerate(byte_words())}
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_of_character(), merges=[]))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )
@@ -76,13 +76,3 @@ def _bytes_json(tokenizer: BytesTokenizer) -> str:
     library.add_special_tokens([tokenizer.end_of_document])
     assert library.token_to_id(tokenizer.end_of_document) == end, "the id after the bytes"
     return library.to_str()
-
-
-def byte_words() -> list[str]:
-    """Returns the letters by which byte-level tokenizers spell the bytes 0 … 255.
-
-    A visible Latin-1 byte stands for itself; the others are numbered from 256.
-    """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

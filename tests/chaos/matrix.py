@@ -189,7 +189,6 @@ MATRIX = (
         tests/data_pipeline/read/test_corruption.py::test_by_default_damage_ends_the_run_and_is_named
         tests/data_pipeline/read/test_corruption.py::test_a_replica_heals_and_nobody_notices
         tests/data_pipeline/read/test_corruption.py::test_all_ranks_and_every_restart_decide_alike
-        tests/data_pipeline/read/test_corruption.py::test_a_file_that_is_cut_off_or_gone_is_passed_over_alike_on_every_layout
         tests/data_pipeline/read/test_corruption.py::test_a_shard_that_is_gone_is_too_much
         """,
     ),

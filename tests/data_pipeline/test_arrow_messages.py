@@ -123,15 +123,6 @@ def test_a_schema_message_is_no_record_batch():
 # ---- single buffers, into memory that is there already
 
 
-@pytest.mark.parametrize("codec", ["zstd", None])
-def test_a_buffer_is_decoded_into_an_array(codec):
-    batch = batch_of(3000)
-    message = message_of(batch, codec)
-    into = np.zeros(3000, dtype=np.uint16)
-    EncodedBuffers(message).decode_into(3, into)
-    assert np.array_equal(into, batch.column("tokens").values.to_numpy())
-
-
 def test_no_damaged_buffer_is_written_beyond_its_array():
     """Any bytes give values or a ValueError."""
     intact = message_of(batch_of(3000))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.manifest import manifest_name, read_manifest
+from moebius.data_pipeline.manifest import ShardEntry, manifest_name, read_manifest
 from moebius.data_pipeline.verify import data_folder, find_folders, verify
 
 
@@ -16,10 +16,6 @@ from moebius.data_pipeline.verify import data_folder, find_folders, verify
 def copy(prepared: Path, tmp_path: Path) -> Path:
     shutil.copytree(prepared, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def problems(folder: Path) -> list[str]:
-    return list(verify(folder, read_manifest(folder), lambda more: None))
 
 
 def flip(path: Path, place: int) -> None:
@@ -36,52 +32,40 @@ def test_an_intact_folder_has_no_problems_and_every_byte_is_read_twice(prepared:
     assert 1.9 * num_bytes < sum(read) <= 2 * num_bytes
 
 
-def _largest(folder: Path) -> tuple[Path, int]:
-    entry = max(read_manifest(folder).shards, key=lambda shard: shard.num_bytes)
-    return folder / entry.name, entry.num_bytes
+def _first(folder: Path) -> ShardEntry:
+    return read_manifest(folder).shards[0]
 
 
-def _flip_in_batch(folder: Path) -> list[str]:
-    path, size = _largest(folder)
-    flip(path, size // 2)
-    return [f"{path.name} has blake2b", f"{path.name}, record batch"]
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "lost end": (
+        lambda folder: (folder / manifest_name(2)).unlink(),
+        ["manifest-000002.json is missing, and nothing is preparing the folder"],
+    ),
+    "a bit of a batch": (
+        lambda folder: flip(folder / _first(folder).name, _first(folder).num_bytes // 2),
+        ["text.train-00000.tok.arrow has blake2b", "text.train-00000.tok.arrow, record batch"],
+    ),
+    "a bit of a footer": (
+        lambda folder: flip(folder / _first(folder).name, _first(folder).num_bytes - 20),
+        ["text.train-00000.tok.arrow"],
+    ),
+    "lost shard": (
+        lambda folder: (folder / _first(folder).name).unlink(),
+        ["text.train-00000.tok.arrow"],
+    ),
+    "lost index": (
+        lambda folder: (folder / _first(folder).index_name).unlink(),
+        ["text.train-00000.idx.arrow"],
+    ),
+    "tokenizer": (lambda folder: flip(folder / "tokenizer.json", 40), ["tokenizer"]),
+}
 
 
-def _flip_in_footer(folder: Path) -> list[str]:
-    path, size = _largest(folder)
-    flip(path, size - 20)
-    return [path.name]
-
-
-def _lose_shard(folder: Path) -> list[str]:
-    path, _ = _largest(folder)
-    path.unlink()
-    return [path.name]
-
-
-def _lose_index(folder: Path) -> list[str]:
-    path = folder / read_manifest(folder).shards[0].index_name
-    path.unlink()
-    return [path.name]
-
-
-def _change_tokenizer(folder: Path) -> list[str]:
-    flip(folder / "tokenizer.json", 40)
-    return ["tokenizer"]
-
-
-def _lose_end(folder: Path) -> list[str]:
-    (folder / manifest_name(2)).unlink()
-    return ["manifest-000002.json is missing, and nothing is preparing the folder"]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [_lose_end, _flip_in_batch, _flip_in_footer, _lose_shard, _lose_index, _change_tokenizer],
-)
-def test_every_damage_is_named_once(copy: Path, damage: Callable[[Path], list[str]]) -> None:
-    expected = damage(copy)
-    told = problems(copy)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_named_once(copy: Path, damage: str) -> None:
+    do_damage, expected = DAMAGES[damage]
+    do_damage(copy)
+    told = list(verify(copy, read_manifest(copy), lambda more: None))
     assert len(told) == len(expected)
     assert all(part in problem for part, problem in zip(expected, told, strict=True)), told
 

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from moebius.evaluation.generate import generate
-from moebius.evaluation.perplexity import Measurement
 from moebius.model.config.attention_config import SwitchHeadConfig
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.evaluate import Evaluation
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +76,3 @@ def test_the_coldest_sample_is_the_most_likely_token(model: Transformer) -> None
     greedy = list(generate(model, PROMPT, num_tokens=5, temperature=0))
     for temperature in (5e-324, 1e-40, 1e-30, 1e-9):
         assert list(generate(model, PROMPT, num_tokens=5, temperature=temperature)) == greedy
-
-
-def test_a_measurement_in_words() -> None:
-    measured = Measurement(7, "validation", Evaluation(loss=2.0, tokens=12_345))
-    assert str(measured) == (
-        "step 7, validation: loss 2.0000 nats per token, perplexity 7.39, over 12,345 tokens"
-    )

@@ -1,18 +1,13 @@
 """Scoring and generation with a group context: the request's own numbers, drawn contexts, caches."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from bytes_run import train_bytes
 from parts import layers
-from small_corpus import sentences
 from token_stream import tokens_of
-from torch import Tensor
 
-from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
@@ -26,8 +21,6 @@ from moebius.evaluation.text import score_text, write_text
 from moebius.model.config.model_config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.config.run_config import Config, TrainConfig
-from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 
 ROUTERS = {
@@ -67,25 +60,9 @@ def make(kind: str) -> Transformer:
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("group_context")
-    file = place / "text.jsonl"
-    file.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
-    )
-    prepare(
-        PrepareConfig(
-            input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
-        ),
-        place / "shards",
-    )
-    return place / "shards"
-
-
-def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) -> None:
-    stream = tokens_of(folder)
-    with GroupContextText(folder, seq_len=40, seed=5) as text:
+def test_a_group_context_is_different_rows_of_the_training_text(mixture_folder: Path) -> None:
+    stream = tokens_of(mixture_folder)
+    with GroupContextText(mixture_folder, seq_len=40, seed=5) as text:
         drawn = text.draw(31, 41, key=(2, 0))
         starts = []
         for row in drawn.tolist():
@@ -103,7 +80,7 @@ def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) ->
             ValueError, match=r"training tokens are too few for a group context of 1000000 tokens"
         ):
             text.draw(1, 10**6)
-    with GroupContextText(folder, seq_len=40, seed=6) as other:
+    with GroupContextText(mixture_folder, seq_len=40, seed=6) as other:
         assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
 
 
@@ -118,33 +95,12 @@ def test_the_request_stands_in_any_row() -> None:
     assert seen == {0, 1, 2, 3}
 
 
-def by_hand(model: Transformer, line: list[int], group: Tensor, row: int) -> Tensor:
-    with torch.no_grad():
-        logits = model(group).logits_BSV[row].double()
-    return torch.stack([logits[s].log_softmax(0)[line[s + 1]] for s in range(len(line) - 1)])
-
-
-def test_padding_on_the_right_would_change_nothing(folder: Path) -> None:
-    model, line = make("mixture"), [END, *b"expert"]
-    with GroupContextText(folder, seq_len=CONTEXT) as text:
-        group, row = in_group_context(torch.tensor(line[:-1]), text.draw(3, 6), key=(0,))
-        padded = torch.cat(
-            (group, torch.randint(257, (4, 5), generator=torch.Generator().manual_seed(0))), 1
-        )
-        torch.testing.assert_close(
-            by_hand(model, line, padded, row),
-            by_hand(model, line, group, row),
-            rtol=1e-5,
-            atol=1e-4,
-        )
-
-
 @pytest.mark.parametrize("kind", ["mixture", "expert choice"])
 def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(
-    kind: str, folder: Path
+    kind: str, mixture_folder: Path
 ) -> None:
     model, tokens = make(kind), [116, 104, 101]
-    with GroupContextText(folder, seq_len=CONTEXT, seed=1) as text:
+    with GroupContextText(mixture_folder, seq_len=CONTEXT, seed=1) as text:
         context = text.draw(group_context_size(model), 3 + 12 - 1)
         others = text.draw(group_context_size(model), 3 + 12 - 1, key=(1,))
     for token in generate(
@@ -193,17 +149,10 @@ def test_a_model_that_reads_whole_sequences_cannot_write() -> None:
         next(generate(model, torch.tensor([1]), num_tokens=1))
 
 
-def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Path) -> None:
-    run = Config(
-        model=config("mixture"),
-        data=DataConfig(seq_len=CONTEXT, directory=str(folder)),
-        prepare=PrepareConfig(tokenizer="bytes"),
-        train=TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu"),
-    )
-    run.save(tmp_path / "config.json")
-    assert train(run, tmp_path) == "finished"
+def test_a_trained_mixture_writes_from_its_run_folder(mixture_folder: Path, tmp_path: Path) -> None:
+    run_dir = train_bytes(mixture_folder, tmp_path / "run", config("mixture"), seq_len=CONTEXT)
     with start_process("cpu") as process:
-        trained = restore(tmp_path, process)
+        trained = restore(run_dir, process)
     written = [
         "".join(write_text(trained, "one", num_tokens=20, temperature=1.0, seed=seed))
         for seed in (0, 0, 1)

@@ -21,7 +21,7 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.distributed.checkpoint.format import open_verified
 from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
-from moebius.export.published import import_published, our_name, read_tensors, translate
+from moebius.export.published import import_published, read_tensors, translate
 from moebius.export.safetensors import export, load_export
 from moebius.model.execution.precision import store_in
 from moebius.model.transformer import Transformer
@@ -179,22 +179,6 @@ def test_a_pickle_that_runs_something_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "ours"),
-    [
-        ("unique_layers.1.linear1.bias", "dense", "group.1.feed_forward.up.bias"),
-        ("unique_layers.0.mod.moe.experts.b", "sut", "group.0.feed_forward.sparse.experts.b_up"),
-        ("unique_layers.0._gate.3.weight", "sut", "halting.output.weight"),
-        ("transformer.layers.0.ln1.bias", "moeut", "group.0.attention_norm.bias"),
-        ("transformer.layers.x.ln1.bias", "moeut", None),
-        ("transformer.layers.0.ln12.bias", "moeut", None),
-        ("optimizer.state", "moeut", None),
-    ],
-)
-def test_names(name: str, recipe: str, ours: str | None) -> None:
-    assert our_name(name, tiny_config(recipe)) == ours
-
-
 def test_from_the_command_line(
     release: tuple[Path, Config], tmp_path: Path, moebius: Callable[..., Any]
 ) -> None:
@@ -217,10 +201,10 @@ SMALLER = "model.feed_forward.num_experts=9"
     ("change", "arguments", "message"),
     [
         (
-            lambda weights: weights.update({"transformer.layers.0.ffn.what": torch.zeros(1)}),
+            lambda weights: weights.update({"transformer.layers.0.ln12.bias": torch.zeros(1)}),
             [],
             "1 of 32 keys are unknown for this kind of model: "
-            "transformer.layers.0.ffn.what; check the recipe",
+            "transformer.layers.0.ln12.bias; check the recipe",
         ),
         (
             lambda weights: weights.pop("lm_head.bias"),

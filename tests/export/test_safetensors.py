@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from family import NAMES
-from hf_case import STEP, VOCABULARY, checkpoint_of, make_run, model_of
+from hf_case import STEP, VOCABULARY, checkpoint_of, make_run, model_of, prepare_bands
 from pairwise import slow_but
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.checkpoint.format import CheckpointError
 from moebius.export import safetensors as module
@@ -39,16 +37,10 @@ PAPER, DENSE = "moeut", "dense"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of every recipe; MoEUT's has a trained tokenizer."""
     folder = tmp_path_factory.mktemp("runs")
-    text = folder / "text.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60))
-    )
-    prepare(
-        PrepareConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
-    )
+    shards = str(prepare_bands(folder))
     for name in NAMES:
         tokenizer = "bpe" if name == PAPER else "bytes"
-        make_run(folder / name, model_of(name), data=str(folder / "shards"), tokenizer=tokenizer)
+        make_run(folder / name, model_of(name), data=shards, tokenizer=tokenizer)
     return {name: checkpoint_of(folder / name) for name in NAMES}
 
 

@@ -1,6 +1,5 @@
 """SentencePiece models are exported as a tokenizer.json with the same ids, or refused."""
 
-import io
 import json
 import random
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from bytes_run import prepare_bytes, train_bytes
-from small_corpus import sentences
+from small_corpus import sentencepiece_model, sentences
 from small_model import TINY
 
 from moebius.cli.main import main
@@ -17,26 +16,13 @@ from moebius.export.hf.sentencepiece_json import SAMPLE, convert
 from moebius.export.hf.tokenizer import tokenizer_files
 from moebius.train.config.run_config import ConfigError
 
-sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `sentencepiece`")
+pytest.importorskip("sentencepiece", reason="the extra `sentencepiece`")
 
 TRAINING = [*sentences(0, 60), "aaa aaaa 12 345 6789 naïve Ελληνικά", "— “quoted” ½ … \t tab"]
 
 
 def model_of(**options: Any) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        **{
-            "sentence_iterator": iter(TRAINING),
-            "model_writer": model,
-            "vocab_size": 400,
-            "model_type": "bpe",
-            "hard_vocab_limit": False,
-            "minloglevel": 2,
-            "num_threads": 1,
-            **options,
-        }
-    )
-    return model.getvalue()
+    return sentencepiece_model(TRAINING, **{"vocab_size": 400, **options})
 
 
 MODELS: dict[str, dict[str, Any]] = {

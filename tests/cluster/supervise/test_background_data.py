@@ -19,8 +19,8 @@ from moebius.cluster.supervise import background_data, generation, job_superviso
 from moebius.cluster.supervise.background_data import BackgroundData, workers_beside
 from moebius.cluster.supervise.job_supervisor import supervise
 from moebius.data_pipeline.errors import PrepareError
-from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.make.units import PrepareProgress, SourceProgress
+from moebius.data_pipeline.manifest import give_up, given_up
 from tests.cluster.pretended import OK, Act, PretendedNode, ends, failed, finishes, makes_steps
 
 USED_UP = "moebius.data_pipeline.errors.PreparationFailedError: segment 1 will not come: why"

@@ -51,7 +51,7 @@ def test_the_index_takes_logarithmically_many_runs():
 
 
 def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:
-    split = InputSplit(source, number, "/a.txt", ".txt", 0, 9, 9, role, 9)
+    split = InputSplit(source, "/a.txt", ".txt", 0, 9, 9, role, 9)
     return Unit(source, number, (split,))
 
 

@@ -30,7 +30,6 @@ def make(tmp_path):
         config = PrepareConfig(
             sources=tuple(SourceConfig(name=name, input=("x",)) for name in num_units),
             tokenizer="bytes",
-            vocab_size=257,
             segment_tokens=1000,
         )
         committer = Committer(config, tmp_path, num_units=num_units, on_segment=told.append)
@@ -60,20 +59,12 @@ def test_a_segment_is_sealed_when_it_has_its_tokens_or_its_source_ends(make):
     assert segments(folder, "a") == [[0, 1]]
     committer.commit("a", [])  # the whole source is dropped
     committer.commit("a", [shard_entry("a", 3, num_tokens=5000)])
-    committer.commit("a", [shard_entry("a", 4, num_tokens=1)])
-    assert segments(folder, "a") == [[0, 1], [3], [4]]
+    committer.commit("a", [])
+    assert segments(folder, "a") == [[0, 1], [3]], "it ends without an empty segment"
     assert segments(folder, "b") == []
     committer.commit("b", [])
     assert segments(folder, "b") == [[0]]
-    assert told == ["a", "a", "a", "b"]
-
-
-def test_a_source_that_ends_with_nothing_has_no_empty_segment(make):
-    committer, folder, told = make(a=2)
-    committer.commit("a", [shard_entry("a", 0, num_tokens=1000)])
-    committer.commit("a", [])
-    assert segments(folder, "a") == [[0]]
-    assert told == ["a"]
+    assert told == ["a", "a", "b"]
 
 
 def test_a_segment_has_so_many_shards_at_most(make, monkeypatch):
@@ -92,7 +83,7 @@ def test_the_end_says_what_became_of_everything(make):
     counts = SourceCounts()
     counts.dropped.update({"empty": 2, "duplicate": 1})
     lost = QuarantinedSplit(source="a", input="y", error="z")
-    split = InputSplit("a", 0, "/x.txt", ".txt", 0, 9, 9, "both", 9)
+    split = InputSplit("a", "/x.txt", ".txt", 0, 9, 9, "both", 9)
     committer.complete({"a": counts}, [lost], [Unit("a", 0, (split,))])
     completion = read_manifest(folder).completion
     assert completion is not None
@@ -101,15 +92,3 @@ def test_the_end_says_what_became_of_everything(make):
     assert list(completion.dropped["a"].items()) == [("duplicate", 1), ("empty", 2)]
     assert completion.quarantined == (lost,)
     assert completion.inputs == {"/x.txt": 9}
-
-
-def test_committing_again_finds_what_is_there_and_extends_it(make):
-    committer, folder, _ = make(a=2)
-    committer.commit("a", [shard_entry("a", 0, num_tokens=2000)])
-    first = read_manifest(folder)
-    again, _, told = make(a=2)
-    again.commit("a", [shard_entry("a", 0, num_tokens=2000)])
-    again.commit("a", [shard_entry("a", 1, num_tokens=1)])
-    assert read_manifest(folder).sealed[0].unpacked() == first.sealed[0].unpacked()
-    assert segments(folder, "a") == [[0], [1]]
-    assert told == ["a", "a", "a"]

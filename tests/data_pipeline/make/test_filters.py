@@ -87,10 +87,8 @@ def test_drops_are_counted_by_reason(corpus: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("not_there_at_all:keep", "no module 'not_there_at_all'"),
         ("filters_with_a_need:f", "no module 'a_package_that_is_not_there'"),
         ("filters_that_break:f", "cannot be imported: ZeroDivisionError"),
-        ("filters_of_a_test:nothing", "has no 'nothing'"),
         ("filters_of_a_test:model.nothing", "has no 'model.nothing'"),
         ("filters_of_a_test:model", "filters_of_a_test:model is a Model .*: it must be a function"),
     ],
@@ -118,12 +116,6 @@ def test_a_filter_that_fails_names_the_document(name: str, message: str, tmp_pat
     (rule,) = document_rules(config, tmp_path)
     with pytest.raises(InputError, match=message):
         rule("sur la table")
-
-
-@pytest.mark.usefixtures("functions")
-def test_a_method_can_be_a_filter(tmp_path: Path) -> None:
-    (rule,) = document_rules(PrepareConfig(filters=("filters_of_a_test:model.keep",)), tmp_path)
-    assert rule("sur la table") is None
 
 
 @pytest.mark.parametrize("path", ["", "module", "module:", ":function", "a b:c", "a.:b", "a:b()"])

@@ -65,13 +65,22 @@ def test_expected_tasks_find_their_processes_started():
 
 
 def test_a_serial_pool_returns_results_and_exceptions_in_order():
+    """Also what would end this process ends the task only."""
     pool = SerialPool()
-    first, second = pool.submit(_double, 3), pool.submit(_fail, "bad file")
-    assert pool.wait() == (first, 6)
-    number, error = pool.wait()
-    assert number == second
-    assert isinstance(error, InputError)
-    assert str(error) == "bad file"
+    tasks = [
+        pool.submit(_double, 3),
+        pool.submit(_fail, "bad file"),
+        pool.submit(keep_what_does_no_harm, "POISON SYSTEMEXIT"),
+        pool.submit(keep_what_does_no_harm, "POISON PANIC"),
+    ]
+    assert pool.wait() == (tasks[0], 6)
+    for task, kind, said in (
+        (tasks[1], InputError, "bad file"),
+        (tasks[2], TaskFailedError, "SystemExit: 5"),
+        (tasks[3], TaskFailedError, "PanicError: panicked at 3:4"),
+    ):
+        number, error = pool.wait()
+        assert (number, type(error), str(error)) == (task, kind, said)
 
 
 def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
@@ -114,15 +123,6 @@ def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
         pool._idle[0].process.join()
         number = pool.submit(_double, 5)
         assert pool.wait() == (number, 10)
-
-
-def test_what_would_end_this_process_ends_the_task_only():
-    pool = SerialPool()
-    for word, said in (("SYSTEMEXIT", "SystemExit: 5"), ("PANIC", "PanicError: panicked at 3:4")):
-        pool.submit(keep_what_does_no_harm, f"POISON {word}")
-        _, error = pool.wait()
-        assert isinstance(error, TaskFailedError)
-        assert str(error) == said
 
 
 def test_leaving_a_pool_ends_a_task_that_is_at_work():

@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from meddling import NothingToRun, StoppedError, files_of
+from meddling import NothingToRun, StoppedError, check_nothing_is_half_there, files_of
 from small_corpus import sentences, write_jsonl
 
-from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.make.pools import LocalPool
 from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.tasks import UNFINISHED
 from moebius.data_pipeline.make.units import PrepareProgress
 from moebius.data_pipeline.manifest import Completion, DatasetManifest, is_prepared, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
-from moebius.data_pipeline.read.token_store import verify_shard
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,34 +89,27 @@ def undisturbed(tmp_path_factory) -> dict[bool, Undisturbed]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_any_number_of_processes_writes_the_same_bytes(undisturbed, tmp_path, num_workers):
-    _check_processes(undisturbed, tmp_path, num_workers)
-
-
-def _check_processes(undisturbed: dict[bool, Undisturbed], folder: Path, num_workers: int) -> None:
     with LocalPool(num_workers) as pool:
         for shuffle, expected in undisturbed.items():
-            prepare(expected.config, folder / _SHUFFLES[shuffle], pool=pool)
-            assert files_of(folder / _SHUFFLES[shuffle]) == expected.files
+            prepare(expected.config, tmp_path / _SHUFFLES[shuffle], pool=pool)
+            assert files_of(tmp_path / _SHUFFLES[shuffle]) == expected.files
 
 
 # ---- interruptions
 
 
-def test_stopping_the_coordinator_between_two_tasks_of_a_shuffle_changes_nothing(
-    undisturbed, tmp_path
+@pytest.mark.parametrize(
+    ("shuffle", "every"),
+    [
+        *((False, 11), (True, 37)),
+        *(pytest.param(shuffle, 3, marks=pytest.mark.slow) for shuffle in (False, True)),
+    ],
+)
+def test_stopping_the_coordinator_at_many_moments_changes_nothing(
+    undisturbed, tmp_path, shuffle, every
 ):
     """The last part of each source has only repeats, so its unit writes no document."""
-    _stop_at(undisturbed[True], tmp_path, every=37)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_stopping_the_coordinator_at_many_moments_changes_nothing(undisturbed, tmp_path, shuffle):
-    _stop_at(undisturbed[shuffle], tmp_path, every=3)
-
-
-def _stop_at(expected: Undisturbed, folder: Path, *, every: int) -> None:
-    left = 0
+    expected, left = undisturbed[shuffle], 0
 
     def tell(progress: PrepareProgress) -> None:
         nonlocal left
@@ -127,12 +118,12 @@ def _stop_at(expected: Undisturbed, folder: Path, *, every: int) -> None:
             raise StoppedError
 
     for event in range(1, expected.num_events, every):
-        left = event
+        left, folder = event, tmp_path / str(event)
         with pytest.raises(StoppedError):
-            prepare(expected.config, folder / str(event), on_progress=tell)
-        _check_nothing_is_half_there(folder / str(event), expected.files)
-        prepare(expected.config, folder / str(event))
-        assert files_of(folder / str(event)) == expected.files
+            prepare(expected.config, folder, on_progress=tell)
+        check_nothing_is_half_there(folder, expected.files)
+        prepare(expected.config, folder)
+        assert files_of(folder) == expected.files
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -208,15 +199,6 @@ def _await_event(program: "subprocess.Popen[str]", number: int) -> None:
             return
 
 
-def _check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> None:
-    """Checks that every named file has its final content, and that sealed segments are whole."""
-    for name, content in files_of(folder).items() if folder.exists() else ():
-        assert TEMPORARY in name or content == expected[name], name
-    if is_prepared(folder):
-        for shard in read_manifest(folder).shards:
-            verify_shard(folder, shard)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(5), range(5, 10)])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -234,7 +216,7 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
                 _await_event(program, rng.randrange(1, expected.num_events - 1))
                 time.sleep(rng.choice([0, rng.random() / 100]))  # also between two events
                 _kill_group(program)
-            _check_nothing_is_half_there(folder, expected.files)
+            check_nothing_is_half_there(folder, expected.files)
             num_unfinished += (folder / UNFINISHED / "plan.json").exists()
     assert num_unfinished >= len(seeds), "they came too late"
     with _preparing(expected.config, *folders) as program:

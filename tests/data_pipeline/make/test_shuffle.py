@@ -22,7 +22,7 @@ def test_buckets_are_about_as_large_as_splits_and_sources_take_turns(monkeypatch
     config = PrepareConfig(input=("x",), split_bytes=100, shuffle_documents=True)
 
     def unit(source: str, number: int, num_bytes: int) -> Unit:
-        split = InputSplit(source, number, "/a", ".txt", 0, 9, 9, "both", num_bytes)
+        split = InputSplit(source, "/a", ".txt", 0, 9, 9, "both", num_bytes)
         return Unit(source, number, (split,))
 
     units = [unit("a", 0, 120), unit("a", 1, 30), unit("b", 0, 0), unit("c", 0, 99_999)]
@@ -51,7 +51,6 @@ def _config(paths: list[Path]) -> PrepareConfig:
     return PrepareConfig(
         input=tuple(map(str, paths)),
         tokenizer="bytes",
-        vocab_size=257,
         split_bytes=3000,
         batch_tokens=400,
         validation_fraction=0.2,
@@ -82,18 +81,3 @@ def test_every_document_comes_once_wherever_its_file_was(tmp_path, monkeypatch, 
     assert sorted(found[0]) == sorted(texts)
     places = [texts.index(text) for text in found[0]]
     assert abs(np.corrcoef(places, range(len(places)))[0, 1]) < 0.35, "of 1 it would be in order"
-
-
-def test_a_unit_without_a_document_of_its_own_costs_no_bucket(tmp_path):
-    """The second file repeats the first, so all its documents are duplicates."""
-    texts = sentences(0, 30)
-    once = [write_jsonl(tmp_path / "a.jsonl", texts)]
-    twice = [*once, write_jsonl(tmp_path / "b.jsonl", texts)]
-    for name, paths in (("once", once), ("twice", twice)):
-        prepare(_config(paths), tmp_path / name)
-    for split in ("train", "validation"):
-        assert sorted(_documents(tmp_path / "once", split)) == sorted(
-            _documents(tmp_path / "twice", split)
-        )
-    total = sum(len(_documents(tmp_path / "twice", split)) for split in ("train", "validation"))
-    assert total == len(texts)

@@ -26,7 +26,7 @@ from moebius.data_pipeline.prepare_config import PrepareConfig
 from moebius.data_pipeline.sources.documents import InputSplit
 
 CONFIG = PrepareConfig(input=("/a.txt",), tokenizer="bytes", vocab_size=257)
-UNIT = Unit("text", 3, (InputSplit("text", 3, "/a.txt", ".txt", 0, 9, 9, "both", 9),))
+UNIT = Unit("text", 3, (InputSplit("text", "/a.txt", ".txt", 0, 9, 9, "both", 9),))
 
 
 def nobody_waits() -> None:
@@ -90,18 +90,6 @@ def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_pat
     monkeypatch.setattr(Path, "exists", begun_meanwhile)
     with claimed(tmp_path, on_wait=nobody_waits):
         assert (tmp_path / UNFINISHED).is_dir()
-
-
-def test_what_is_begun_is_remembered_and_its_debris_is_cleared(tmp_path):
-    (tmp_path / UNFINISHED).mkdir()
-    begin(CONFIG, tmp_path, [UNIT])
-    debris = [tmp_path / "a.tok.arrow.tmp-1-ab", tmp_path / UNFINISHED / "b.npz.tmp-1-cd"]
-    kept = tmp_path / UNFINISHED / "text-00003.scan.npz"
-    for path in [*debris, kept]:
-        path.write_text("")
-    begin(CONFIG, tmp_path, [UNIT])
-    assert not any(path.exists() for path in debris)
-    assert kept.exists()
 
 
 def test_another_configuration_or_other_input_may_not_go_on(tmp_path):

@@ -14,7 +14,7 @@ from moebius.data_pipeline.sources.documents import InputSplit, Role
 
 def split(source: str, number: int, num_bytes: int, role: Role = "both") -> InputSplit:
     return InputSplit(
-        source, number, f"/{source}/{number}.txt", ".txt", 0, num_bytes, num_bytes, role, num_bytes
+        source, f"/{source}/{number}.txt", ".txt", 0, num_bytes, num_bytes, role, num_bytes
     )
 
 

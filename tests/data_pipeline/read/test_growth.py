@@ -12,15 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 from small_corpus import sentences, write_jsonl
+from steps import seen, steps_of
 
 from moebius.data_pipeline.data_config import DataConfig
-from moebius.data_pipeline.growth import UNFINISHED, give_up, given_up, go_on
 from moebius.data_pipeline.make.pools import LocalPool, SerialPool, TaskPool
 from moebius.data_pipeline.make.prepare import prepare
-from moebius.data_pipeline.manifest import is_prepared, read_manifest
+from moebius.data_pipeline.manifest import (
+    UNFINISHED,
+    give_up,
+    given_up,
+    go_on,
+    is_prepared,
+    read_manifest,
+)
 from moebius.data_pipeline.prepare_config import PrepareConfig, SourceConfig
 from moebius.data_pipeline.read.loader import Loader
 
@@ -46,44 +52,27 @@ def config(tmp_path_factory) -> PrepareConfig:
     )
 
 
-Step = tuple[list[list[int]], int]
+PACKINGS = ("concat", "best_fit")
+Steps = list[tuple[list, int, int]]
 
 
-def _steps(config: DataConfig, folder: Path, count: int, num_ranks: int = 1) -> list[Step]:
-    """Returns tokens and digest of the first steps, over all ranks."""
-    data = DataConfig(directory=str(folder), seq_len=S, seed=5, weights={"a": 2.0})
-    loaders = [
-        Loader(
-            data,
-            global_batch=BATCH,
-            micro_batch=1,
-            rank=rank,
-            num_ranks=num_ranks,
-            prefetch=1 + rank,
-            poll_s=0.01,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        return [_joined([next(loader) for loader in loaders]) for _ in range(count)]
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-def _joined(batches) -> Step:
-    tokens = np.concatenate([batch.tokens.reshape(-1, S + 1) for batch in batches])
-    return tokens.tolist(), sum(batch.digest for batch in batches) % 2**31
+def _data(folder: Path, packing: str) -> DataConfig:
+    values = {"directory": str(folder), "seq_len": S, "seed": 5, "weights": {"a": 2.0}}
+    return DataConfig.model_validate(values | {"packing": packing})
 
 
 @pytest.fixture(scope="module")
-def after(config, tmp_path_factory) -> list[Step]:
-    """Returns the batches after a full preparation, over more than one epoch."""
+def after(config, tmp_path_factory) -> dict[str, Steps]:
+    """Returns the steps after a full preparation, over more than one epoch, by packing."""
     folder = tmp_path_factory.mktemp("after") / "d"
     manifest = prepare(config, folder)
     assert all(len(manifest.segments(name)) >= 3 for name in "ab")
     rows = sum(segment.num_tokens("train") for segment in manifest.sealed) // S
-    return _steps(config, folder, 3 * rows // 2 // BATCH)
+    count = 3 * rows // 2 // BATCH
+    return {
+        packing: seen(steps_of(_data(folder, packing), count, global_batch=BATCH))
+        for packing in PACKINGS
+    }
 
 
 @contextmanager
@@ -125,16 +114,20 @@ class Gated(SerialPool):
         return super().wait()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
+@pytest.mark.parametrize(
+    ("packing", "num_ranks"),
+    [*((packing, 1) for packing in PACKINGS), pytest.param("concat", 4, marks=pytest.mark.slow)],
+)
+def test_training_while_it_is_tokenised_is_training_after(
+    config, after, tmp_path, packing, num_ranks
+):
     """No segment exists before the loader waits for it."""
     may_go_on, seen_growing = threading.Semaphore(0), []
-    data = DataConfig(directory=str(tmp_path / "d"), seq_len=S, seed=5, weights={"a": 2.0})
-
+    expected = after[packing]
     with _prepared_meanwhile(config, tmp_path / "d", Gated(may_go_on)):
         loaders = [
             Loader(
-                data,
+                _data(tmp_path / "d", packing),
                 global_batch=BATCH,
                 micro_batch=3,
                 rank=rank,
@@ -146,18 +139,18 @@ def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_pat
         ]
         try:
             found = []
-            while len(found) < len(after):
+            while len(found) < len(expected):
                 if not all(loader.wait_until_ready(0.02) for loader in loaders):
                     seen_growing.append(len(read_manifest(tmp_path / "d").sealed))
                     may_go_on.release()
                     continue
-                found.append(_joined([next(loader) for loader in loaders]))
+                found.append([next(loader) for loader in loaders])
         finally:
             for _ in range(20):
                 may_go_on.release()
             for loader in loaders:
                 loader.close()
-    assert found == after
+    assert seen(found) == expected
     assert len(set(seen_growing)) >= 3, "it never had to wait"
 
 
@@ -180,7 +173,9 @@ def test_training_while_workers_are_killed_is_training_after(config, after, tmp_
         killer = threading.Thread(target=kill_workers)
         killer.start()
         with _prepared_meanwhile(config, tmp_path / "d", pool):
-            assert _steps(config, tmp_path / "d", len(after), num_ranks=2) == after
+            data, expected = _data(tmp_path / "d", "concat"), after["concat"]
+            options = {"global_batch": BATCH, "num_ranks": 2, "poll_s": 0.01}
+            assert seen(steps_of(data, len(expected), **options)) == expected
         done.set()
         killer.join()
     assert read_manifest(tmp_path / "d").complete

@@ -6,18 +6,18 @@ import itertools
 import logging
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from made_folder import MadeFolder, documents
+from made_folder import END, Document, MadeFolder, documents, flip
+from steps import digest, flat, seen, steps_of
 from token_stream import tokens_of
 
 from moebius.data_pipeline.data_config import DataConfig, Stage
 from moebius.data_pipeline.errors import DataError, PreparationFailedError, ShardError
-from moebius.data_pipeline.growth import give_up
+from moebius.data_pipeline.manifest import give_up, read_manifest
 from moebius.data_pipeline.read import loader as loader_module
 from moebius.data_pipeline.read import samples as samples_module
 from moebius.data_pipeline.read import token_store
@@ -46,40 +46,6 @@ def made(tmp_path_factory) -> MadeFolder:
 def small(prepared: Path) -> DataConfig:
     """The only source of the small corpus."""
     return DataConfig(directory=str(prepared), seq_len=16, seed=3)
-
-
-def steps_of(
-    data: DataConfig, count: int, *, num_ranks: int = 1, micro_batch: int = 1, **options: Any
-) -> list[list[Batch]]:
-    """Returns `count` steps, each with the batches of all ranks."""
-    loaders = [
-        Loader(
-            data,
-            **(dict[str, Any](global_batch=GLOBAL_BATCH, micro_batch=micro_batch) | options),
-            rank=rank,
-            num_ranks=num_ranks,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        return [[next(loader) for loader in loaders] for _ in range(count)]
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-def flat(step: list[Batch], name: str = "tokens") -> list:
-    """Returns the global batch in order, by rank and micro-batch."""
-    parts = [getattr(batch, name) for batch in step]
-    return np.concatenate([part.reshape(-1, part.shape[2]) for part in parts]).tolist()
-
-
-def digest(step: list[Batch]) -> int:
-    return sum(batch.digest for batch in step) % 2**31
-
-
-def seen(steps: list[list[Batch]]) -> list:
-    return [(flat(step), digest(step), step[0].first_sample) for step in steps]
 
 
 def opened(data: DataConfig, **options: Any) -> Loader:
@@ -130,7 +96,14 @@ def test_the_shape_and_the_type(small, made):
 def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
     data = made.config(weights={"b": 0.3}, stages=STAGES, packing=packing)
     alone = steps_of(data, 12, global_batch=24)
-    together = steps_of(data, 12, global_batch=24, num_ranks=num_ranks)
+    together = steps_of(
+        data,
+        12,
+        global_batch=24,
+        num_ranks=num_ranks,
+        micro_batch=24 // num_ranks,
+        prefetch=num_ranks,
+    )
     assert seen(together) == seen(alone)
     assert {batch.first_sample for batch in together[3]} == {3 * 24}
     assert [flat(step, "loss_mask") for step in together] == [
@@ -177,36 +150,18 @@ def test_the_digest_tells_samples_apart(small):
     assert first.digest != second.digest
 
 
+def test_a_digest_tells_other_tokens_under_the_same_row_numbers(tmp_path):
+    """Changes one token far from the first rows: the whole segment's content counts."""
+    found = []
+    for last in (1, 2):
+        folder = MadeFolder(tmp_path / str(last))
+        folder.seal("text", [*documents(0, 60), Document((last, END))]).complete()
+        found.append(seen(steps_of(folder.config(), 5)))
+    assert all(one[1] != other[1] for one, other in zip(*found, strict=True))
+    assert any(one[0] == other[0] for one, other in zip(*found, strict=True))
+
+
 # ---- a folder that grows
-
-
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_training_while_it_grows_is_training_after(tmp_path, packing):
-    """The order of sealed segments does not depend on later ones; then further epochs begin."""
-    segments = [documents(seed, 40) for seed in range(4)]
-    after = MadeFolder(tmp_path / "after", ("a", "b"))
-    for segment in segments[:3]:
-        after.seal("a", segment)
-    after.seal("b", segments[3]).complete()
-    expected = seen(steps_of(after.config(packing=packing), 90))
-
-    growing = MadeFolder(tmp_path / "growing", ("a", "b"))
-    growing.seal("a", segments[0])
-
-    def make_the_rest() -> None:
-        for source, segment in (("b", segments[3]), ("a", segments[1]), ("a", segments[2])):
-            time.sleep(0.15)
-            growing.seal(source, segment)
-        time.sleep(0.15)
-        growing.complete()
-
-    maker = threading.Thread(target=make_the_rest)
-    maker.start()
-    try:
-        config = growing.config(packing=packing)
-        assert seen(steps_of(config, 90, num_ranks=2, poll_s=0.02)) == expected
-    finally:
-        maker.join()
 
 
 def test_every_source_learns_that_a_folder_is_complete(tmp_path):
@@ -459,18 +414,15 @@ def test_a_thread_that_is_stuck_is_left_behind(small, monkeypatch, caplog):
 
 
 def test_an_error_of_the_thread_is_raised_by_next_every_time(small, prepared, tmp_path):
+    """It names a damaged batch by its number in its file."""
     folder = Path(shutil.copytree(prepared, tmp_path / "d"))
-    store = TokenStore(folder, "text", 0, "train")
-    path = folder / store.entries[0].name
-    damaged = bytearray(path.read_bytes())
-    damaged[int(store._index["offset"][3]) + 64] ^= 16
-    path.write_bytes(damaged)
+    flip(folder, "text", 0, read_manifest(folder).of("train")[0].num_batches + 1)
     data = small.model_copy(update={"directory": str(folder)})
     with opened(data, global_batch=1) as loader:
-        with pytest.raises(ShardError, match=r"text.train-00000.tok.arrow, record batch 3 .*CRC32"):
+        with pytest.raises(ShardError, match=r"text.train-00001.tok.arrow, record batch 1 .*CRC32"):
             list(itertools.islice(loader, 10_000))
         assert loader.ready()
-        with pytest.raises(ShardError, match="record batch 3"):
+        with pytest.raises(ShardError, match="record batch 1"):
             next(loader)
     assert not _loader_threads()
 

@@ -15,7 +15,6 @@ from moebius.data_pipeline.read.order import (
     SampleOrder,
     SegmentOrder,
     SourceRows,
-    num_rows,
 )
 
 
@@ -108,18 +107,6 @@ def test_no_row_comes_twice_in_an_epoch_and_none_is_left_out(sizes, seed, weight
                 assert set(pairs) == every
 
 
-@settings(max_examples=80, deadline=None)
-@given(start=st.integers(0, 10**6), count=st.integers(0, 400), cut=st.floats(0, 1))
-def test_random_access_equals_reading_on(start, count, cut):
-    order = make(stages=[WeightStage(2000, {"a": 1.0, "c": 3.0})])
-    whole = as_list(order.refs_at(start, count))
-    middle = int(count * cut)
-    other = make(stages=[WeightStage(2000, {"a": 1.0, "c": 3.0})])
-    second = as_list(other.refs_at(start + middle, count - middle))
-    first = as_list(other.refs_at(start, middle))
-    assert whole == first + second
-
-
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, known=st.integers(1, 4))
 def test_segments_that_come_later_change_nothing_before_them(sizes, known):
@@ -196,10 +183,3 @@ def test_the_order_of_version_2_is_this_one():
         *((1, 6, 0, 5), (0, 5, 1, 18), (0, 5, 1, 4), (0, 5, 1, 29)),
         *((2, 1, 1, 32), (2, 1, 1, 41), (2, 1, 1, 42), (2, 1, 1, 19)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)]
-)
-def test_rows_share_their_border_token(tokens, seq_len, rows):
-    assert num_rows(tokens, seq_len) == rows

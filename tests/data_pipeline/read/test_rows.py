@@ -67,16 +67,6 @@ def test_rows_that_are_cut_are_the_stream(folder, source, segment, chunk_batches
         assert ids[row].tolist() == [number - owner[S * row] for number in owner[span]]
 
 
-def test_what_is_not_asked_for_is_not_there(folder, tmp_path):
-    tokens, mask, ids = _read(folder, "plain", 0)
-    assert tokens is not None
-    assert mask is not None  # the other source has a mask, and a step counts targets together
-    assert mask.all()
-    assert ids is None
-    plain = MadeFolder(tmp_path / "plain").seal("text", documents(0, 30)).complete()
-    assert _read(plain, "text", 0)[1:] == [None, None]
-
-
 @pytest.mark.parametrize("documents_per_chunk", [7, 1000])
 @pytest.mark.parametrize(("source", "segment"), SEGMENTS)
 def test_rows_of_fitted_documents_hold_them_whole(

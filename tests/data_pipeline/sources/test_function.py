@@ -133,6 +133,7 @@ def test_a_function_that_declares_splits_is_called_for_each():
         ("too_many", r"declares num_splits=0: it must be a whole number from 1 to 100,000"),
         ("not_there", r"texts_of_a_test has no 'not_there'"),
         ("not_a_function", r"not_a_function is a int \(3\): it must be a function"),
+        ("", r"write python:package.module:function"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_one_clear_error(name, message):
@@ -167,16 +168,6 @@ def test_settings_that_follow_a_name_reach_the_function():
 def test_settings_that_a_function_does_not_take_are_one_clear_error(name, message):
     with pytest.raises((InputError, OwnPartError), match=message):
         _read(name)
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_name_that_is_none():
-    for name, message in (
-        ("python:no_such_module_here:f", r"no module 'no_such_module_here': start from the folder"),
-        ("python:just_a_module", r"write python:package.module:function"),
-    ):
-        with pytest.raises((InputError, OwnPartError), match=message):
-            plan_splits(PrepareConfig(input=(name,)))
 
 
 @pytest.mark.usefixtures("folder")

@@ -43,14 +43,20 @@ def bpe_json() -> str:
     return bpe().files[TOKENIZER_FILE].decode()
 
 
+def by_library(text_json: str) -> HuggingFaceTokenizer:
+    """Returns a tokenizer that `tokenizers` encodes."""
+    tokenizer = HuggingFaceTokenizer(text_json)
+    tokenizer._fast = None
+    return tokenizer
+
+
 @cache
 def library_bpe() -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(bpe_json(), engine="tokenizers")
+    return by_library(bpe_json())
 
 
 def _same(texts):
-    assert bpe().engine == "tiktoken"
-    assert library_bpe().engine == "tokenizers"
+    assert bpe()._fast is not None
     for text, found, expected in zip(
         texts, bpe().encode_batch(texts), library_bpe().encode_batch(texts), strict=True
     ):
@@ -78,8 +84,8 @@ def test_every_trained_tokenizer_is_proven(seed, vocab_size):
     random.seed(seed)
     texts = ["".join(random.choices("ab ", k=300)) for _ in range(3)]
     trained = train_bpe(texts, vocab_size=vocab_size)
-    assert trained.engine == "tiktoken"
-    library = HuggingFaceTokenizer(trained.files[TOKENIZER_FILE].decode(), engine="tokenizers")
+    assert trained._fast is not None
+    library = by_library(trained.files[TOKENIZER_FILE].decode())
     more = ["".join(random.choices("aab ", k=200)) for _ in range(5)]
     assert [ids.tolist() for ids in trained.encode_batch(more)] == [
         ids.tolist() for ids in library.encode_batch(more)
@@ -115,7 +121,7 @@ def test_the_library_encodes_ten_million_characters_without_a_boundary_alike(kin
 
 def _library(change=lambda library: None, **options):
     """A tokenizer.json over all bytes and a few merges, changed by `change`."""
-    vocab = {character: i for i, character in enumerate(fast._byte_of_character())}
+    vocab = {character: i for i, character in enumerate(fast.byte_of_character())}
     merges = options.pop("merges", [("a", "b"), ("c", "d"), ("ab", "cd")])
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
@@ -149,8 +155,8 @@ def _split(pattern, behavior="isolated"):
     ids=["gpt2", "ignore_merges", "llama3", "qwen2"],
 )
 def test_other_known_ways_of_splitting(text_json):
-    found = HuggingFaceTokenizer(text_json, engine="tiktoken")
-    expected = HuggingFaceTokenizer(text_json, engine="tokenizers")
+    found, expected = HuggingFaceTokenizer(text_json), by_library(text_json)
+    assert found._fast is not None
     texts = [*DIFFICULT_TEXTS, *PROSE, "abcd ab cd abab 12ab\n\nab !\n\n ab  cd"]
     for one, other in zip(found.encode_batch(texts), expected.encode_batch(texts), strict=True):
         assert one.tolist() == other.tolist()
@@ -198,7 +204,7 @@ def test_the_second_condition_is_needed():
     vocab, merges = fast._bytes_of(json.loads(text_json)["model"])
     by_bytes = FastEncoder(merges, fast._GPT2, vocab).encode("pqbc")
     assert by_bytes is not None
-    by_pairs = HuggingFaceTokenizer(text_json, engine="tokenizers").encode_batch(["pqbc"])[0]
+    by_pairs = by_library(text_json).encode_batch(["pqbc"])[0]
     assert by_bytes.tolist() == [vocab[b"pqbc"]]
     assert by_pairs.tolist() == [vocab[b"pq"], vocab[b"bc"]]
 
@@ -214,7 +220,7 @@ def test_a_fallback_is_said_once_with_its_reason(caplog):
     text_json = _library(_set("normalizer", normalizers.NFC()))
     with caplog.at_level(logging.WARNING):
         first, second = HuggingFaceTokenizer(text_json), HuggingFaceTokenizer(text_json)
-    assert first.engine == second.engine == "tokenizers"
+    assert first._fast is second._fast is None
     (record,) = caplog.records
     assert "encoding with `tokenizers`" in record.message
     assert "it normalises text" in record.message
@@ -239,7 +245,7 @@ def test_both_libraries_agree_about_the_class_of_every_character():
     """Merges of each character's first byte with a letter, a sign, a blank and itself in front
     show whether the two were split: all 1,112,064 characters, one by one.
     """
-    name = {byte: character for character, byte in fast._byte_of_character().items()}
+    name = {byte: character for character, byte in fast.byte_of_character().items()}
     leads = [*range(0x80), *range(0xC2, 0xF5)]
     pairs = [(before, lead) for before in b"a. " for lead in leads]
     pairs += [(last, lead) for last in range(0x80, 0xC0) for lead in range(0xC2, 0xF5)]
@@ -256,7 +262,7 @@ def test_both_libraries_agree_about_the_class_of_every_character():
         merges=[(name[left], name[right]) for left, right in dict.fromkeys(pairs)],
     )
     encoder = fast_encoder(text_json)
-    library = HuggingFaceTokenizer(text_json, engine="tokenizers")
+    library = by_library(text_json)
     different, compared = [], 0
     for start in range(0, sys.maxunicode + 1, 2**14):
         codes = [code for code in range(start, start + 2**14) if not 0xD800 <= code < 0xE000]

@@ -1,38 +1,24 @@
 """SentencePiece models encode as their library does, and end documents with a control symbol."""
 
-import io
 import random
 import sys
 
 import numpy as np
 import pytest
+from small_corpus import sentencepiece_model
 
 from moebius.data_pipeline.errors import InputError, ShardError
 from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, MODEL_FILE
 from moebius.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 
-sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `sentencepiece`")
+pytest.importorskip("sentencepiece", reason="the extra `sentencepiece`")
 
 TEXTS = ["the router chose expert 12", "the expert chose the token", "the the routed tokens"] * 20
 
 
 def _model(**options) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        **{
-            "sentence_iterator": iter(TEXTS),
-            "model_writer": model,
-            "vocab_size": 300,
-            "model_type": "bpe",
-            "byte_fallback": True,
-            "hard_vocab_limit": False,
-            "minloglevel": 2,
-            "num_threads": 1,
-            **options,
-        }
-    )
-    return model.getvalue()
+    return sentencepiece_model(TEXTS, **{"vocab_size": 300, "byte_fallback": True, **options})
 
 
 MODEL = _model(control_symbols=["<doc>"], user_defined_symbols=["<mine>"])

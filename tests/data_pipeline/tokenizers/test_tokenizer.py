@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.read.token_store import token_dtype
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from moebius.data_pipeline.tokenizers.interface import (
     END_OF_DOCUMENT,
     TOKENIZER_FILE,
-    token_dtype,
 )
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
