@@ -222,7 +222,7 @@ class _Preparation:
         for index, unit in enumerate(self._units):
             if (entry := read_quarantined(self._folder, unit)) is not None:
                 self._quarantined[index] = entry
-                self._meter.unit_quarantined(unit)
+                self._meter.unit_done(unit, 0, is_own=False)
             # decided again before it is read; may be torn
             unfinished_file(self._folder, unit, "fates.npy").unlink(missing_ok=True)
             if unfinished_file(self._folder, unit, "scan.npz").exists():
@@ -342,7 +342,7 @@ class _Preparation:
         )
         self._quarantined[index] = entry = Quarantined(stage, split)
         write_quarantined(self._folder, unit, entry, account(error))
-        self._meter.unit_quarantined(unit)
+        self._meter.unit_done(unit, 0, is_own=False)
         news = f"{unit.label} is left out: {reason(error)}"
         self._show(self._meter.progress("quarantine", news=news))
         if stage == "tokenise":

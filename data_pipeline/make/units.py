@@ -133,8 +133,8 @@ def interleaved(units: Iterable[Unit]) -> tuple[Unit, ...]:
 class SourceProgress:
     """Reports the progress of one source.
 
-    `done` counts units with finished shards, `num_bytes` the estimated bytes of their text. Speed and
-    remaining time are measured on this process's own work; None if it has done none yet.
+    `done` counts units with finished shards, `num_bytes` the estimated bytes of their text. The
+    remaining time is measured on this process's own work; None if it has done none yet.
     """
 
     name: str
@@ -144,8 +144,6 @@ class SourceProgress:
     total_bytes: int = 0
     tokens: int = 0
     segments: int = 0
-    quarantined: int = 0
-    tokens_per_s: float | None = None
     eta_s: float | None = None
 
 
@@ -208,22 +206,16 @@ class Meter:
             self._own_bytes[unit.source] += unit.num_bytes
             self._own_tokens[unit.source] += tokens
 
-    def unit_quarantined(self, unit: Unit) -> None:
-        """Counts a unit that is left out."""
-        self._counts[unit.source].quarantined += 1
-        self.unit_done(unit, 0, is_own=False)
-
     def segment_sealed(self, source: str) -> None:
         """Counts a sealed segment of a source."""
         self._counts[source].segments += 1
 
     def progress(self, stage: str, *, news: str = "") -> PrepareProgress:
         """Returns the current progress of all sources."""
-        sources = []
-        for name, count in self._counts.items():
-            tokens_per_s, eta_s = self._speed(name)
-            sources.append(replace(count, tokens_per_s=tokens_per_s, eta_s=eta_s))
-        return PrepareProgress(stage, tuple(sources), *self._speed(*self._counts), news)
+        sources = tuple(
+            replace(count, eta_s=self._speed(name)[1]) for name, count in self._counts.items()
+        )
+        return PrepareProgress(stage, sources, *self._speed(*self._counts), news)
 
     def _speed(self, *sources: str) -> tuple[float | None, float | None]:
         """Returns tokens per second and remaining seconds for some sources, if known."""

@@ -180,6 +180,5 @@ def source(name: str, done: int, **more: float) -> SourceProgress:
         total_bytes=6000,
         tokens=done * 1000,
         segments=0,
-        quarantined=0,
         **more,
     )

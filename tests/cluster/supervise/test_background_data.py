@@ -226,7 +226,7 @@ def test_the_preparation_has_the_cpus_that_ranks_leave(monkeypatch):
 
 
 def progress(done: int, *, news: str = "") -> PrepareProgress:
-    source = SourceProgress("text", done, 9, 1, 2, 1000 * done, done // 2, 0)
+    source = SourceProgress("text", done, 9, 1, 2, 1000 * done, done // 2)
     return PrepareProgress("tokenising", (source,), 1234.5, 60.0, news)
 
 

@@ -39,17 +39,6 @@ def test_what_was_there_before_is_known(batches):
     assert sum(len(high) for runs in index._parts for high, _ in runs) == len(seen)
 
 
-def test_the_index_takes_logarithmically_many_runs():
-    rng = np.random.default_rng(0)
-    index = ExactIndex()
-    for _ in range(100):
-        index.add(*rng.integers(0, 2**64, (2, 500), dtype=np.uint64))
-    assert max(map(len, index._parts)) <= 13
-    for runs in index._parts:
-        for high, _ in runs:
-            assert np.all(np.diff(high.astype(np.float64)) >= 0)
-
-
 def unit(source: str = "text", number: int = 0, role: Role = "both") -> Unit:
     split = InputSplit(source, "/a.txt", ".txt", 0, 9, 9, role, 9)
     return Unit(source, number, (split,))

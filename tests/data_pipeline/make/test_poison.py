@@ -4,7 +4,6 @@ are no text's fault end the preparation.
 
 import json
 import os
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from meddling import StoppedError, files_of
 from poison import keep_what_does_no_harm
 from small_corpus import sentences, write_jsonl
+from steps import seen, steps_of
 
 from moebius.data_pipeline.data_config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError
@@ -31,7 +31,6 @@ from moebius.data_pipeline.make.prepare import prepare
 from moebius.data_pipeline.make.unfinished import QUARANTINED
 from moebius.data_pipeline.manifest import manifest_name, read_manifest
 from moebius.data_pipeline.prepare_config import PrepareConfig
-from moebius.data_pipeline.read.loader import Loader
 
 BAD = 2  # the file with the poison
 
@@ -92,28 +91,15 @@ def _check_all_but_the_poison(config: PrepareConfig, folder: Path, elsewhere: Pa
     assert found == expected
     for totals in ("num_documents", "num_tokens"):
         assert ends[0][totals] == ends[1][totals]
-    assert _seen(folder) == _seen(elsewhere)
-
-
-def _seen(folder: Path) -> list[tuple[int, list]]:
-    data = DataConfig(directory=str(folder), seq_len=16)
-    with Loader(data, global_batch=8, micro_batch=8) as loader:
-        return [(batch.digest, batch.tokens.tolist()) for batch in islice(loader, 30)]
+    one, other = (DataConfig(directory=str(place), seq_len=16) for place in (folder, elsewhere))
+    assert seen(steps_of(one, 30)) == seen(steps_of(other, 30))
 
 
 # ---- what crashes
 
 
-@pytest.mark.parametrize(
-    ("poison", "said"),
-    [
-        ("VALUE", "ValueError: the detector is at its wits' end"),
-        ("PANIC", "PanicError: panicked at 3:4"),
-        ("BADGZIP", "OSError: not a gzipped file"),  # decoders raise OSErrors without a number
-    ],
-)
-def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path, poison, said):
-    config = _corpus(tmp_path, poison)
+def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path):
+    config, said = _corpus(tmp_path, "VALUE"), "ValueError: the detector is at its wits' end"
     pool, news = Counting(), []
     manifest = prepare(config, tmp_path / "d", pool=pool, on_progress=lambda p: news.append(p.news))
     assert manifest.completion is not None
@@ -124,7 +110,7 @@ def test_an_exception_of_no_known_kind_is_quarantined_after_three_tries(tmp_path
     assert [one for one in news if one] == [f"{lost.input} is left out: {said}"]
     account = (tmp_path / "d" / QUARANTINED / "text-00002.txt").read_text()
     assert "was left out in stage 'scan'" in account
-    assert "in _raise" in account or "sys.exit(5)" in account  # the traceback, down to its origin
+    assert "in _raise" in account  # the traceback, down to its origin
     _check_all_but_the_poison(config, tmp_path / "d", tmp_path / "tombstone")
 
 
@@ -223,23 +209,16 @@ def test_a_source_of_which_nothing_is_left_is_told(tmp_path):
 # ---- what no text is to blame for
 
 
-@pytest.mark.parametrize(
-    ("poison", "said", "advice"),
-    [
-        ("MEMORY", "MemoryError", "fewer workers"),
-        ("FULL", "No space left on device", "fix that"),
-    ],
-)
-def test_what_no_text_is_to_blame_for_ends_the_preparation(tmp_path, poison, said, advice):
-    config = _corpus(tmp_path, poison)
+def test_what_no_text_is_to_blame_for_ends_the_preparation(tmp_path):
+    config = _corpus(tmp_path, "FULL")
     pool = Counting()
     with pytest.raises(PrepareError) as caught:
         prepare(config, tmp_path / "d", pool=pool)
     message = str(caught.value)
     assert message.count("2.jsonl") == 1
     assert "failed 3 times in stage 'scan'" in message
-    assert said in message
-    assert advice in message
+    assert "No space left on device" in message
+    assert "fix that" in message
     assert pool.scans[BAD] == ATTEMPTS
     assert not (tmp_path / "d" / QUARANTINED).exists()
     harmless = Path(config.input[BAD]).read_text().replace("POISON", "HARMLE")

@@ -254,7 +254,7 @@ def test_progress_is_told(config, tmp_path):
     assert last.eta_s == 0
     assert [event.eta_s is None for event in events if event.done == 0][:5] == [True] * 5
     (source,) = last.sources
-    assert (source.name, source.segments, source.quarantined) == ("text", 1, 0)
+    assert (source.name, source.segments) == ("text", 1)
     assert (
         source.num_bytes
         == source.total_bytes

@@ -43,12 +43,6 @@ def test_a_window_of_positions_touches_a_window_of_chunks():
         assert chunks.max() - chunks.min() > 2 * 8  # spread over the segment
 
 
-def test_rows_of_a_window_are_well_mixed():
-    rows = SegmentOrder(chunk_table([16] * 32, per_window=32), 1).rows_at(np.arange(512))
-    assert abs(np.corrcoef(np.arange(len(rows)), rows)[0, 1]) < 0.15
-    assert np.mean(np.abs(np.diff(rows)) == 1) < 0.02
-
-
 # ---- several sources, segments and epochs
 
 

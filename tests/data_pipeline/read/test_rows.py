@@ -11,7 +11,6 @@ from moebius.data_pipeline.read import packing
 from moebius.data_pipeline.read import rows as reader_module
 from moebius.data_pipeline.read.chunks import ConcatLayout
 from moebius.data_pipeline.read.rows import Prepared, RowReader, SplitReader
-from moebius.data_pipeline.read.token_store import TokenStore
 
 S = 16
 
@@ -111,26 +110,6 @@ def _pieces(document: Document):
 def _agree(found: list[bool | None], wanted: list[bool]) -> bool:
     """Ignores a row's first token, which is no target."""
     return all(one is None or one == other for one, other in zip(found, wanted, strict=True))
-
-
-def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
-    reads = []
-    read = TokenStore._fetch
-    monkeypatch.setattr(
-        TokenStore,
-        "_fetch",
-        lambda store, batch: reads.append(batch) or read(store, batch),
-    )
-    prepared, reader = _reader(folder, chunk_batches=4)
-    table = prepared.chunks("plain", 0)
-    count = table.num_rows
-    for order in np.array_split(np.random.default_rng(1).permutation(count), 9):
-        reader.read(np.zeros(len(order), int), np.zeros(len(order), int), order)
-    batches = TokenStore(folder.folder, "plain", 0, "train").num_batches
-    chunks = len(table.row_starts) - 1
-    assert chunks > 3
-    assert batches <= len(reads) <= batches + chunks - 1  # a head may be decoded in addition
-    assert len(set(reads)) == batches
 
 
 def test_where_a_segment_ends_no_chunk_is_decoded_again(folder, monkeypatch):

@@ -203,6 +203,12 @@ def test_other_fields(tmp_path):
 # ---- bad input
 
 
+def _parquet(**columns) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -237,6 +243,14 @@ def test_other_fields(tmp_path):
         ("a.arrow", b"no arrow at all", r"a.arrow is not a readable Arrow file"),
         ("a.arrow", b"ARROW1\0\0 no", r"a.arrow is not a readable Arrow file"),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
+        ("a.parquet", _parquet(body=["a"]), "no column 'text'; its columns are 'body'"),
+        ("a.parquet", _parquet(text=[1]), "holds int64"),
+        ("a.txt", b"fine\n" * 100 + b"b\xffd\n", r"a.txt, byte 501: not UTF-8"),
+        (
+            "a.jsonl.zst",
+            zstandard.compress(b'{"text": "a"}\n{"b": 1}\n'),
+            r"byte 14 \(unpacked\), line 2: no field",
+        ),
         (
             "a.csv",
             b"a,b",
@@ -247,30 +261,7 @@ def test_other_fields(tmp_path):
 def test_bad_content_is_named_with_its_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        _read(tmp_path / name)
-
-
-def test_bad_content_in_a_later_split_is_named_with_its_byte(tmp_path):
-    content = b"fine\n" * 100 + b"b\xffd\n"
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(InputError, match=r"a.txt, byte 501: not UTF-8"):
-        _read(tmp_path / "a.txt", split_bytes=100)
-
-
-def test_bad_content_in_zstd_is_named_with_its_unpacked_byte(tmp_path):
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a"}\n{"b": 1}\n'))
-    with pytest.raises(InputError, match=r"byte 14 \(unpacked\), line 2: no field"):
-        _read(tmp_path / "a.jsonl.zst")
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [({"body": ["a"]}, "no column 'text'; its columns are 'body'"), ({"text": [1]}, "holds int64")],
-)
-def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
-    pq.write_table(pa.table(column), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=message):
-        _read(tmp_path / "a.parquet")
+        _read(tmp_path / name, split_bytes=100)
 
 
 def test_nothing_there(tmp_path):
