@@ -385,19 +385,8 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_no_more(text_data: P
 
 
 def test_from_the_command_line(exported: Path, tmp_path: Path, moebius: Callable[..., Any]) -> None:
-    source, out = str(exported.parent / "run"), tmp_path / "out"
-    answer = moebius(
-        "ckpt",
-        "export",
-        source,
-        "--format",
-        "hf",
-        "--dtype",
-        "bf16",
-        "--no-tokenizer",
-        "--out",
-        str(out),
-    )
+    out, options = tmp_path / "out", "--format hf --dtype bf16 --no-tokenizer"
+    answer = moebius("ckpt", "export", exported.parent / "run", *options.split(), "--out", out)
     assert answer.code == 0
     assert "no tokenizer, as requested" in answer.text
     assert not (out / "tokenizer.json").exists()

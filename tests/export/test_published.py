@@ -194,59 +194,40 @@ def test_from_the_command_line(
     assert Config.load(out / "config.json").train.steps == 7
 
 
-SMALLER = "model.feed_forward.num_experts=9"
-
-
 @pytest.mark.parametrize(
-    ("change", "arguments", "message"),
+    ("changes", "argument", "message"),
     [
         (
-            lambda weights: weights.update({"transformer.layers.0.ln12.bias": torch.zeros(1)}),
-            [],
+            {"transformer.layers.0.ln12.bias": torch.zeros(1)},
+            "",
             "1 of 32 keys are unknown for this kind of model: "
             "transformer.layers.0.ln12.bias; check the recipe",
         ),
+        ({"lm_head.bias": None}, "", "it lacks head.bias"),
         (
-            lambda weights: weights.pop("lm_head.bias"),
-            [],
-            "it lacks head.bias",
-        ),
-        (
-            lambda weights: None,
-            [SMALLER],
+            {},
+            "model.feed_forward.num_experts=9",
             "group.0.feed_forward.router.weight is [28, 24] in the file and [9, 24] in the model",
         ),
-        (
-            lambda weights: None,
-            ["model.head_bias=false"],
-            "the recipe's model has no head.bias",
-        ),
-        (
-            lambda weights: weights.update(
-                {"lm_head.bias": torch.zeros(VOCABULARY, dtype=torch.int64)}
-            ),
-            [],
-            "not floating point: head.bias",
-        ),
+        ({}, "model.head_bias=false", "the recipe's model has no head.bias"),
+        ({"lm_head.bias": torch.zeros(VOCABULARY).long()}, "", "not floating point: head.bias"),
     ],
 )
 def test_what_does_not_fit_is_named(
-    change,
-    arguments: list[str],
+    changes: dict[str, Tensor | None],
+    argument: str,
     message: str,
     release: tuple[Path, Config],
     tmp_path: Path,
     moebius: Callable[..., Any],
 ) -> None:
     file, config = release
-    weights = read_tensors(file)
-    change(weights)
-    save_file(weights, file)
+    weights = read_tensors(file) | changes
+    save_file({key: value for key, value in weights.items() if value is not None}, file)
     config.save(tmp_path / "tiny.json")
     out = tmp_path / "out"
-    answer = moebius(
-        "ckpt", "import", str(file), str(tmp_path / "tiny.json"), *arguments, "--out", str(out)
-    )
+    words = [argument] if argument else []
+    answer = moebius("ckpt", "import", file, tmp_path / "tiny.json", *words, "--out", out)
     assert answer.code == 2
     assert message in answer.text, answer.text
     assert not out.exists()

@@ -326,38 +326,25 @@ def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_r
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("change", "options", "message"),
     [
         (
+            {},
             {"global_batch": 6, "micro_batch": 4},
-            "global_batch=6 is not a multiple of num_ranks=1 x micro_batch=4 = 4",
+            "global_batch=6 .* micro_batch=4 = 4 sequences",
         ),
-        ({"num_ranks": 3}, "global_batch=4 is not a multiple of num_ranks=3"),
-        ({"rank": 2, "num_ranks": 2}, "rank=2 < num_ranks=2"),
-        ({"micro_batch": 0}, "micro_batch=0"),
-        ({"start_sample": -1}, "start_sample=-1"),
-        ({"prefetch": 0}, "prefetch=0"),
+        ({}, {"num_ranks": 3}, "global_batch=4 is not a multiple of num_ranks=3"),
+        ({}, {"rank": 2, "num_ranks": 2}, "rank=2 < num_ranks=2"),
+        ({}, {"micro_batch": 0}, "micro_batch=0"),
+        ({}, {"start_sample": -1}, "start_sample=-1"),
+        ({}, {"prefetch": 0}, "prefetch=0"),
+        ({"seq_len": 10**6}, {}, r"'text' of .* has \d+ tokens, fewer than the 1000001 of one row"),
+        ({"directory": "/nowhere"}, {}, "holds no prepared data; run `moebius prepare`"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(small, options, message):
+def test_what_cannot_be_loaded_is_refused(small, change, options, message):
     with pytest.raises(DataError, match=message):
-        opened(small, **options)
-    assert not _loader_threads()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"seq_len": 10**6},
-            r"source 'text' of .* has \d+ tokens, fewer than the 1000001 of one row",
-        ),
-        ({"directory": "/nowhere"}, "holds no prepared data; run `moebius prepare`"),
-    ],
-)
-def test_data_that_cannot_be_loaded_is_refused(small, change, message):
-    with pytest.raises(DataError, match=message):
-        opened(small.model_copy(update=change))
+        opened(small.model_copy(update=change), **options)
     assert not _loader_threads()
 
 
