@@ -14,35 +14,65 @@ parameters; the authors' file has E = 2048, so m = 32.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from ...data_pipeline.data_config import DataConfig
 from ...data_pipeline.prepare_config import PrepareConfig
-from ...model.config.attention_config import (
-    DenseAttentionConfig,
-    LearnedPositionsConfig,
-    MoMHAConfig,
-    SwitchHeadConfig,
-)
+from ...model.config.attention_config import DenseAttentionConfig, LearnedPositionsConfig
 from ...model.config.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
-from ...model.config.model_config import (
-    HaltingConfig,
-    InitialisationConfig,
-    ModelConfig,
-    ScaledInitialisationConfig,
-)
+from ...model.config.model_config import ModelConfig, ScaledInitialisationConfig
 from ...model.routers.mixture import TokenMixingConfig
-from ...model.routers.sigmoid import SigmoidConfig
-from ...model.routers.sut import SutConfig
 from ..config.run_config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
+# The short names of the tables below.
+_KEYS = {
+    "layers": "num_layers",
+    "group": "layers_per_group",
+    "heads": "attention.num_heads",
+    "d_head": "attention.d_head",
+    "attention_experts": "attention.num_experts",
+    "attention_top_k": "attention.top_k",
+    "attention_balance": "attention.balance",
+    "sampled": "attention.sampled",
+    "d_feed_forward": "feed_forward.d_feed_forward",
+    "experts": "feed_forward.num_experts",
+    "d_expert": "feed_forward.d_expert",
+    "top_k": "feed_forward.router.top_k",
+    "mi_loss": "feed_forward.router.mi_loss",
+}
+_MOEUT: dict[str, Any] = {
+    "attention.kind": "switchhead",
+    "attention.top_k": 2,
+    "attention.single_expert": "gated_experts",
+    "feed_forward.kind": "experts",
+    "feed_forward.d_expert": 128,
+    "feed_forward.router.kind": "sigmoid",
+    "initialisation.expert_axis_norm": True,
+}
+_DENSE: dict[str, Any] = {"norm": "pre", "attention.kind": "dense", "feed_forward.kind": "dense"}
+_SUT: dict[str, Any] = {
+    "layers_per_group": 1,
+    "norm": "post",
+    "attention.kind": "momha",
+    "attention.top_k": 2,
+    "attention.max_distance": 64,
+    "feed_forward.kind": "experts",
+    "feed_forward.expert_bias": True,
+    "feed_forward.router.kind": "sut",
+    "initialisation.kind": "sut",
+}
 
-def _run(name: str, model: ModelConfig) -> Config:
+
+def _moeut_run(name: str, common: dict[str, Any], sizes: dict[str, Any]) -> Config:
     """Returns a run by the MoEUT paper's protocol: 64 × 1024 tokens a step, 100,000 steps."""
     small = "_44m" in name
+    own = {_KEYS.get(key, key): value for key, value in sizes.items()}
+    if small:
+        own["initialisation.expert_axis_norm"] = False
     return Config(
-        model=model,
+        model=ModelConfig.from_dotted(common | own),
         data=DataConfig(seq_len=1024),
         prepare=PrepareConfig(vocab_size=8000),
         optim=OptimConfig(
@@ -61,93 +91,6 @@ def _run(name: str, model: ModelConfig) -> Config:
         checkpoint=CheckpointConfig(every=2000),
         job=JobConfig(name=name, start_timeout_s=1800),
     )
-
-
-def _moeut(
-    name: str,
-    *,
-    layers: int,
-    group: int,
-    d_model: int,
-    heads: int,
-    attention_experts: int,
-    d_head: int,
-    experts: int,
-    top_k: int,
-    **changes: Any,
-) -> Config:
-    model = ModelConfig(
-        num_layers=layers,
-        layers_per_group=group,
-        d_model=d_model,
-        attention=SwitchHeadConfig(
-            num_heads=heads,
-            d_head=d_head,
-            num_experts=attention_experts,
-            top_k=min(2, attention_experts),
-            single_expert="gated_experts",
-        ),
-        feed_forward=ExpertsConfig(
-            num_experts=experts, d_expert=128, router=SigmoidConfig(top_k=top_k)
-        ),
-        initialisation=InitialisationConfig(kind="paper", expert_axis_norm="_44m" not in name),
-    )
-    return _run(name, model.changed(changes))
-
-
-def _dense(
-    name: str, *, layers: int, d_model: int, d_feed_forward: int, heads: int, d_head: int
-) -> Config:
-    model = ModelConfig(
-        num_layers=layers,
-        layers_per_group=layers,
-        d_model=d_model,
-        norm="pre",
-        attention=DenseAttentionConfig(num_heads=heads, d_head=d_head),
-        feed_forward=DenseFeedForwardConfig(d_feed_forward=d_feed_forward),
-    )
-    return _run(name, model)
-
-
-def _sut(
-    name: str,
-    *,
-    layers: int,
-    d_model: int,
-    d_expert: int,
-    heads: int,
-    d_head: int,
-    attention_experts: int,
-    experts: int,
-    top_k: int,
-    mi_loss: float,
-    sampled: int,
-    halting: bool,
-) -> Config:
-    model = ModelConfig(
-        num_layers=layers,
-        layers_per_group=1,
-        d_model=d_model,
-        norm="post",
-        attention=MoMHAConfig(
-            num_heads=heads,
-            d_head=d_head,
-            num_experts=attention_experts,
-            top_k=2,
-            sampled=sampled,
-            balance=mi_loss,
-            max_distance=64,
-        ),
-        feed_forward=ExpertsConfig(
-            num_experts=experts,
-            d_expert=d_expert,
-            expert_bias=True,
-            router=SutConfig(top_k=top_k, mi_loss=mi_loss),
-        ),
-        halting=HaltingConfig(loss=0.01, loss_sum="all") if halting else None,
-        initialisation=InitialisationConfig(kind="sut"),
-    )
-    return _run(name, model)
 
 
 def _mixture(
@@ -229,7 +172,9 @@ _MOEUT_SIZES: dict[str, dict[str, Any]] = {
 }
 # The group-size, order and norm ablations at 244M.
 _ABLATIONS: dict[str, dict[str, Any]] = {
-    f"moeut_244m_g{group}": _MOEUT_SIZES["moeut_244m"] | dict(group=group, experts=experts, attention_experts=attention)
+    f"moeut_244m_g{group}": _MOEUT_SIZES["moeut_244m"] | dict(
+        group=group, experts=experts, attention_experts=attention, attention_top_k=min(2, attention)
+    )
     for group, experts, attention in ((1, 779, 20), (3, 260, 6), (6, 128, 3), (9, 84, 2), (18, 40, 1))
 } | {
     "moeut_244m_aabb": _MOEUT_SIZES["moeut_244m"] | dict(order="aabb"),
@@ -245,24 +190,25 @@ _SIGMA_SIZES: dict[str, dict[str, Any]] = {
     "sigma_moe_728m": dict(layers=36, group=36, d_model=1280, heads=5, attention_experts=1, d_head=128, experts=50, top_k=20),
 }
 _DENSE_SIZES: dict[str, dict[str, Any]] = {
-    "dense_44m":  dict(layers=16, d_model=412,  d_feed_forward=2053, heads=10, d_head=41),
-    "dense_126m": dict(layers=16, d_model=768,  d_feed_forward=3072, heads=16, d_head=48),
-    "dense_244m": dict(layers=18, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
-    "dense_319m": dict(layers=24, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
-    "dense_728m": dict(layers=36, d_model=1280, d_feed_forward=5120, heads=20, d_head=64),
-    "dense_1b":   dict(layers=36, d_model=1536, d_feed_forward=6144, heads=24, d_head=64),
+    "dense_44m":  dict(layers=16, group=16, d_model=412,  d_feed_forward=2053, heads=10, d_head=41),
+    "dense_126m": dict(layers=16, group=16, d_model=768,  d_feed_forward=3072, heads=16, d_head=48),
+    "dense_244m": dict(layers=18, group=18, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
+    "dense_319m": dict(layers=24, group=24, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
+    "dense_728m": dict(layers=36, group=36, d_model=1280, d_feed_forward=5120, heads=20, d_head=64),
+    "dense_1b":   dict(layers=36, group=36, d_model=1536, d_feed_forward=6144, heads=24, d_head=64),
 }
 _SUT_44M = dict(
     layers=16, d_model=412, d_expert=256, heads=4, d_head=64, attention_experts=24, experts=152,
-    top_k=2, mi_loss=0.001, sampled=0,
+    top_k=2, mi_loss=0.001, attention_balance=0.001, sampled=0,
 )
 _SUT_244M = dict(
     layers=18, d_model=1024, d_expert=512, heads=4, d_head=128, attention_experts=21, experts=192,
-    top_k=4, mi_loss=0.01, sampled=1,
+    top_k=4, mi_loss=0.01, attention_balance=0.01, sampled=1,
 )
+_HALTING = dict(halting=dict(loss=0.01, loss_sum="all"))
 _SUT_SIZES: dict[str, dict[str, Any]] = {
-    "sut_44m": _SUT_44M | dict(halting=True), "sut_44m_no_act": _SUT_44M | dict(halting=False),
-    "sut_244m": _SUT_244M | dict(halting=True), "sut_244m_no_act": _SUT_244M | dict(halting=False),
+    "sut_44m": _SUT_44M | _HALTING, "sut_44m_no_act": _SUT_44M,
+    "sut_244m": _SUT_244M | _HALTING, "sut_244m_no_act": _SUT_244M,
 }
 _MEDIUM, _BASE = dict(d_model=512, blocks=8, heads=8, width=2048), dict(d_model=768, blocks=12, heads=12, width=3072)
 _MIXTURE_SIZES: dict[str, dict[str, Any]] = {
@@ -283,17 +229,17 @@ _MIXTURE_SIZES: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 
-_KINDS: tuple[tuple[str, Callable[..., Config], dict[str, dict[str, Any]]], ...] = (
-    ("MoEUT, a size of the paper", _moeut, _MOEUT_SIZES),
-    ("MoEUT, an ablation of the paper", _moeut, _ABLATIONS),
-    ("σ-MoE control of the MoEUT paper", _moeut, _SIGMA_SIZES),
-    ("dense baseline of the MoEUT paper", _dense, _DENSE_SIZES),
-    ("SUT baseline of the MoEUT paper", _sut, _SUT_SIZES),
-    ("Mixture of Tokens, or its dense baseline", _mixture, _MIXTURE_SIZES),
+_KINDS: tuple[tuple[str, dict[str, Any], dict[str, dict[str, Any]]], ...] = (
+    ("MoEUT, a size of the paper", _MOEUT, _MOEUT_SIZES),
+    ("MoEUT, an ablation of the paper", _MOEUT, _ABLATIONS),
+    ("σ-MoE control of the MoEUT paper", _MOEUT | {"attention.top_k": 1}, _SIGMA_SIZES),
+    ("dense baseline of the MoEUT paper", _DENSE, _DENSE_SIZES),
+    ("SUT baseline of the MoEUT paper", _SUT, _SUT_SIZES),
 )
+_MIXTURE = "Mixture of Tokens, or its dense baseline"
 
 PUBLISHED: dict[str, tuple[str, Callable[[], Config]]] = {
-    name: (description, lambda build=build, name=name, sizes=sizes: build(name, **sizes))
-    for description, build, table in _KINDS
+    name: (description, partial(_moeut_run, name, common, sizes))
+    for description, common, table in _KINDS
     for name, sizes in table.items()
-}
+} | {name: (_MIXTURE, partial(_mixture, name, **sizes)) for name, sizes in _MIXTURE_SIZES.items()}
