@@ -155,22 +155,19 @@ def exchange_traffic(
     pattern = entry_of(dispatcher).pattern
     copies = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
     held = tokens * direction.tokens_bytes(copies.rows)
+    fast, slow, slow_peers = held * (local - 1) / ep, held * (ep - local) / ep, ep - local
     if pattern.node_first and nodes > 1:
-        reached = row_copies(bank, unit, nodes).rows
-        slow = tokens * direction.tokens_bytes(reached) * (nodes - 1) / nodes
-        return Traffic(
-            fast_bytes=held * (local - 1) / local,
-            slow_bytes=slow,
-            fast_peers=local - 1,
-            slow_peers=nodes - 1,
-            held_bytes=held,
-            cap=copies.cap,
+        reached = tokens * direction.tokens_bytes(row_copies(bank, unit, nodes).rows)
+        fast, slow, slow_peers = (
+            held * (local - 1) / local,
+            reached * (nodes - 1) / nodes,
+            nodes - 1,
         )
     return Traffic(
-        fast_bytes=held * (local - 1) / ep,
-        slow_bytes=held * (ep - local) / ep,
+        fast_bytes=fast,
+        slow_bytes=slow,
         fast_peers=local - 1,
-        slow_peers=ep - local,
+        slow_peers=slow_peers,
         held_bytes=held,
         cap=copies.cap,
     )

@@ -1,7 +1,4 @@
-"""Interpolates measured times of collectives, and fits Hockney's two numbers to them.
-
-    t = α + β·bytes         α: latency, 1/β: bandwidth,
-                            α/β: the message size that reaches half of the bandwidth
+"""Interpolates measured times of collectives.
 
 benchmarks/gloo_table.py writes the file: {"rows": [{"op", "world", "bytes", "seconds"} …]}, where
 bytes are those of the whole tensor on one rank. `ranks_per_node` beside the rows gives the
@@ -10,51 +7,16 @@ for others the formulas of communication.py hold.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from pydantic import BaseModel, Field, PositiveFloat, ValidationError
 
 Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by bytes
-
-
-@dataclass(frozen=True)
-class Hockney:
-    """Holds latency and inverse bandwidth of one operation in one world."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Returns the seconds of one call."""
-        return self.alpha_s + self.beta_s_per_byte * num_bytes
-
-
-def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
-    """Fits α and β ≥ 0 to measured times by least squared relative errors.
-
-    Relative errors give small messages the same weight as large ones.
-
-    Raises:
-        ValueError: fewer than two sizes, or a time that is not positive.
-    """
-    if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
-        raise ValueError(
-            f"fitting α and β needs two message sizes with positive times, got {list(points)}"
-        )
-    sizes, seconds = np.array(points, dtype=float).T
-    rows = np.stack((1 / seconds, sizes / seconds), axis=1)
-    (alpha, beta), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
-    if alpha < 0:
-        alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
-    elif beta < 0:
-        alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0
-    return Hockney(float(alpha), float(beta))
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ def _shown(ranked: RankedPlans, top: int) -> list[LayoutPlan]:
 
 def _cells(plan: LayoutPlan) -> Iterator[str]:
     candidate, found, time = plan.candidate, plan.prediction, plan.prediction.time
-    world = candidate.world_size
-    yield f"{world}/{world + plan.unused_ranks}" if plan.unused_ranks else f"{world}"
+    yield f"{candidate.world_size}"
     yield f"{candidate.dp_replicate}×{candidate.dp_shard}"
     yield f"{candidate.ep}{'~' if plan.changes else ''}"
     yield from (candidate.sharding, candidate.dispatcher, candidate.recompute)
@@ -255,8 +254,6 @@ def _host_waits(report: PlanReport) -> Iterator[str]:
 def _notes(scenario: Scenario, shown: Sequence[LayoutPlan]) -> Iterator[str]:
     batches = f"{scenario.micro_batches} micro-batches of " if scenario.micro_batches > 1 else ""
     yield (f"{batches}{scenario.tokens:,} tokens per rank and step, {scenario.workload.precision}")
-    if any(plan.unused_ranks for plan in shown):
-        yield "GPUs a/b: b − a ranks stay unused because a divides better"
     changes = sorted({change for plan in shown for change in plan.changes})
     if changes:
         counts = ", ".join(f"{kind} {count}" for kind, count in changes)
@@ -323,7 +320,6 @@ def _plain_plan(plan: LayoutPlan) -> dict[str, Any]:
     return {
         **asdict(plan.candidate),
         "world_size": plan.candidate.world_size,
-        "unused_ranks": plan.unused_ranks,
         "rounded_up": dict(plan.changes),
         "fits": found.fits,
         "memory_bytes": {**asdict(found.memory), "total": found.memory.total},

@@ -3,8 +3,7 @@
 A layout is legal if ep divides dp_shard and every bank of experts, and dp_shard divides the world.
 Hardly anything divides the banks of published MoEUTs (387 feed-forward experts, 40 of attention),
 so the planner rounds such banks up and says so. (Training also accepts the original bank: the first
-ranks hold one expert more, at the cost of the rounded one.) If the world has few divisors (1,249
-nodes are a prime number), the planner also tries worlds that leave some nodes unused.
+ranks hold one expert more, at the cost of the rounded one.)
 
 Each layout gets its fastest dispatcher and the least recomputation that fits into memory. A layout
 takes about 0.5 ms.
@@ -19,8 +18,6 @@ from .cost_model import RECOMPUTATION, SHARDINGS, predict
 from .prediction import LayoutCandidate, Prediction, Scenario
 from .step_collectives import is_measured
 from .workload import rounded
-
-MOST_UNUSED = 0.1  # share of the nodes that may stay unused for better divisors
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class LayoutPlan:
 
     prediction: Prediction
     scenario: Scenario  # with rounded-up experts, if ep required it
-    unused_ranks: int
     changes: tuple[tuple[str, int], ...] = ()  # rounded-up banks: kind, experts per head
 
     @property
@@ -77,43 +73,18 @@ def rank_plans(
         ValueError: no layout is legal or fits into memory; the message says what is missing.
     """
     ranks = nodes * scenario.hardware.ranks_per_node
-    found: dict[tuple[int, int, int, str], LayoutPlan] = {}
-    for world in _worlds(nodes, scenario.hardware.ranks_per_node, constraints.ep):
-        for plan in _of_world(scenario, world, ranks - world, constraints):
-            candidate = plan.candidate
-            found[candidate.dp_replicate, candidate.dp_shard, candidate.ep, candidate.sharding] = (
-                plan
-            )
-    if not found:
-        raise ValueError(_nothing_legal(scenario, ranks, constraints))
     ranked = sorted(
-        found.values(),
+        _of_world(scenario, ranks, constraints),
         key=lambda plan: (not plan.prediction.fits, *_slowness(plan.prediction)),
     )
+    if not ranked:
+        raise ValueError(_nothing_legal(scenario, ranks, constraints))
     if not ranked[0].prediction.fits:
         raise ValueError(_nothing_fits(scenario, nodes, ranked))
     return RankedPlans(nodes, tuple(ranked))
 
 
-def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
-    """Returns the whole world, and smaller ones whose number of nodes has more divisors.
-
-    For a given ep that does not divide the world, returns its largest multiple only.
-    """
-    whole = nodes * ranks_per_node
-    if ep is not None and whole % ep:
-        return [whole // ep * ep] if whole >= ep else []
-    rounder = {nodes - nodes % 2**power for power in range(7)}
-    return [
-        count * ranks_per_node
-        for count in sorted(rounder, reverse=True)
-        if count >= (1 - MOST_UNUSED) * nodes
-    ]
-
-
-def _of_world(
-    scenario: Scenario, world: int, unused: int, constraints: Constraints
-) -> Iterator[LayoutPlan]:
+def _of_world(scenario: Scenario, world: int, constraints: Constraints) -> Iterator[LayoutPlan]:
     for ep in _divisors(world):
         if constraints.ep not in (None, ep):
             continue
@@ -127,7 +98,7 @@ def _of_world(
         for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
             layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
             best = best_way(changed, layout, constraints)
-            yield LayoutPlan(best, changed, unused, tuple(sorted(changes.items())))
+            yield LayoutPlan(best, changed, tuple(sorted(changes.items())))
 
 
 def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, int]]:
@@ -195,9 +166,9 @@ def _nothing_legal(scenario: Scenario, ranks: int, constraints: Constraints) -> 
             f"{-(-ep // per_node)} nodes or a smaller ep"
         )
     return (
-        f"no layout of {ranks} ranks has ep {ep}: each rank of an ep group must hold an equal number "
-        f"of every bank's experts ({banks}), at least one, and the planner rounds banks up by at most "
-        "a quarter; choose another ep"
+        f"no layout of {ranks} ranks has ep {ep}: it must divide the ranks, each rank of an ep group "
+        f"must hold an equal number of every bank's experts ({banks}), at least one, and the planner "
+        "rounds banks up by at most a quarter; choose another ep"
     )
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...planning.routing_skew import RoutingSkew
     from ...train.config.run_config import Config
 
-_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
-
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius plan` and its options."""
@@ -54,9 +52,6 @@ def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         default=["1"],
         metavar="N",
         help='for example 4, or 1 "…" 1250 (doubling)',
-    )
-    parser.add_argument(
-        "--precision", choices=list(_PRECISIONS), help="of matrix products; default: the recipe's"
     )
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="N", help="per micro-batch; default: the recipe's"
@@ -167,11 +162,11 @@ def _scenario(config: "Config", machine: "Hardware", options: argparse.Namespace
             f"mesh.replicas={config.mesh.replicas}: the planner does not model copies of hot "
             "experts; plan with mesh.replicas=0"
         )
-    precision = _PRECISIONS.get(options.precision, config.train.precision)
+    precision = config.train.precision
     if precision == "bfloat16_only":
         raise ValueError(
             'train.precision="bfloat16_only": the planner counts float32 weights and moments; plan '
-            "with --precision bf16 or fp32"
+            "with train.precision=bfloat16 or float32"
         )
     tokens = options.tokens_per_rank
     if tokens is None:

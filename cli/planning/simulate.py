@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...distributed.dispatch.table import LOCAL, by_collectives
 from ..arguments import Commands, NamesOrOwn, add_command, add_overrides
-from ..messages import print_message
+from ..console import print_message
 
 if TYPE_CHECKING:
     from ...simulation.calls import CallSource

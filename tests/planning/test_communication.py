@@ -1,6 +1,5 @@
 """Bytes and seconds of collectives, against published figures and against drawn routes."""
 
-import json
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moebius.planning.communication import (
     Traffic,
@@ -26,13 +23,12 @@ from moebius.planning.communication import (
     tree_latency_s,
 )
 from moebius.planning.hardware import HARDWARE
-from moebius.planning.measured import Hockney, fit_hockney, make_table, read_table
+from moebius.planning.measured import make_table, read_table
 from moebius.planning.workload import Bank
 
 H100 = HARDWARE["h100"]
 DEEPSEEK_V3 = Bank("feed_forward", "feed_forward", 256, 8, 7168, 7168, 0, 0, route_bytes=0)
 QWEN3_30B = Bank("feed_forward", "feed_forward", 128, 8, 2048, 2048, 0, 0, route_bytes=0)
-GLOO_TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "gloo_table.json"
 
 
 def traffic_of(
@@ -252,30 +248,6 @@ def test_noise_does_not_make_more_bytes_faster() -> None:
     assert times == pytest.approx([2e-3, 2e-3, 3e-3])
 
 
-@given(alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-12, 1e-8))
-@settings(max_examples=50, deadline=None)
-def test_fitting_finds_what_the_times_were_made_of(alpha: float, beta: float) -> None:
-    law = Hockney(alpha, beta)
-    fitted = fit_hockney([(size, law.seconds(size)) for size in (1e3, 1e5, 1e7)])
-    for size in (5e2, 1e4, 5e7):
-        assert fitted.seconds(size) == pytest.approx(law.seconds(size), rel=1e-6)
-
-
-def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
-    """Fits α and β to every second size of an operation and predicts the others."""
-    rows = json.loads(GLOO_TABLE.read_text())["rows"]
-    errors = {}
-    for key in {(row["op"], row["world"]) for row in rows}:
-        points = sorted(
-            (row["bytes"], row["seconds"]) for row in rows if (row["op"], row["world"]) == key
-        )
-        law = fit_hockney(points[::2])
-        errors[key] = max(abs(law.seconds(size) / seconds - 1) for size, seconds in points[1::2])
-    assert len(errors) == 12
-    assert max(errors.values()) <= 0.30, errors
-    assert read_table(GLOO_TABLE).worlds("all_to_all") == [2, 4, 8]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -294,20 +266,6 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str | None, me
         file.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_table(file)
-
-
-def test_a_fit_is_never_negative() -> None:
-    """If least squares want a negative part, the better of latency alone and bandwidth alone is
-    taken.
-    """
-    with pytest.raises(ValueError, match="two message sizes"):
-        fit_hockney([(1e3, 1e-3), (1e3, 2e-3)])
-    falling = fit_hockney([(1e3, 2e-3), (1e6, 1e-3)])
-    assert falling.beta_s_per_byte == 0
-    assert 1e-3 < falling.alpha_s < 2e-3
-    steep = fit_hockney([(1e3, 1e-6), (1e6, 1.0)])
-    assert steep.alpha_s == 0
-    assert 1e-9 < steep.beta_s_per_byte < 1e-6
 
 
 def test_one_measured_size_grows_in_proportion() -> None:

@@ -45,7 +45,6 @@ HEADER = "GPUs layout ep shard dispatcher recompute GB ms c+x+w % tok/s MFU"
     [
         "smoke",
         "moeut_244m --nodes 1250 --ep 16 --dispatcher hierarchical",
-        pytest.param("moeut_244m --nodes 1249 --recompute selective", marks=pytest.mark.slow),
         pytest.param("smoke --nodes 1250 --detail", marks=pytest.mark.slow),
     ],
 )
@@ -86,8 +85,8 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: Capture) -> None
             [],
             ["--tokens-per-rank", "1024"],
             ["model.feed_forward.num_experts=64"],
-            ["--precision", "fp32"],
-            ["--precision", "bf16"],
+            ["train.precision=float32"],
+            ["train.precision=bfloat16"],
         )
     )
     assert more["activations"] == pytest.approx(2 * plain["activations"])
@@ -110,8 +109,6 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: Capture) -> None
             "smoke --ep 16 --nodes 1 2",
             "1 node: no layout: ep 16 needs 16 ranks, and there are only 8",
         ),
-        ("own_text --ep 16 --nodes 3", "16/24"),
-        ("own_text --ep 16 --nodes 3", "stay unused"),
     ],
 )
 def test_words_below_the_table(arguments: str, expected: str, capsys: Capture) -> None:
